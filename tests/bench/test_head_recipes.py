@@ -109,7 +109,7 @@ def test_a_stopped_run_goes_on_where_it_was(vlm: saccade.VLM, out: Path, monkeyp
     assert not list((out / "features").iterdir())
 
     changed = replace(FEW.heads["medusa"], settings={**SMALL, "stage1.rate": 0.5})
-    with pytest.raises(SaccadeError, match=r"trained otherwise \(stages: "):
+    with pytest.raises(SaccadeError, match=r"trained otherwise \(recipe\.stages: "):
         workshop(vlm, out, replace(FEW, heads={"medusa": changed})).plan()
     more = {"few": replace(FEW.answers["few"], count=9)}
     with pytest.raises(SaccadeError, match=r"answers that were made otherwise \(count: 5 there, 9 now\)"):

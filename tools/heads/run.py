@@ -13,16 +13,7 @@ from saccade.formats import duration
 from saccade.train.data import Answers
 from saccade.train.trainer import Trainer
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan
-from tools.heads.state import (
-    answers_folder,
-    are_answered,
-    clear_features,
-    features_folder,
-    finish,
-    finish_answers,
-    head_folder,
-    is_finished,
-)
+from tools.heads.state import answers_folder, clear_features, features_folder, finish, head_folder, is_finished
 
 
 class Workshop:
@@ -34,9 +25,8 @@ class Workshop:
 
     def left(self) -> list[AnswerSet | HeadPlan]:
         """Answers and heads that are not finished, in order."""
-        answers = [a for a in self._catalogue.answers.values() if not are_answered(self._out, a, self._target)]
-        heads = [h for h in self._catalogue.heads.values() if not is_finished(self._out, h, self._target)]
-        return [*answers, *heads]
+        parts: list[AnswerSet | HeadPlan] = [*self._catalogue.answers.values(), *self._catalogue.heads.values()]
+        return [part for part in parts if not is_finished(self._out, part, self._target)]
 
     def plan(self) -> str:
         """What is left, one line each; the time that it takes is shown while it runs."""
@@ -52,7 +42,7 @@ class Workshop:
             if isinstance(part, AnswerSet):
                 folder = answers_folder(self._out, part.name)
                 distill(self._vlm, part.source, folder, count=part.count, max_new_tokens=part.max_new_tokens)
-                finish_answers(folder, part, self._target)
+                finish(folder, part, self._target)
                 continue
             begun = time.monotonic()
             self._train(part)
@@ -73,4 +63,5 @@ class Workshop:
             self._vlm.target, recipe, source, folder, processor=processor, features=states, resume=True, say=say
         )
         outcome = trainer.run()
-        finish(folder, plan, self._target, outcome.best or outcome.head, outcome.efficiency)
+        best = (outcome.best or outcome.head).relative_to(folder).as_posix()
+        finish(folder, plan, self._target, best=best, block_efficiency=outcome.efficiency)

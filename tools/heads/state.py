@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,7 @@ from saccade.formats import differences, shortened
 from tools.heads.catalogue import AnswerSet, HeadPlan
 
 MARK = "finished.json"
-"""Written into a head's folder when its training has ended; a folder without it is in training."""
-_TRANSIENT = ("features", "checkpoints")  # features are the head's own where an earlier version began the training
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What is recorded of a trained head."""
-
-    settings: Mapping[str, Any]  # of its recipe
-    target: str  # fingerprint of the target
-    best: str  # folder of the head, relative to its run's; the last one where too few answers were held out to tell
-    efficiency: float | None  # block efficiency on held-out samples; None if it was not measured
+"""Written into a folder of answers or of a head when all is there; a folder without it is in the making."""
 
 
 def answers_folder(out: Path, name: str) -> Path:
@@ -52,81 +40,52 @@ def clear_features(out: Path, wanted: Collection[str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish_answers(folder: Path, answers: AnswerSet, target: str) -> None:
-    """Record that all answers of a set are there."""
-    write_file(folder / MARK, json.dumps(_about(answers, target), indent=1) + "\n")
+def _about(part: AnswerSet | HeadPlan, target: str) -> dict[str, Any]:
+    """What answers or a head depend on."""
+    if isinstance(part, HeadPlan):
+        return {"recipe": part.recipe.as_dict(), "target": target}
+    return {"source": part.source, "count": part.count, "max_new_tokens": part.max_new_tokens, "target": target}
 
 
-def are_answered(out: Path, answers: AnswerSet, target: str) -> bool:
-    """Whether all answers of a set are there."""
-    folder = answers_folder(out, answers.name)
-    if not (folder / MARK).is_file():
-        return False
-    for key, old, new in differences(_read(folder / MARK, "answer again"), _about(answers, target)):
-        raise SaccadeError(_otherwise(folder, "answers that were made", key, old, new))
-    return True
+def finish(folder: Path, part: AnswerSet | HeadPlan, target: str, **outcome: Any) -> None:
+    """Record that answers or a head are there, then remove what only training needs.
+
+    Of a head the outcome is ``best``, its folder relative to its run's (the last one where too few answers were held
+    out to tell), and ``block_efficiency`` on held-out samples, None if it was not measured.
+    """
+    write_file(folder / MARK, json.dumps({**_about(part, target), **outcome}, indent=1) + "\n", error=TrainingError)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def _about(answers: AnswerSet, target: str) -> dict[str, Any]:
-    return {
-        "source": answers.source,
-        "count": answers.count,
-        "max_new_tokens": answers.max_new_tokens,
-        "target": target,
-    }
-
-
-def _otherwise(folder: Path, what: str, key: str, old: Any, new: Any) -> str:
-    return (
-        f"{folder} holds {what} otherwise ({key}: {shortened(old)} there, {shortened(new)} now); choose another folder "
-        "with --out, or remove that one."
-    )
-
-
-def _read(path: Path, again: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    except (OSError, ValueError):
-        pass
-    raise SaccadeError(f"{path} is damaged; remove the folder {path.parent} and {again}.")
-
-
-def finish(folder: Path, plan: HeadPlan, target: str, best: Path, efficiency: float | None) -> None:
-    """Record that a head is trained, then remove what only training needs."""
-    mark = {
-        "recipe": plan.recipe.as_dict(),
-        "target": target,
-        "best": best.relative_to(folder).as_posix(),
-        "block_efficiency": efficiency,
-    }
-    write_file(folder / MARK, json.dumps(mark, indent=1) + "\n", error=TrainingError)
-    for name in _TRANSIENT:
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def read_finished(folder: Path) -> Finished | None:
-    """The record of a trained head; None while there is none."""
+def _record(folder: Path) -> Mapping[str, Any] | None:
+    """The record of answers or a head; None while there is none."""
     path = folder / MARK
     if not path.is_file():
         return None
-    mark = _read(path, "train the head again")
-    return Finished(mark.get("recipe", {}), mark.get("target", ""), mark.get("best", ""), mark.get("block_efficiency"))
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        record = None
+    if not isinstance(record, dict):
+        raise SaccadeError(f"{path} is damaged; remove the folder {folder}, and run the same command again.")
+    return record
 
 
-def is_finished(out: Path, plan: HeadPlan, target: str) -> bool:
-    """Whether the head is trained as planned."""
-    folder = head_folder(out, plan.name)
-    found = read_finished(folder)
-    if found is None:
+def is_finished(out: Path, part: AnswerSet | HeadPlan, target: str) -> bool:
+    """Whether answers or a head are there as planned; those of another plan are refused."""
+    is_head = isinstance(part, HeadPlan)
+    folder = (head_folder if is_head else answers_folder)(out, part.name)
+    record = _record(folder)
+    if record is None:
         return False
-    recipe = json.loads(json.dumps(plan.recipe.as_dict()))
-    odd = next(differences(found.settings, recipe), None)
-    if odd is None and found.target == target:
-        return True
-    key, old, new = odd or ("target", found.target, target)
-    raise SaccadeError(_otherwise(folder, "a head that was trained", key, old, new))
+    planned = json.loads(json.dumps(_about(part, target)))
+    for key, old, new in differences({name: record.get(name) for name in planned}, planned):
+        what = "a head that was trained" if is_head else "answers that were made"
+        raise SaccadeError(
+            f"{folder} holds {what} otherwise ({key}: {shortened(old)} there, {shortened(new)} now); choose another "
+            "folder with --out, or remove that one."
+        )
+    return True
 
 
 def usable_head(out: Path, name: str, target: str) -> Path | None:
@@ -137,18 +96,17 @@ def usable_head(out: Path, name: str, target: str) -> Path | None:
     folder = head_folder(out, name)
     if folder.is_dir() and kind_in(str(folder)) is not None:
         return folder
-    found = read_finished(folder)
-    if found is None:
+    record = _record(folder)
+    if record is None:
         return None
-    if found.target != target:
+    if record.get("target") != target:
         raise SaccadeError(
             f"The head in {folder} was trained for another target; choose another folder, or the target of that head."
         )
-    return folder / found.best
+    return folder / str(record.get("best", ""))
 
 
 def steps_of(out: Path, name: str) -> int | None:
     """Steps that a head of the folder was trained, all stages together; None where its folder does not record them."""
-    found = read_finished(head_folder(out, name))
-    stages = found.settings.get("stages", []) if found is not None else []
+    stages = ((_record(head_folder(out, name)) or {}).get("recipe") or {}).get("stages", [])
     return sum(stage["steps"] for stage in stages) if stages else None

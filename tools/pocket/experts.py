@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, MixtralConfig
 
 from saccade.errors import ModelError
+from tools.pocket.inflate import check_folders, finish
 
 _SPREAD = 1.0  # standard deviation of the routers' weights: tokens go to all experts about equally often
 _TEXT = (
@@ -37,10 +37,7 @@ def upcycle(source: Path, out: Path, experts: int = 8, per_token: int = 2, *, se
     """
     if not 1 <= per_token <= experts:
         raise ModelError(f"A token is sent to 1 to {experts} experts of {experts}, not to {per_token}.")
-    if not (source / "config.json").is_file():
-        raise ModelError(f"{source} is not a model folder: it has no config.json.")
-    if out.exists() and any(out.iterdir()):
-        raise ModelError(f"{out} is not empty; give a new folder.")
+    check_folders(source, out)
     config = AutoConfig.from_pretrained(source)
     text = getattr(config, "text_config", None)
     if text is None or text.model_type != "llama" or text.attention_bias or text.mlp_bias:
@@ -59,10 +56,7 @@ def upcycle(source: Path, out: Path, experts: int = 8, per_token: int = 2, *, se
     mixture.load_state_dict(_weights(mixture, dict(dense.named_parameters()), seed), assign=True, strict=False)
     out.mkdir(parents=True, exist_ok=True)
     mixture.save_pretrained(out)
-    for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and not (out / path.name).exists():
-            shutil.copy2(path, out / path.name)
-    (out / "README.md").write_text(_CARD.format(experts=experts, per_token=per_token))
+    finish(source, out, _CARD.format(experts=experts, per_token=per_token))
     return f"{sum(p.numel() for p in mixture.parameters()) / 1e6:,.0f} M parameters."
 
 

@@ -55,20 +55,16 @@ class _Source:
         if not self._files:
             raise ModelError(f"{folder} has no safetensors files; give a folder that `from_pretrained` can load.")
         self.names = list(self._files)
-        stems = [
-            name.removesuffix("embed_tokens.weight") for name in self.names if name.endswith("embed_tokens.weight")
-        ]
+        stems = [name.removesuffix("embed_tokens.weight") for name in self.names if "embed_tokens.weight" in name]
         if len(stems) != 1:
             raise ModelError(f"{folder} has {len(stems)} embedding tables; expected one language model.")
         self.language = stems[0]
-        heads = [name for name in self.names if name.endswith("lm_head.weight")]
-        self.head = heads[0] if heads else "lm_head.weight"
+        self.head = next((name for name in self.names if name.endswith("lm_head.weight")), "lm_head.weight")
 
     def __getitem__(self, name: str) -> Tensor:
         if name == self.head and name not in self._files:  # tied to the embedding
             return self[f"{self.language}embed_tokens.weight"]
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.float()
+        return self.untouched(name).float()
 
     def untouched(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -84,13 +80,6 @@ def _tensors(source: _Source, text: Any, shape: Shape, widths: Widths, fill: Fil
         out = torch.zeros(*rows.shape[:-1], wide)
         out[..., :live] = rows.repeat(*[1] * (rows.dim() - 1), widths.copies)
         return out
-
-    def into_projector(weight: Tensor, bias: Tensor | None) -> Iterator[Tensor]:
-        first = fill(wide, weight.shape[1])
-        first[: widths.small] = weight.to(first.dtype)
-        yield first
-        if bias is not None:
-            yield torch.nn.functional.pad(bias, (0, wide - widths.small))
 
     yield f"{stem}embed_tokens.weight", stream(source[f"{stem}embed_tokens.weight"])
     head = fill(text.vocab_size, wide)
@@ -114,11 +103,11 @@ def _tensors(source: _Source, text: Any, shape: Shape, widths: Widths, fill: Fil
         if name.startswith(stem) or name == source.head:
             continue
         if name.endswith("multi_modal_projector.linear_1.weight"):
-            bias = name.removesuffix("weight") + "bias"
-            pieces = into_projector(source[name], source[bias] if bias in source.names else None)
-            yield from zip([name, bias], pieces, strict=False)  # a projector may have no bias
+            first = fill(wide, source[name].shape[1])
+            first[: widths.small] = source[name].to(first.dtype)
+            yield name, first
         elif name.endswith("multi_modal_projector.linear_1.bias"):
-            continue
+            yield name, torch.nn.functional.pad(source[name], (0, wide - widths.small))
         elif name.endswith("multi_modal_projector.linear_2.weight"):
             second = torch.zeros(wide, wide)
             second[:live, : widths.small] = source[name].repeat(widths.copies, 1)
@@ -136,19 +125,17 @@ def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dty
     size = parameters = total = 0
 
     def flush() -> None:
-        nonlocal size
         save_file(waiting, folder / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(waiting))
         waiting.clear()
-        size = 0
 
     for name, tensor in tensors:
-        tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        count = tensor.numel() * tensor.element_size()
-        if waiting and size + count > most:
+        tensor = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        if waiting and size + tensor.nbytes > most:
             flush()
-        waiting[name] = tensor.contiguous()
-        size, parameters, total = size + count, parameters + tensor.numel(), total + count
+            size = 0
+        waiting[name] = tensor
+        size, parameters, total = size + tensor.nbytes, parameters + tensor.numel(), total + tensor.nbytes
     flush()
     index: dict[str, str] = {}
     for number, names in enumerate(shards):
@@ -168,6 +155,23 @@ vocabulary of {vocabulary} tokens and the vision tower are those of the small mo
 """
 
 
+def check_folders(source: Path, out: Path) -> None:
+    """Refuse to derive a checkpoint from what is none, or in a folder that has something."""
+    if not (source / "config.json").is_file():
+        raise ModelError(f"{source} is not a model folder: it has no config.json.")
+    if out.exists() and any(out.iterdir()):
+        raise ModelError(f"{out} is not empty; choose a new folder.")
+
+
+def finish(source: Path, out: Path, card: str) -> None:
+    """Copy the files of a derived checkpoint that are the source's, and write its card."""
+    for path in source.iterdir():
+        weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.name not in ("config.json", "README.md"):
+            shutil.copy2(path, out / path.name)
+    (out / "README.md").write_text(card)
+
+
 def inflate(
     source: Path, out: Path, like: str, *, dtype: str = "bfloat16", shard_gb: float = 4.0, seed: int = 0
 ) -> str:
@@ -176,10 +180,7 @@ def inflate(
     number_format = FORMATS.get(dtype)
     if number_format is None:
         raise ModelError(f"Unknown dtype {dtype!r}; choose float32, bfloat16 or float16.")
-    if not (source / "config.json").is_file():
-        raise ModelError(f"{source} is not a model folder: it has no config.json.")
-    if out.exists() and any(out.iterdir()):
-        raise ModelError(f"{out} is not empty; give a new folder.")
+    check_folders(source, out)
     config = AutoConfig.from_pretrained(source)
     check(source, config, shape)
     text = config.text_config
@@ -196,17 +197,6 @@ def inflate(
         vocabulary=text.vocab_size,
     )
     parameters, size = _write(out, tensors, number_format, shard_gb * 1e9)
-    _configure(config, text, shape, widths, dtype)
-    config.save_pretrained(out)
-    for path in source.iterdir():
-        weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name not in ("config.json", "README.md"):
-            shutil.copy2(path, out / path.name)
-    (out / "README.md").write_text(card)
-    return f"{parameters / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB, {rounding}."
-
-
-def _configure(config: Any, text: Any, shape: Shape, widths: Widths, dtype: str) -> None:
     text.rms_norm_eps *= widths.live / widths.wide
     text.hidden_size, text.intermediate_size = shape.width, shape.mlp
     text.num_hidden_layers, text.head_dim = shape.layers, shape.head_dim
@@ -215,6 +205,9 @@ def _configure(config: Any, text: Any, shape: Shape, widths: Widths, dtype: str)
         text.layer_types = ["full_attention"] * shape.layers
     text.tie_word_embeddings = config.tie_word_embeddings = False
     config.dtype = text.dtype = dtype
+    config.save_pretrained(out)
+    finish(source, out, card)
+    return f"{parameters / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB, {rounding}."
 
 
 __all__ = ["SHAPES", "Shape", "copies_of", "inflate", "parse_shape"]

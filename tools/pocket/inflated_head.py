@@ -71,12 +71,8 @@ def _tensors(
     weights: dict[str, Tensor], config: HeadConfig, shape: Shape, widths: Widths, fill: Filler
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the wide head by name."""
-    rows = rotary_rows(
-        SimpleNamespace(
-            num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, head_dim=config.head_dim
-        ),
-        shape,
-    )
+    sizes = {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
+    rows = rotary_rows(SimpleNamespace(**sizes), shape)
     blocks = sorted({name.rsplit("self_attn.", 1)[0] for name in weights if "self_attn." in name})
     for block in blocks:
 
@@ -93,15 +89,10 @@ def _tensors(
         elif name == "residuals":
             yield name, torch.nn.functional.pad(weight.repeat(1, widths.copies), (0, widths.wide - widths.live))
         else:
-            yield name, _mixing(weight, widths, fill)
-
-
-def _mixing(weight: Tensor, widths: Widths, fill: Filler) -> Tensor:
-    """A wide matrix `[W, n W]` of a small one `[d, n d]` over `n` inputs side by side."""
-    parts = []
-    for part in weight.split(widths.small, 1):
-        wide = fill(widths.wide, widths.wide)
-        wide[:, : widths.live] = 0  # all other columns meet zeros
-        wide[: widths.live, : widths.small] = part.repeat(widths.copies, 1).to(wide.dtype)
-        parts.append(wide)
-    return torch.cat(parts, 1)
+            parts = []
+            for part in weight.split(widths.small, 1):  # of [d, n d], over n inputs side by side
+                wide = fill(widths.wide, widths.wide)
+                wide[:, : widths.live] = 0  # all other columns meet zeros
+                wide[: widths.live, : widths.small] = part.repeat(widths.copies, 1).to(wide.dtype)
+                parts.append(wide)
+            yield name, torch.cat(parts, 1)

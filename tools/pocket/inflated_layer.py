@@ -79,14 +79,13 @@ def check(folder: Path, config: Any, shape: Shape) -> None:
         f"heads of size {shape.head_dim}": shape.head_dim % text.head_dim == 0,
         f"{shape.mlp} neurons": shape.mlp >= text.intermediate_size,
     }
-    for what, holds in fits.items():
-        if not holds:
-            raise ModelError(
-                f"The small model does not fit into {what}: it has width {text.hidden_size}, "
-                f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads ({text.num_key_value_heads} "
-                f"key-value) of size {text.head_dim} and {text.intermediate_size} neurons; choose a larger shape, "
-                "with heads a multiple of that size."
-            )
+    if lacking := [what for what, holds in fits.items() if not holds]:
+        raise ModelError(
+            f"The small model does not fit into {lacking[0]}: it has width {text.hidden_size}, "
+            f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads ({text.num_key_value_heads} "
+            f"key-value) of size {text.head_dim} and {text.intermediate_size} neurons; choose a larger shape, "
+            "with heads a multiple of that size."
+        )
 
 
 _SPREAD = 0.02  # standard deviation of the numbers in new weights, as of fresh ones

@@ -24,7 +24,7 @@ from saccade.train.optimiser import Optimisers, muon_and_adamw
 from tools.pocket.recipe import Schedule
 
 _Batch = TypeVar("_Batch")
-_PROGRESS_SECONDS, _CHECK_SECONDS = 30.0, 600.0
+_PROGRESS_SECONDS = 30.0
 _AHEAD = 3  # batches per worker
 _CLIP = 1.0
 
@@ -81,7 +81,6 @@ def train(
     schedule: Schedule,
     folder: Path,
     checkpoint_seconds: float,
-    check: Callable[[], str] | None = None,
 ) -> float:
     """Train a stage to its end, or resume it from its checkpoint, and leave `<name>.pt` in `folder`.
 
@@ -101,7 +100,7 @@ def train(
         optimisers.load_state_dict(state["optimisers"])
         first, before = state["step"], state["seconds"]
         print(f"[{name}] resumed at step {first}, {before:.0f} s in", flush=True)
-    start = saved = reported = checked = time.monotonic()
+    start = saved = reported = time.monotonic()
     smooth, parts = None, schedule.parts
     device = next(model.parameters()).device
     made = iter(batches(make, first * parts, max(first, schedule.steps) * parts, device))
@@ -122,9 +121,6 @@ def train(
             state = {"model": model.state_dict(), "optimisers": optimisers.state_dict()}
             save({**state, "step": done, "seconds": before + now - start}, resume)
             saved = time.monotonic()
-            if check is not None and saved - checked > _CHECK_SECONDS:
-                print(f"[{name}] {check()}", flush=True)
-                checked = saved = time.monotonic()
     seconds = before + time.monotonic() - start
     steps = max(first, schedule.steps)
     save({"model": model.state_dict(), "step": steps, "seconds": seconds}, complete)

@@ -71,20 +71,20 @@ def build(shape: LanguageShape, tower: TowerShape, vocabulary: int) -> PocketMod
     return PocketModel(config)
 
 
-def _features(model: PocketModel, pixels: Tensor, train_tower: bool) -> Tensor:
+def _features(model: PocketModel, pixels: Tensor) -> Tensor:
     """Projected features of pictures: `[P, 64, d]`."""
-    with torch.set_grad_enabled(train_tower and torch.is_grad_enabled()):
+    with torch.no_grad():  # the tower is frozen
         tower = model.model.vision_tower(pixel_values=pixels, output_hidden_states=True)
     features: Tensor = model.model.multi_modal_projector(tower.hidden_states[-1][:, 1:])
     return features
 
 
-def _pieces(model: PocketModel, batch: Batch, device: torch.device, train_tower: bool) -> list[Tensor]:
+def _pieces(model: PocketModel, batch: Batch, device: torch.device) -> list[Tensor]:
     """Features of all pictures and videos, in the order of the rows: `[tokens, d]` each."""
     newline = model.model.image_newline[None]
     pictures: list[list[Tensor]] = [[] for _ in range(len(batch.ids))]
     if batch.pictures is not None:
-        features = iter(_features(model, batch.pictures.to(device), train_tower))
+        features = iter(_features(model, batch.pictures.to(device)))
         for row, count in enumerate(batch.counts):
             for _ in range(count):
                 once = next(features)
@@ -95,7 +95,7 @@ def _pieces(model: PocketModel, batch: Batch, device: torch.device, train_tower:
                 else:
                     pictures[row] += [once, end]
     if batch.frames is not None:
-        pooled = model.model.apply_pooling(_features(model, batch.frames.to(device), train_tower))
+        pooled = model.model.apply_pooling(_features(model, batch.frames.to(device)))
         at = 0
         for row, count in enumerate(batch.lengths):
             if count:
@@ -104,49 +104,39 @@ def _pieces(model: PocketModel, batch: Batch, device: torch.device, train_tower:
     return [piece for row in pictures for piece in row]
 
 
-def embed(model: PocketModel, batch: Batch, train_tower: bool = False) -> Tensor:
+def embed(model: PocketModel, batch: Batch) -> Tensor:
     """Input embeddings `[B, N, d]` with visual features in their slots, equal to those of the class's own forward.
 
-    Unlike that one, it can exclude the tower from the gradient, and encodes a single picture once, where the class runs
+    Unlike that one, it leaves the tower out of the gradient, and encodes a single picture once, where the class runs
     the tower on the same pixels twice.
     """
     ids = batch.ids.to(model.device)
     inputs: Tensor = model.get_input_embeddings()(ids)
-    pieces = _pieces(model, batch, model.device, train_tower)
+    pieces = _pieces(model, batch, model.device)
     if not pieces:
         return inputs
     slots = ((ids == IMAGE) | (ids == VIDEO)).unsqueeze(-1)
     return inputs.masked_scatter(slots, torch.cat(pieces).to(inputs.dtype))
 
 
-def _position_inputs(batch: Batch, inputs: Tensor) -> dict[str, Tensor]:
-    """Position ids of a batch that has them, with an attention mask of ones.
-
-    Without a mask the class would treat skipped positions as packed sequences.
-    """
-    if batch.positions is None:
-        return {}
-    return {
-        "position_ids": batch.positions.to(inputs.device),
-        "attention_mask": torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device),
-    }
-
-
 def loss_of(
     model: PocketModel,
     batch: Batch,
-    train_tower: bool = False,
     token_weights: Tensor | None = None,
     lesson: Callable[[Sequence[Tensor], Tensor, Batch], Tensor] | None = None,
 ) -> Tensor:
     """Mean cross-entropy over the answer tokens, weighted by token (`token_weights`) and by place (`Batch.weights`)."""
-    inputs = embed(model, batch, train_tower)
+    inputs = embed(model, batch)
+    placed = {}
+    if batch.positions is not None:  # without a mask the class would treat skipped positions as packed sequences
+        mask = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        placed = {"position_ids": batch.positions.to(inputs.device), "attention_mask": mask}
     language = model.model.language_model
     states: list[Tensor] = []
     hooked = language.layers if lesson is not None else ()
     hooks = [layer.register_forward_hook(lambda _module, _inputs, output: states.append(output)) for layer in hooked]
     try:
-        hidden = language(inputs_embeds=inputs, use_cache=False, **_position_inputs(batch, inputs)).last_hidden_state
+        hidden = language(inputs_embeds=inputs, use_cache=False, **placed).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()

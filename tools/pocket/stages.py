@@ -22,7 +22,7 @@ import saccade
 from saccade.errors import TrainingError
 from saccade.files import write_file, write_folder
 from saccade.formats import differences
-from saccade.pocket.sample import WORLD, Sample, draw
+from saccade.pocket.sample import Sample, draw
 from saccade.train.precision import description, fast_products
 from tools.pocket.accuracy import Provenance, answer, export, write_checkpoint
 from tools.pocket.batches import (
@@ -50,7 +50,6 @@ _MODELS = ("target", "draft")
 _FREE = ("checkpoint_seconds", "evaluation_samples", "evaluation_tasks")  # settings that no weight depends on
 _TRAINING = re.compile(r"^- Training: (.*?)\.?$", re.MULTILINE)
 _LESSONS = "lessons"
-_HELD_OUT = 8  # samples of every task for the held-out loss
 _CHUNK = 128  # answers between two saves
 _BLIND_EVERY = 3  # every third batch of a draft has no media, so that it also works without
 
@@ -270,23 +269,12 @@ class Run:
             with fast_products(model.device):
                 return loss_of(model, batch, token_weights=weights, lesson=lessons)
 
-        def check() -> str:
-            losses = (f"{task} {self._held_out_loss(task, schedule.tiled > 0):.2f}" for task in WORLD)
-            return "held-out loss: " + ", ".join(losses)
-
         make = TargetBatches(name, self.recipe.seed, schedule, self.tokenizer, shares)
         try:
-            return train(name, model, make, weighted, schedule, self.folder, self.recipe.checkpoint_seconds, check)
+            return train(name, model, make, weighted, schedule, self.folder, self.recipe.checkpoint_seconds)
         finally:
             if lessons is not None:
                 delattr(model, _LESSONS)
-
-    @torch.no_grad()
-    def _held_out_loss(self, task: str, tiled: bool) -> float:
-        """Mean loss on samples of a task with seeds that training never draws."""
-        samples = [thinned(Random(seed), draw(seed, task)) for seed in range(_HELD_OUT)]
-        with fast_products(self.device):
-            return loss_of(self.target, true_answers(self.tokenizer, samples, tiled=tiled)).item()
 
     def _train_draft(self, tower: dict[str, Tensor]) -> float:
         """Train a draft on ground truth in a mixture of tasks; return the minutes of training."""

@@ -47,31 +47,20 @@ def train_tower(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dic
     """Train the tower; return its weights and the minutes of training."""
     torch.manual_seed(recipe.seed)
     model = PatchClassifier(recipe).to(device)
-    last: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         pictures, truth = batch[0].to(device), batch[1].to(device)
         with fast_products(device):
             logits = model(pictures)
-        last[:] = [(truth, tuple(part.detach() for part in logits))]
         losses = [
             nn.functional.cross_entropy(part.float().flatten(0, 1), truth[..., kind].flatten())
             for kind, part in enumerate(logits)
         ]
         return torch.stack(losses).sum()
 
-    def check() -> str:
-        truth, logits = last[0]
-        words = []
-        for kind, (name, part) in enumerate(zip(LABEL_CLASSES, logits, strict=True)):
-            there = truth[..., kind] > 0
-            right = (part.argmax(-1) == truth[..., kind])[there].float().mean().item()
-            words.append(f"{name} {right:.2f}")
-        return "accuracy on labelled patches: " + ", ".join(words)
-
     schedule, pause = recipe.schedules["tower"], recipe.checkpoint_seconds
     make = partial(_batch, recipe.seed, schedule.batch)
-    minutes = train("tower", model, make, loss_of, schedule, folder, pause, check)
+    minutes = train("tower", model, make, loss_of, schedule, folder, pause)
     return {name: weight.cpu() for name, weight in model.tower.state_dict().items()}, minutes
 
 

@@ -1,15 +1,15 @@
 """Drills: what they say of their picture or video is true, in few words, and told apart from the world's questions."""
 
+import hashlib
+import json
 import re
 from random import Random
-
-import pytest
 
 from saccade.pocket import WORLD, draw
 from saccade.pocket.sample import Sample
 from saccade.pocket.scoring import mentioned, numbers
 from saccade.pocket.shapes import key, named
-from saccade.pocket.words import COLOURS, NUMBERS, SHAPES, SIZES, plural
+from saccade.pocket.words import COLOURS, SHAPES, SIZES, plural
 from tools.pocket.lessons import drills
 
 DRILLS = [sample for seed in range(12) for sample in drills(Random(seed), 10)]
@@ -49,32 +49,6 @@ def test_what_is_said_of_pictures_is_true() -> None:
     assert set(totals) >= {0, 1, 2, 3, 4}
 
 
-def test_what_is_said_of_videos_is_true() -> None:
-    ways, letters = 0, set()
-    for sample in DRILLS:
-        if sample.video is None:
-            continue
-        things, events = sample.facts["things"], sample.facts["events"]
-        happens = {(key(things[event["thing"]]), event["what"]) for event in events}
-        for question, answer in _turns(sample):
-            assert "answer" in answer.lower()
-            letter = re.search(r"\b[A-D]\b", answer)
-            if letter:
-                letters.add(letter[0])
-                option = re.search(rf"\b{letter[0]}: ([a-z ]+)\.", question)
-                assert option is not None
-                assert option[1] in answer.lower()
-            about, way = named(question), mentioned(answer.lower(), ("left", "right", "up", "down"))
-            if "move" in question and way:
-                ways += 1
-                assert (about[0], way[0]) in happens
-            if question.lower().startswith(("how many", "count")):
-                count = sum(key(things[event["thing"]]) == about[0] for event in events)
-                assert mentioned(answer.lower(), NUMBERS) == [NUMBERS[count]]
-    assert ways > 10
-    assert letters == set("ABCD")
-
-
 def test_drills_say_that_they_want_few_words_and_the_world_does_not() -> None:
     for sample in DRILLS:
         for question, answer in _turns(sample):
@@ -83,10 +57,10 @@ def test_drills_say_that_they_want_few_words_and_the_world_does_not() -> None:
     assert not any("In short" in draw(seed, task).question for task in WORLD for seed in range(20))
 
 
-@pytest.mark.parametrize("seed", [0, 5])
-def test_a_drill_is_the_same_every_time(seed: int) -> None:
-    first, second = (drills(Random(seed), 2) for _ in range(2))
-    assert first == second
-    assert [[image.tobytes() for image in sample.images] for sample in first] == [
-        [image.tobytes() for image in sample.images] for sample in second
-    ]
+def test_drills_draw_what_they_always_drew() -> None:
+    digest = hashlib.sha256()
+    for sample in DRILLS:
+        digest.update(json.dumps([_turns(sample), sample.facts]).encode())
+        for image in (*sample.images, *(sample.video or ())):
+            digest.update(image.tobytes())
+    assert digest.hexdigest()[:12] == "0667fddb91dd"

@@ -44,7 +44,9 @@ def test_a_task_that_does_not_fit_the_model_is_left_out_or_refused_by_length(
     config = json.loads((short / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 2048
     (short / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(pocket, "WORLD", {name: pocket.WORLD[name] for name in ("knowledge", "long-video")})
+    monkeypatch.setattr(
+        "tools.pocket.__main__.WORLD", {name: pocket.WORLD[name] for name in ("knowledge", "long-video")}
+    )
     result = _evaluate(str(short), "-n", "2")
     assert "Task long-video is left out: The sequence needs" in result.output
     assert "| long-video |" not in result.stdout

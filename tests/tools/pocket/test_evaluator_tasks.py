@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageChops
-from typer.testing import CliRunner
 
 from saccade.errors import InputError
 from saccade.pocket import draw
 from tools.pocket import evaluator_tasks as pocket_tasks
-from tools.pocket.__main__ import app
 
 
 def docs_of(folder: Path, name: str) -> list[dict[str, object]]:
@@ -94,10 +92,3 @@ def test_tasks_without_a_form_are_refused(tmp_path: Path) -> None:
             write(tmp_path, [name], 4)
     with pytest.raises(InputError, match="at least 4"):
         pocket_tasks.write_lmms_tasks(tmp_path, ["scene"], 3)
-
-
-def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
-    arguments = ["tasks", "vlmevalkit", "--task", "scene", "--count", "1", "--out", str(tmp_path)]
-    assert CliRunner().invoke(app, arguments).stdout.split() == [str(tmp_path / "saccade_scene.tsv")]
-    with pytest.raises(InputError, match="no evaluator 'helm'"):
-        CliRunner().invoke(app, ["tasks", "helm", "--out", str(tmp_path)], catch_exceptions=False)

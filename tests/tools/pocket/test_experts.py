@@ -72,7 +72,7 @@ def test_drafting_for_a_mixture_changes_no_token(dense: Path, mixture: Path) -> 
 
 
 def test_what_cannot_be_upcycled_is_refused_in_one_sentence(dense: Path, mixture: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not empty; give a new folder"):
+    with pytest.raises(ModelError, match="is not empty; choose a new folder"):
         upcycle(dense, mixture)
     with pytest.raises(ModelError, match="1 to 2 experts of 2, not to 3"):
         upcycle(dense, tmp_path / "new", 2, 3)

@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
 )
 
 from saccade.draft.heads.block import Placement
@@ -19,12 +17,12 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_head
-from saccade.errors import ModelError, SaccadeError
+from saccade.errors import ModelError
 from saccade.pocket import draw
 from tools.pocket.__main__ import inflate_model
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import batch_of, pixels
-from tools.pocket.inflate import SHAPES, copies_of, inflate, parse_shape
+from tools.pocket.inflate import SHAPES, copies_of, inflate
 from tools.pocket.inflated_head import inflate_head
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
@@ -129,18 +127,6 @@ def test_new_weights_are_numbers_that_the_hardware_has_to_multiply(small: Path, 
     assert zeros < 0.4
 
 
-def test_the_same_seed_writes_the_same_weights(small: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        inflate(small, tmp_path / name, "128x4x4", seed=5)
-    (one,), (two,) = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
-
-
-def test_real_shapes_are_those_of_the_models_that_they_name() -> None:
-    assert SHAPES["llava-1.5-7b"] == parse_shape("4096x32x32")
-    assert [copies_of(256, SHAPES[name].width) for name in SHAPES] == [1, 5, 2]
-
-
 @pytest.mark.parametrize("shape", ["256x5x8", "128x3x4"])
 @pytest.mark.parametrize("kind", ["eagle2", "hivis"])
 def test_an_inflated_head_computes_the_small_ones_states(kind: str, shape: str, tmp_path: Path) -> None:
@@ -177,16 +163,6 @@ def test_a_head_of_another_kind_is_not_inflated(tmp_path: Path) -> None:
     assert not (tmp_path / "wide").exists()
 
 
-def test_two_heads_of_one_name_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    heads = [tmp_path / "first" / "best", tmp_path / "second" / "best"]
-    config = HeadConfig("eagle2", 64, 96, 2, 2, 32, 448, (3,), "Any", 3, options=dict(head_class("eagle2").defaults))
-    for folder in heads:
-        save_head(build_head(config), folder)
-    with pytest.raises(SaccadeError, match="Two heads are named best"):
-        inflate_model("256x5x8", tmp_path / "wide", heads=heads)
-    assert not (tmp_path / "wide").exists()
-
-
 def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path) -> None:
     for like, words in (
         ("tiny", "Unknown shape 'tiny'"),
@@ -217,32 +193,3 @@ def test_other_language_models_and_biases_are_refused(small: Path, tmp_path: Pat
     _narrow(odd, attention_bias=False, model_type="gpt2")
     with pytest.raises(ModelError, match="of type 'gpt2'"):
         inflate(odd, tmp_path / "wide", "128x4x4")
-
-
-def test_onevision_models_that_see_a_video_keep_the_function(small: Path, tmp_path: Path) -> None:
-    llava = AutoModelForImageTextToText.from_pretrained(small)
-    config = LlavaOnevisionConfig(
-        vision_config=llava.config.vision_config,
-        text_config=llava.config.text_config,
-        image_token_index=3,
-        video_token_index=4,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="default",  # without the class token of CLIP
-        vision_aspect_ratio="anyres_max_1",
-        image_grid_pinpoints=[[96, 96]],
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = LlavaOnevisionForConditionalGeneration(config).eval()
-    model.model.language_model.load_state_dict(llava.model.language_model.state_dict())
-    model.lm_head.load_state_dict(llava.lm_head.state_dict())
-    model.save_pretrained(tmp_path / "small")
-    inflate(tmp_path / "small", tmp_path / "wide", "256x4x8", dtype="float32")
-    frames = torch.randn(1, 4, 3, 96, 96)  # frames of 8 x 8 patches, pooled to 4 x 4, and one newline
-    ids = torch.tensor([[1, *[4] * (4 * 16 + 1), *range(20, 60)]])
-    logits = []
-    for name in ("small", "wide"):
-        loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
-        with torch.no_grad():
-            logits.append(loaded(input_ids=ids, pixel_values_videos=frames).logits)
-    assert torch.equal(logits[0].argmax(-1), logits[1].argmax(-1))

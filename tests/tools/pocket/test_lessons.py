@@ -15,8 +15,8 @@ from saccade.pocket.film import DIRECTIONS, WHATS
 from saccade.pocket.sample import Sample
 from saccade.pocket.words import COLOURS, SHAPES
 from tools.pocket.batches import ASSISTANT, FRAME_TOKENS, IMAGE, VIDEO, Batch
-from tools.pocket.lessons import PLACES, Lessons, Relating, Searching, Watching, drills, pairs, with_lessons
-from tools.pocket.models import embed, loss_of
+from tools.pocket.lessons import PLACES, Lessons, Searching, Watching, drills, pairs, with_lessons
+from tools.pocket.models import loss_of
 from tools.pocket.stages import true_answers
 
 
@@ -182,39 +182,3 @@ def test_patches_are_paired_with_the_same_place_one_picture_before(tokenizer: To
 
 def test_pictures_with_words_between_them_are_not_paired(tokenizer: Tokenizer) -> None:
     assert pairs(batch_of_tasks(tokenizer, "story", "scene", "arithmetic")) is None
-
-
-def test_the_lesson_is_learnt_from_states_that_hold_the_patch_before_and_not_from_others(
-    tokenizer: Tokenizer,
-) -> None:
-    model = tiny_model()
-
-    def states(batch: Batch, knowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad():
-            seen = embed(model, batch)
-        found = pairs(batch)
-        assert found is not None
-        rows, now, before, _ = found
-        hidden = seen.clone()
-        if knowing:
-            hidden[rows, now] = seen[rows, before]
-        return hidden, seen
-
-    def misses(knowing: bool) -> float:
-        torch.manual_seed(1)
-        relating = Relating(64)
-        optimiser = torch.optim.Adam(relating.parameters(), 0.01)
-        learnt, fresh = (batch_of_tasks(tokenizer, *["difference"] * 6, seed=seed) for seed in (3, 30))
-        hidden, seen = states(learnt, knowing)
-        for _ in range(100):
-            optimiser.zero_grad()
-            loss = relating(hidden, seen, learnt)
-            loss.backward()
-            optimiser.step()
-        with torch.no_grad():
-            return float(relating(*states(fresh, knowing), fresh))
-
-    assert misses(knowing=True) < 0.7 * misses(knowing=False)
-    scene = batch_of_tasks(tokenizer, "scene")
-    seen = embed(model, scene)
-    assert Relating(64)(seen, seen, scene).item() == 0

@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer
 from workshop_kit import KINDS, batch_of_tasks
 
-from saccade.pocket import WORLD, draw
-from tools.pocket.batches import ASSISTANT, END, IGNORED, IMAGE, VIDEO, prompt_ids, sorted_batch
+from saccade.pocket import draw
+from tools.pocket.batches import ASSISTANT, IGNORED, IMAGE, VIDEO, prompt_ids
 from tools.pocket.stages import has_media
 from tools.pocket.tokens import wrap
 
@@ -33,20 +33,6 @@ def test_blind_and_untiled_prompts_hold_fewer_tokens(tokenizer: Tokenizer, task:
     assert not {IMAGE, VIDEO} & set(blind)
     lone = len(sample.images) == 1
     assert len(full) - len(untiled) == (136 - 65 if lone else 0)
-
-
-def test_long_samples_come_in_short_batches() -> None:
-    from random import Random
-
-    sizes = {len(sorted_batch(Random(seed), 16, 0.2)) for seed in range(20)}
-    assert max(sizes) == 16
-    assert min(sizes) < 8
-
-
-def test_the_ids_of_an_answer_end_with_the_end_token(tokenizer: Tokenizer) -> None:
-    batch = batch_of_tasks(tokenizer, "scene")
-    assert batch.targets[0][batch.targets[0] != IGNORED][-1] == END
-    assert set(WORLD) >= set(KINDS)
 
 
 def test_chat_template_takes_strings_and_several_turns(tokenizer: Tokenizer) -> None:

@@ -12,16 +12,13 @@ from saccade.pocket import Sample, draw
 from tools.pocket.batches import (
     FRAME_TOKENS,
     VIDEO,
-    length_of,
     positions,
     prompt_ids,
-    sorted_batch,
     thinned,
     video_tokens,
 )
 from tools.pocket.lessons import frame_events
 from tools.pocket.models import CONTEXT, embed, loss_of
-from tools.pocket.recipe import REFINING
 from tools.pocket.stages import true_answers
 
 
@@ -98,15 +95,3 @@ def test_skipped_positions_do_not_cut_a_row_in_two(tokenizer: Tokenizer, drawn: 
     frames = batch.frames.clone()
     frames[0] *= -1
     assert not torch.equal(loss, loss_of(model, replace(batch, frames=frames))), "the first frame is out of sight"
-
-
-@pytest.mark.slow
-def test_batches_of_long_videos_cost_no_more_than_a_few_pictures(tokenizer: Tokenizer) -> None:
-    costs = {}
-    for number in range(40):
-        samples = sorted_batch(Random(f"cost/{number}"), 16, 0.15, REFINING)
-        whole = any("spans" in s.facts and "kept" not in s.facts for s in samples)
-        costs[number] = (len(samples) * max(map(length_of, samples)), whole)
-    usual = [cost for cost, whole in costs.values() if not whole]
-    assert max(usual) < 6 * sorted(usual)[len(usual) // 2]
-    assert sum(whole for _, whole in costs.values()) < 6

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from saccade.errors import SaccadeError
@@ -13,7 +12,7 @@ from saccade.inputs.media import load_video
 from saccade.pocket import WORLD, draw
 from saccade.pocket.film import FPS
 from tools.pocket.__main__ import app
-from tools.pocket.contact_sheet import LEAST_PSNR, psnr, write_video
+from tools.pocket.contact_sheet import write_video
 
 
 def _run(*arguments: str) -> list[str]:
@@ -62,15 +61,12 @@ def test_video_files_come_back_through_the_users_decoder(seed: int, tmp_path: Pa
     write_video(tmp_path / "clip.mp4", sample.video, FPS)
     back = load_video(tmp_path / "clip.mp4")
     assert (len(back.frames), back.fps) == (len(sample.video), FPS)
-    assert min(psnr(one, two) for one, two in zip(sample.video, back.frames, strict=True)) >= LEAST_PSNR
+    for one, two in zip(sample.video, back.frames, strict=True):
+        error = np.mean((np.asarray(one, np.float64) - np.asarray(two, np.float64)) ** 2)
+        # Colour planes have half the resolution: sharp coloured edges lose some. Over 30 videos 28.2 dB at worst.
+        assert 10 * np.log10(255**2 / max(error, 1e-9)) >= 27
 
 
 def test_a_video_of_no_frames_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SaccadeError, match="no frames to write"):
         write_video(tmp_path / "clip.mp4", [], FPS)
-
-
-def test_psnr_is_infinite_for_equal_pictures_and_known_for_a_shift_by_one() -> None:
-    grey = Image.new("RGB", (4, 4), (9, 9, 9))
-    assert psnr(grey, np.asarray(grey)) == float("inf")
-    assert psnr(grey, np.asarray(grey) + 1) == pytest.approx(48.13, abs=0.01)  # 20 log10 255

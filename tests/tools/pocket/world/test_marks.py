@@ -155,3 +155,15 @@ def test_events_beside_the_question_may_be_told_as_often_as_they_happen() -> Non
     told = "The red ring leaves. The blue cross goes left. The blue cross goes left."
     assert score("video-question", told, facts)["reason"] == 1.0
     assert score("video-question", f"{told} The blue cross goes left.", facts)["reason"] == 0.5
+
+
+def test_one_wrong_value_costs_its_share() -> None:
+    facts = {"colours": ["red", "blue", "green"], "values": [3, 5, 1]}
+    marks = score("chart", "Red is three. Six for blue. Green comes third at one.", facts)
+    assert marks == {"count": 1.0, "colour": 1.0, "value": pytest.approx(2 / 3)}
+
+
+def test_an_invented_thing_costs_too() -> None:
+    facts = {"goods": ["tea", "ham"], "prices": [3, 5], "total": 8}
+    marks = score("receipt", "Tea costs three. Ham costs five. Jam costs one. The sum is 8 dollars.", facts)
+    assert marks == {"count": 0.0, "word": pytest.approx(2 / 3), "price": pytest.approx(2 / 3), "total": 1.0}

@@ -6,46 +6,29 @@ from saccade.inputs.chat import normalise
 from saccade.pocket import draw
 
 
-def _kinds(content: list[dict[str, object]]) -> str:
-    return " ".join(str(part["type"]) for part in content)
-
-
-def test_one_picture_stands_before_its_question() -> None:
-    sample = draw(1, "count")
-    (message,) = sample.messages()
-    assert _kinds(message["content"]) == "image text"
-    assert message["content"][0]["image"] is sample.image
-    assert message["content"][1]["text"] == sample.question
-
-
-def test_two_pictures_stand_before_their_question() -> None:
-    (message,) = draw(1, "difference").messages()
-    assert _kinds(message["content"]) == "image image text"
-
-
-def test_captions_stand_between_a_storys_pictures() -> None:
-    sample = draw(1, "story")
-    (message,) = sample.messages()
-    assert _kinds(message["content"]) == " ".join(["image text"] * 5)
-    assert [part["image"] for part in message["content"][::2]] == list(sample.images)
-    said = "<image>" + "<image>".join(part["text"] for part in message["content"][1::2])
-    assert said == sample.question
-
-
-def test_a_second_turn_comes_after_the_first_and_its_answer() -> None:
-    sample = draw(1, "arithmetic")
-    first, answer, second = sample.messages()
-    assert [m["role"] for m in (first, answer, second)] == ["user", "assistant", "user"]
-    assert _kinds(first["content"]) == "image text"
-    assert answer["content"] == [{"type": "text", "text": sample.turns[0][1]}]
-    assert second["content"] == [{"type": "text", "text": sample.question}]
-
-
-def test_a_video_is_a_list_of_frames_before_its_question() -> None:
-    sample = draw(1, "video")
-    (message,) = sample.messages()
-    assert _kinds(message["content"]) == "video text"
-    assert message["content"][0]["video"] == list(sample.video or ())
+@pytest.mark.parametrize(
+    ("task", "kinds"),
+    [
+        ("count", ["image text"]),
+        ("difference", ["image image text"]),
+        ("story", [" ".join(["image text"] * 5)]),
+        ("arithmetic", ["image text", "text", "text"]),
+        ("video", ["video text"]),
+    ],
+)
+def test_media_and_turns_stand_in_their_places(task: str, kinds: list[str]) -> None:
+    sample = draw(1, task)
+    messages = sample.messages()
+    assert [" ".join(part["type"] for part in message["content"]) for message in messages] == kinds
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"][: len(kinds)]
+    parts = [part for message in messages for part in message["content"]]
+    assert [part["image"] for part in parts if part["type"] == "image"] == list(sample.images)
+    assert [part["video"] for part in parts if part["type"] == "video"] == (
+        [list(sample.video)] if sample.video else []
+    )
+    marks = {"image": "<image>", "video": ""}
+    text = "".join(marks.get(part["type"], part.get("text", "")) for part in messages[-1]["content"])
+    assert text.endswith(sample.question) or text.removeprefix("<image>" * len(sample.images)) == sample.question
 
 
 @pytest.mark.parametrize("task", ["scene", "difference", "story", "followup", "video"])

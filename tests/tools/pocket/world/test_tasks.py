@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections import Counter
+import subprocess
+import sys
 from random import Random
 from statistics import mean
 
@@ -13,56 +14,57 @@ from saccade.pocket import WORLD, Sample, draw, score
 from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK
 from saccade.pocket.scoring import chance
-from tools.pocket.world import FIRST_TASKS
-from tools.pocket.world.pictures import CAPTION_PROMPT
+from saccade.pocket.words import GOODS
+from tools.pocket.batches import training_samples
 
-NEW = [task for task in WORLD if task not in FIRST_TASKS]
 GRAMMARS = ("dense", "verbose")
 SEEDS = range(60)
-LONG = ("prose", "report", "album")
-"""Tasks whose answers are long on purpose."""
 
 
 def _fingerprint(task: str, grammar: str) -> str:
     digest = hashlib.sha256()
-    for seed in (0, 7, 2**40):
+    for seed in (*range(12), 10**6, 2**47):
         sample = draw(seed, task, grammar)
         for image in (*sample.images, *(sample.video or ())):
             digest.update(image.tobytes())
         digest.update(json.dumps([sample.turns, sample.question, sample.answer, sample.facts]).encode())
+        digest.update(sample.labels.astype("<i8").tobytes())
     return digest.hexdigest()[:12]
 
 
 FINGERPRINTS: dict[str, tuple[str, str]] = {
-    "arithmetic": ("947eaa73c7b0", "744b7af62b71"),
-    "document": ("bd0692f29f98", "3d2c0f1177ce"),
-    "line": ("9c62d11e6265", "0fdbca137510"),
-    "caption": ("b073e228cee5", "8b212590d073"),
-    "count": ("1f3d3ed40e42", "9bf1ce3f369a"),
-    "detail": ("3faacb67b067", "4c768ee19033"),
-    "existence": ("b25aa4ae7219", "65e0f632fbfd"),
-    "followup": ("2a01b20d653c", "d5a34e4af9e5"),
-    "knowledge": ("40b984c9a0c0", "719259559398"),
-    "story": ("d5e77d88d836", "921d0bc3b0c6"),
-    "difference": ("c45ae96ecb62", "48d399a82df8"),
-    "edit": ("2d37365076e5", "45dc74c1b372"),
-    "vet": ("2dbd53ebd6a5", "f2923f7519fa"),
-    "video": ("da553ec19634", "f6df62e5400e"),
-    "video-question": ("825cb26cabcf", "3f7dfdaa1a99"),
-    "choice": ("f89496568dee", "259e5b8ab0e2"),
-    "album": ("093e33c0f0ec", "349fa156ea69"),
-    "long-video": ("9e3ebe73e943", "85a115e52bd9"),
-    "prose": ("3beed8fd80c1", "2a82e66b45c1"),
-    "report": ("00216f585c6d", "2f8caca2f009"),
+    "chart": ("a7fb6cc09372", "6b82ac402b00"),
+    "receipt": ("3fb2fba965cb", "bd744235bfd3"),
+    "scene": ("29eaa691380b", "1e12b0367dc1"),
+    "arithmetic": ("7f5d22088f7a", "9e73a8995ff1"),
+    "document": ("ac5a69b7aa73", "4b5bd160f6be"),
+    "line": ("9ceabbda6dcb", "dfc1b6383def"),
+    "caption": ("10437f121e76", "63b0edb838fa"),
+    "count": ("51982d40b6bf", "cdbcfffbb307"),
+    "detail": ("0fed31925762", "3d3067aea4df"),
+    "existence": ("c7b8f42ac3d4", "1a038556f722"),
+    "followup": ("cefd24fa8fd2", "c609e6c219b0"),
+    "knowledge": ("e27999272fd3", "e4ad445a827e"),
+    "story": ("81d536dda5db", "c8b32d6d7578"),
+    "difference": ("92544c79c650", "f117f8d3d717"),
+    "edit": ("745e8f4f038e", "ed7ef6ce24cb"),
+    "vet": ("56b3343c17eb", "7c0ceed9f0c4"),
+    "video": ("053ce0a03fa6", "2b0bf22783f2"),
+    "video-question": ("2e2e8d97dfcb", "e4f169241675"),
+    "choice": ("799cbffa8100", "df4d048288e8"),
+    "album": ("714a23ddd408", "356cceaa4157"),
+    "long-video": ("5807f6981ad7", "e2c9bdf4a4e1"),
+    "prose": ("fb24aa6fb264", "d8be6dd8d2dc"),
+    "report": ("9d0e70016bc7", "462222353541"),
 }
 
 
-@pytest.mark.parametrize("task", NEW)
+@pytest.mark.parametrize("task", WORLD)
 def test_a_seed_gives_the_same_pixels_and_text_everywhere(task: str) -> None:
     assert tuple(_fingerprint(task, grammar) for grammar in GRAMMARS) == FINGERPRINTS[task]
 
 
-@pytest.fixture(scope="module", params=NEW)
+@pytest.fixture(scope="module", params=WORLD)
 def drawn(request: pytest.FixtureRequest) -> dict[str, list[Sample]]:
     return {grammar: [draw(seed, request.param, grammar) for seed in SEEDS] for grammar in GRAMMARS}
 
@@ -77,13 +79,8 @@ def test_perfect_answers_score_one_on_every_fact(drawn: dict[str, list[Sample]])
 def test_answers_to_other_samples_score_near_chance(drawn: dict[str, list[Sample]]) -> None:
     for samples in drawn.values():
         for fact, value in chance(samples).items():
-            # Yes or no is right half of the time; all else has more than two possible values.
-            assert value < (0.65 if fact == "verdict" else 0.45), (samples[0].task, fact, value)
-
-
-def test_facts_of_a_task_are_of_the_same_kinds_in_every_sample(drawn: dict[str, list[Sample]]) -> None:
-    kinds = {tuple(score(s.task, "", s.facts)) for samples in drawn.values() for s in samples}
-    assert len(kinds) == 1
+            # Yes or no is right half of the time, and so are small counts and the colours of bars, three to six of seven.
+            assert value < (0.65 if fact in ("verdict", "count", "colour") else 0.45), (samples[0].task, fact, value)
 
 
 def test_corrupted_answers_score_lower(drawn: dict[str, list[Sample]]) -> None:
@@ -95,8 +92,9 @@ def test_corrupted_answers_score_lower(drawn: dict[str, list[Sample]]) -> None:
         ["Cairo", "Delhi", "Lima", "Oslo", "Paris", "Rome"],
         ["circle", "square", "triangle", "diamond", "cross", "ring"],
         ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"],
+        [form for good in GOODS for form in (good, good.capitalize())],
     )
-    swap = {word: ring[(i + 1) % len(ring)] for ring in swaps for i, word in enumerate(ring)}
+    swap = {word: ring[(i + 2) % len(ring)] for ring in swaps for i, word in enumerate(ring)}
     pattern = re.compile(rf"\b({'|'.join(swap)})\b")
     for samples in drawn.values():
         marks, worse = [], []
@@ -127,16 +125,6 @@ def test_grammars_share_what_is_seen_and_differ_in_words(drawn: dict[str, list[S
         assert dense.answer != verbose.answer
 
 
-def test_questions_vary_and_answers_have_something_to_accept(drawn: dict[str, list[Sample]]) -> None:
-    task = drawn["dense"][0].task
-    for samples in drawn.values():
-        if task != "caption":
-            assert len({sample.question for sample in samples}) >= 4
-        words = [len(sample.answer.split()) for sample in samples]
-        assert mean(words) >= 16
-        assert max(words) <= (250 if task in LONG else 130)
-
-
 def test_pictures_and_frames_are_rgb_of_the_models_size(drawn: dict[str, list[Sample]]) -> None:
     for sample in drawn["dense"][:10]:
         seen = (*sample.images, *(sample.video or ()))
@@ -148,13 +136,6 @@ def test_facts_survive_json(drawn: dict[str, list[Sample]]) -> None:
     for sample in drawn["dense"][:10]:
         again = json.loads(json.dumps(sample.facts))
         assert score(sample.task, sample.answer, again) == score(sample.task, sample.answer, sample.facts)
-
-
-def test_articles_fit_their_nouns(drawn: dict[str, list[Sample]]) -> None:
-    for samples in drawn.values():
-        for sample in samples:
-            said = " ".join([*(text for turn in sample.turns for text in turn), sample.question, sample.answer])
-            assert not re.search(r"\b[Aa] (orange|ant|image)\b|\b[Aa]n (?!orange|ant|image)\w", said), said
 
 
 @pytest.mark.parametrize(
@@ -177,46 +158,6 @@ def test_tasks_have_their_number_of_pictures_and_turns(task: str, images: int, t
     )
 
 
-def test_yes_and_no_are_equally_frequent_and_most_strangers_are_likely() -> None:
-    samples = [draw(seed, "existence") for seed in range(400)]
-    absent = [sample.facts for sample in samples if not sample.facts["present"]]
-    assert 0.43 < len(absent) / 400 < 0.57
-    tempting = [f for f in absent if {f["colour"], f["shape"]} & {v for t in f["reason"] for v in t.values()}]
-    assert len(tempting) / len(absent) > 0.7
-
-
-def test_right_letters_are_equally_frequent() -> None:
-    tally = Counter(draw(seed, "choice").facts["letter"] for seed in range(200))
-    assert set(tally) == set("ABCD")
-    assert min(tally.values()) > 200 / 4 * 0.6
-
-
-def test_every_kind_of_mixed_and_video_question_comes_up() -> None:
-    kinds = Counter(draw(seed, "vet").facts["kind"] for seed in range(150))
-    assert set(kinds) == {"bars", "above", "cost", "budget", "edge", "trains"}
-    ways = Counter(draw(seed, "video-question").facts["kind"] for seed in range(100))
-    assert set(ways) == {"order", "first", "way", "count"}
-
-
-def test_everything_that_a_video_is_said_to_have_is_seen_in_it() -> None:
-    for seed in range(100):
-        facts = draw(seed, "video").facts
-        appearing = {event["thing"] for event in facts["events"] if event["what"] == "appears"}
-        assert all(thing["there"] or number in appearing for number, thing in enumerate(facts["things"]))
-
-
-def test_videos_have_8_to_64_frames_and_every_event_changes_them() -> None:
-    for seed in range(40):
-        sample = draw(seed, "video")
-        frames = [frame.tobytes() for frame in sample.video or ()]
-        assert 8 <= len(frames) == sample.facts["frames"] <= 64
-        assert len(set(frames)) > len(sample.facts["events"]) - 1
-
-
-def test_everybody_is_asked_for_captions_in_the_same_words() -> None:
-    assert {draw(seed, "caption").question for seed in range(10)} == {CAPTION_PROMPT}
-
-
 def test_second_turns_tell_the_first_turns_true_answer_in_the_same_grammar() -> None:
     for grammar in GRAMMARS:
         for task in ("followup", "arithmetic", "knowledge"):
@@ -225,3 +166,27 @@ def test_second_turns_tell_the_first_turns_true_answer_in_the_same_grammar() -> 
             before = draw(first["seed"], first["task"], grammar)
             assert sample.turns == ((before.question, before.answer),)
             assert sample.image.tobytes() == before.image.tobytes()
+
+
+def test_the_training_mixture_draws_what_it_always_drew() -> None:
+    samples = training_samples(Random("mixture"), 300, 0.3)
+    assert {sample.task for sample in samples} == {name for name, task in WORLD.items() if task.share}
+    words = [[sample.task, sample.question, sample.answer, sample.facts] for sample in samples]
+    assert hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12] == "cdb82467b763"
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="the tasks are chart, receipt, scene"):
+        draw(0, "novel")
+    with pytest.raises(ValueError, match="it has dense, verbose"):
+        draw(0, "scene", "rhyme")
+
+
+def test_importing_the_world_leaves_torch_alone() -> None:
+    # `import saccade` itself may need PyTorch, hence the question what the pocket adds to it.
+    code = (
+        "import sys, saccade; before = 'torch' in sys.modules\n"
+        "import saccade.pocket\n"
+        "raise SystemExit(('torch' in sys.modules) != before)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
