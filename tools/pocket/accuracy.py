@@ -120,15 +120,6 @@ def table(rows: Sequence[Accuracy]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Title, one sentence on the training, and hardware, for a model card."""
-
-    title: str
-    training: str
-    hardware: str
-
-
 def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write all that `from_pretrained` needs: configuration, weights, tokenizer, processor, template."""
     narrow = copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16)
@@ -139,48 +130,47 @@ def write_checkpoint(model: PocketModel, tokenizer: Tokenizer, folder: Path) -> 
     write_processor(tokenizer, folder, CONTEXT)
 
 
-def _report(done: int, of: int) -> None:
-    if done % 320 == 0 or done == of:
-        print(f"[export] scored {done} of {of} answers", flush=True)
-
-
-def card(folder: Path, recipe: Recipe, provenance: Provenance, drafter: Path | None = None) -> str:
-    """Model card of a written folder, with accuracy measured now."""
-    place = "cuda" if torch.cuda.is_available() else None
-    vlm = saccade.load(folder, drafter, method="chain" if drafter else "plain", device_map=place)
-    tasks = list(recipe.evaluation_tasks or WORLD)
-    rows = measure(vlm, tasks, recipe.evaluation_samples, progress=_report)
-    model = vlm.target.model
-    text, vision = model.config.text_config, model.config.vision_config
-    return _CARD.read_text(encoding="utf-8").format(
-        title=provenance.title,
-        tasks=", ".join(WORLD),
-        training=provenance.training,
-        hardware=provenance.hardware,
-        layers=text.num_hidden_layers,
-        width=text.hidden_size,
-        tower_layers=vision.num_hidden_layers,
-        tower_width=vision.hidden_size,
-        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
-        first_seed=FIRST_TRAINING_SEED,
-        seed=recipe.seed,
-        samples=recipe.evaluation_samples,
-        table=table(rows),
-    )
-
-
 def export(
     model: PocketModel,
     tokenizer: Tokenizer,
     folder: Path,
     recipe: Recipe,
-    provenance: Provenance,
+    *,
+    title: str,
+    training: str,
+    hardware: str,
     drafter: Path | None = None,
 ) -> None:
-    """Write a finished model folder with its card in the place of `folder`; `drafter` as in `card`."""
+    """Write a finished model folder in the place of `folder`, with a card that has its accuracy, measured now.
+
+    `training` is a sentence on it; `drafter` makes measuring faster.
+    """
+
+    def progress(done: int, of: int) -> None:
+        if done % 320 == 0 or done == of:
+            print(f"[export] scored {done} of {of} answers", flush=True)
 
     def write(part: Path) -> None:
         write_checkpoint(model, tokenizer, part)
-        (part / "README.md").write_text(card(part, recipe, provenance, drafter))
+        place = "cuda" if torch.cuda.is_available() else None
+        vlm = saccade.load(part, drafter, method="chain" if drafter else "plain", device_map=place)
+        rows = measure(vlm, recipe.evaluation_tasks or list(WORLD), recipe.evaluation_samples, progress=progress)
+        text, vision = model.config.text_config, model.config.vision_config
+        card = _CARD.read_text(encoding="utf-8").format(
+            title=title,
+            tasks=", ".join(WORLD),
+            training=training,
+            hardware=hardware,
+            layers=text.num_hidden_layers,
+            width=text.hidden_size,
+            tower_layers=vision.num_hidden_layers,
+            tower_width=vision.hidden_size,
+            parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+            first_seed=FIRST_TRAINING_SEED,
+            seed=recipe.seed,
+            samples=recipe.evaluation_samples,
+            table=table(rows),
+        )
+        (part / "README.md").write_text(card)
 
     write_folder(folder, write)

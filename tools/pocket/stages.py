@@ -24,7 +24,7 @@ from saccade.files import write_file, write_folder
 from saccade.formats import differences
 from saccade.pocket.sample import Sample, draw
 from saccade.train.precision import description, fast_products
-from tools.pocket.accuracy import Provenance, answer, export, write_checkpoint
+from tools.pocket.accuracy import answer, export, write_checkpoint
 from tools.pocket.batches import (
     FIRST_TRAINING_SEED,
     SPECIAL_TOKENS,
@@ -342,8 +342,8 @@ class Run:
         )
 
     def _export(self, model: PocketModel, name: str, title: str, story: str, drafter: Path | None = None) -> None:
-        provenance = Provenance(title, story, self.hardware)
-        export(model, self.tokenizer, self.folder / name, self.recipe, provenance, drafter)
+        words = {"title": title, "training": story, "hardware": self.hardware}
+        export(model, self.tokenizer, self.folder / name, self.recipe, **words, drafter=drafter)
 
 
 def _refined(minutes: float) -> str:

@@ -79,7 +79,7 @@ def test_perfect_answers_score_one_on_every_fact(drawn: dict[str, list[Sample]])
 def test_answers_to_other_samples_score_near_chance(drawn: dict[str, list[Sample]]) -> None:
     for samples in drawn.values():
         for fact, value in chance(samples).items():
-            # Yes or no is right half of the time, and so are small counts and the colours of bars, three to six of seven.
+            # Yes or no is right half of the time, and so are small counts, and three to six colours of seven.
             assert value < (0.65 if fact in ("verdict", "count", "colour") else 0.45), (samples[0].task, fact, value)
 
 
