@@ -48,16 +48,22 @@ def conversation(number: int) -> list[dict[str, Any]]:
 # -- clients -----------------------------------------------------------------------------------------------
 
 
-def request(port: int, body: dict[str, Any]) -> int:
-    """Send a request, read its stream, and return the number of tokens; 0 if it was not answered."""
+def ask(port: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Send a request and read its stream: status, tokens (0 if it was not answered), and seconds to the chunks."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    begin = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", content, {"content-type": "application/json"})
     response = connection.getresponse()
-    events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+    chunks, tokens = [], 0
+    for line in response:
+        event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+        if event.get("choices") and event["choices"][0]["delta"].get("content"):
+            chunks.append(time.perf_counter() - begin)
+        if event.get("usage"):
+            tokens = event["usage"]["completion_tokens"]
     connection.close()
-    usage = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
-    return usage[0] if usage and response.status == 200 else 0
+    return {"status": response.status, "tokens": tokens, "chunks": chunks}
 
 
 def client_process() -> None:
@@ -65,7 +71,7 @@ def client_process() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         with ThreadPoolExecutor(order["clients"]) as pool:
-            print(json.dumps(list(pool.map(partial(request, order["port"]), order["bodies"]))), flush=True)
+            print(json.dumps([a["tokens"] for a in pool.map(partial(ask, order["port"]), order["bodies"])]), flush=True)
 
 
 class Clients:
