@@ -1,9 +1,14 @@
-"""The simulation of a running batch under load (`saccade.theory.simulate_load`) beside the batch itself.
+"""How many replicas a load needs: a simulation of the running batch, and the batch itself to compare it with.
 
-Costs and acceptance come from other prompts than the load's: the seconds of a prompt alone by its length, and of a step
-of N decoding rows. Then requests about pictures and videos arrive at random at three loads, relative to what one
-request after the other can serve, and the simulation gets the same arrivals, prompt lengths and answer lengths. Time
-is that of the process and jumps over idle time (``--clock cpu``), so that other work on the machine changes little.
+The simulation takes measured seconds of a step by its decoding rows and of a prompt by its tokens. A step decodes all
+rows whose prompts are cached and computes a chunk of the other prompts, and takes the time of both. That holds where a
+forward's time grows with its tokens, as on a CPU; on a GPU below its arithmetic limit it overestimates steps with
+prefill.
+
+The command measures these costs, and acceptance, on other prompts than the load's: the seconds of a prompt alone by its
+length, and of a step of N decoding rows. Then requests about pictures and videos arrive at random at three loads,
+relative to what one request after the other can serve, and the simulation gets the same arrivals, prompt lengths and
+answer lengths. Time is that of the process and jumps over idle time (``--clock cpu``): other work changes little.
 """
 
 from __future__ import annotations
@@ -11,10 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections import defaultdict
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from statistics import mean, median_low
+from statistics import mean, median_low, quantiles
 from typing import Any
 
 import torch
@@ -24,8 +32,8 @@ from benchmarks.clock import Clock
 from benchmarks.pocket_pair import add_options, load
 from benchmarks.running_batch import LOADS, Arrival, Now, arrivals, closed, questions, running
 from saccade import VLM
+from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
-from saccade.theory import Job, LoadSummary, Served, StepCosts, batched_speedup, replicas_for, simulate_load
 
 _ROWS = (1, 2, 4, 8)
 _ALIKE = 32
@@ -39,6 +47,157 @@ _TRAFFIC = 300
 """Requests of the simulated traffic."""
 _SEED = 2
 """Of the prompts that costs are measured on; the load's prompts have another."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of the parts of a step."""
+
+    decode: Mapping[int, float]  # of a whole step of N decoding rows, by N
+    prefill: Mapping[int, float]  # of a whole prompt by its number of tokens
+
+    def step(self, rows: int) -> float:
+        """Seconds of a step of decoding rows; 0 for none, at least that of the fewest measured."""
+        if rows < 1:
+            return 0.0
+        return _on_lines(self.decode, max(rows, min(self.decode)))
+
+    def chunk(self, start: int, stop: int) -> float:
+        """Seconds of a prompt's tokens from ``start`` to ``stop``."""
+        whole = {0: 0.0, **self.prefill}
+        return max(0.0, _on_lines(whole, stop) - _on_lines(whole, start))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request: when it arrives, in seconds, the tokens of its prompt and of its answer."""
+
+    arrival: float
+    prompt: int
+    answer: int
+
+
+@dataclass
+class Served:
+    """A request's course: seconds of its first and last token, and the tokens that it has."""
+
+    job: Job
+    first: float = inf
+    end: float = inf
+    tokens: int = 0
+    computed: int = 0
+    """Prompt tokens so far."""
+    ahead: int = 0
+    """Steps so far that computed the prompt's media or the drafter's prompt alone."""
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """Figures of a load."""
+
+    throughput: float  # tokens a second, from the first arrival to the last token
+    first_token: tuple[float, float]  # median and 95th percentile of the seconds from arrival to the first token
+    answer: tuple[float, float]  # the same to the last token
+
+    @classmethod
+    def of(cls, served: Sequence[Served]) -> LoadSummary:
+        """Summarise finished requests."""
+        begin, end = min(s.job.arrival for s in served), max(s.end for s in served)
+        return cls(
+            throughput=sum(s.tokens for s in served) / (end - begin),
+            first_token=_percentiles([s.first - s.job.arrival for s in served]),
+            answer=_percentiles([s.end - s.job.arrival for s in served]),
+        )
+
+
+def simulate_load(
+    jobs: Sequence[Job],
+    costs: StepCosts,
+    *,
+    accepted: Sequence[float] = (1.0,),
+    max_rows: int = 8,
+    prefill_chunk: int = 256,
+    steps_ahead: int = 0,
+    seed: int = 0,
+) -> list[Served]:
+    """Simulate one engine that serves requests in order of arrival; ``accepted`` counts passes by accepted tokens."""
+    rng, lengths = random.Random(seed), range(len(accepted))
+    served = [Served(job) for job in sorted(jobs, key=lambda job: job.arrival)]
+    waiting, active, now = deque(served), list[Served](), 0.0
+    while waiting or active:
+        if not active:
+            now = max(now, waiting[0].job.arrival)
+        while waiting and len(active) < max_rows and waiting[0].job.arrival <= now:
+            active.append(waiting.popleft())
+        emitting = [row for row in active if row.computed == row.job.prompt]
+        now += costs.step(len(emitting))
+        now += _prefill(active, costs, prefill_chunk, steps_ahead if emitting else 0, emitting)
+        for row in emitting:
+            row.first = min(row.first, now)
+            row.tokens = min(row.job.answer, row.tokens + 1 + rng.choices(lengths, accepted)[0])
+            row.end = now
+        active = [row for row in active if row.tokens < row.job.answer]
+    return served
+
+
+def _prefill(active: Sequence[Served], costs: StepCosts, budget: int, ahead: int, emitting: list[Served]) -> float:
+    """Compute the prompts' part of a step, add rows whose prompts end to ``emitting``, and return the seconds."""
+    seconds, whole = 0.0, budget
+    for row in active:
+        if row.computed == row.job.prompt or not budget:
+            continue
+        if not row.computed and row.job.prompt > budget < whole:
+            continue  # its image is not split, and fits a later step
+        if not row.computed and row.ahead < ahead:
+            row.ahead += 1
+            break
+        stop = min(row.job.prompt, row.computed + budget)
+        seconds += costs.chunk(row.computed, stop)
+        row.computed, budget = stop, budget - (stop - row.computed)
+        if stop == row.job.prompt:
+            emitting.append(row)
+    return seconds
+
+
+def replicas_for(jobs: Sequence[Job], costs: StepCosts, *, answer_p95: float, most: int = 64, **options: Any) -> int:
+    """Find the smallest number of replicas, served in turn, whose 95th percentile of whole answers is within an aim."""
+    ordered = sorted(jobs, key=lambda job: job.arrival)
+    for count in range(1, most + 1):
+        served = [
+            one
+            for place in range(min(count, len(ordered)))
+            for one in simulate_load(ordered[place::count], costs, **{"seed": place, **options})
+        ]
+        if LoadSummary.of(served).answer[1] <= answer_p95:
+            return count
+    raise InputError(
+        f"{most} replicas do not bring the 95th percentile of answers below {answer_p95:g} s; raise the aim, shorten "
+        "the answers, or use a faster machine."
+    )
+
+
+def batched_speedup(
+    plain: StepCosts, drafted: StepCosts, accepted: Sequence[float], rows: Sequence[int] = (1, 2, 4, 8)
+) -> dict[int, float]:
+    """Times that drafting is faster than plain decoding, by the number of rows that decode at once."""
+    emitted = 1 + sum(n * weight for n, weight in enumerate(accepted)) / sum(accepted)
+    return {n: emitted * plain.step(n) / drafted.step(n) for n in rows}
+
+
+def _on_lines(known: Mapping[int, float], at: int) -> float:
+    """Value on a line between the neighbours of ``at``; beyond the last, on the line of the last two."""
+    places = sorted(known)
+    if len(places) == 1:
+        return known[places[0]]
+    index = min(max(bisect_left(places, at), 1), len(places) - 1)
+    low, high = places[index - 1], places[index]
+    return max(0.0, known[low] + (known[high] - known[low]) / (high - low) * (at - low))
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    """Median and 95th percentile."""
+    cuts = quantiles([*values, *values] if len(values) == 1 else values, n=20, method="inclusive")
+    return cuts[9], cuts[18]
 
 
 def prompts(vlm: VLM, count: int, seed: int) -> list[Prompt]:

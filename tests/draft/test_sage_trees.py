@@ -14,7 +14,7 @@ from random_trees import PathModel, assert_consistent, token_paths
 
 from saccade.draft.trees.policy import SPECVLM_TREE, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
-from saccade.theory.entropy import confidence
+from saccade.theory import confidence
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to
 

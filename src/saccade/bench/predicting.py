@@ -90,7 +90,7 @@ def _predicted(
         nodes=nodes,
         tabed=theory.speedup(length + 1, steps, draft_cost, verify_cost=verify_cost),
         tabed_free=theory.speedup(length + 1, steps, draft_cost),
-        sage=theory.speedup_per_node(length, round(nodes), draft_cost),
-        lvspec=theory.speedup_without_bonus(length, steps, draft_cost, verify_cost=verify_cost),
+        sage=theory.speedup(length + 1, round(nodes), draft_cost),
+        lvspec=length / (steps * draft_cost + verify_cost),
         measured=measured,
     )

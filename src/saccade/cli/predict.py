@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from saccade.errors import InputError
-
-if TYPE_CHECKING:
-    from saccade.theory import Prediction
 
 _DEFAULT_GAMMA = 5
 
@@ -48,7 +45,7 @@ def predict(
 ) -> None:
     """Predict the speed-up of a draft chain from three numbers.
 
-    Each target pass checks gamma draft tokens at once and emits those it accepts and one of its own. So the
+    Each target pass checks gamma draft tokens at once and emits those it accepts and one more. So the
     speed-up over plain decoding is tokens per pass (block efficiency) over the cost of a pass,
     `gamma * cost + verify cost`. A larger gamma drafts more but reaches its last tokens less often; past the
     best gamma it only costs. Break-even is the acceptance below which speculation slows decoding down.
@@ -64,45 +61,30 @@ def predict(
     `saccade predict --acceptance 0.9 --cost 0.1 --best --json`
     """
     from saccade import theory
+    from saccade.cli.screen import out
 
     if best and gamma is not None:
         raise InputError("--best chooses gamma itself: give --gamma or --best, not both.")
-    points = _points(verify_cost)
+    points: dict[int, float] = {}
+    for pair in verify_cost.split(",") if verify_cost else []:
+        price, _, tokens = pair.partition(":")
+        try:
+            points[int(tokens)] = float(price)
+        except ValueError:
+            raise InputError(f"--verify-cost takes COST:TOKENS pairs, such as 1.03:6,1.2:16, not {pair!r}.") from None
     try:
         curve = theory.cost_curve(points)
         if best:
             gamma = max(1, theory.best_gamma(acceptance, cost, verify_cost=curve).gamma)
-        prediction = theory.predict(acceptance, _DEFAULT_GAMMA if gamma is None else gamma, cost, verify_cost=curve)
+        p = theory.predict(acceptance, _DEFAULT_GAMMA if gamma is None else gamma, cost, verify_cost=curve)
     except ValueError as problem:
         raise InputError(str(problem)) from None
     if as_json:
-        print(json.dumps(asdict(prediction)))
-    else:
-        _show(prediction)
-
-
-def _points(text: str | None) -> dict[int, float]:
-    points: dict[int, float] = {}
-    for pair in text.split(",") if text else []:
-        cost, _, tokens = pair.partition(":")
-        try:
-            points[int(tokens)] = float(cost)
-        except ValueError:
-            raise InputError(f"--verify-cost takes COST:TOKENS pairs, such as 1.03:6,1.2:16, not {pair!r}.") from None
-    return points
-
-
-def _show(prediction: Prediction) -> None:
-    from saccade.cli.screen import out
-
-    p = prediction
-    if p.best.gamma:
-        best = f"{p.best.gamma:<6}  speed-up {p.best.speedup:.2f}x"
-    else:
-        best = "none    plain decoding is faster than any draft"
-    if p.break_even is None:
-        level = f"none    gamma {p.gamma} is slower even if every draft token is accepted"
-    else:
+        print(json.dumps(asdict(p)))
+        return
+    faster = f"{p.best.gamma:<6}  speed-up {p.best.speedup:.2f}x"
+    level = f"none    gamma {p.gamma} is slower even if every draft token is accepted"
+    if p.break_even is not None:
         level = f"{p.break_even:<6.2f}  acceptance from which gamma {p.gamma} pays"
     console = out()
     console.print(
@@ -116,6 +98,6 @@ def _show(prediction: Prediction) -> None:
         ("speed-up", f"{p.speedup:<6.2f}  times plain decoding"),
         ("target work", f"{p.verified_per_token:<6.2f}  positions computed per token, plain decoding has 1"),
         ("break-even", level),
-        ("best gamma", best),
+        ("best gamma", faster if p.best.gamma else "none    plain decoding is faster than any draft"),
     ):
         console.print(f"  {name:<17} {value}", markup=False, soft_wrap=True)

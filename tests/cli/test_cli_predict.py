@@ -50,7 +50,7 @@ def test_best_predicts_for_the_best_gamma() -> None:
     assert found["speedup"] == found["best"]["speedup"]
 
 
-def test_a_drafter_that_never_pays_is_said_to() -> None:
+def test_a_drafter_that_never_pays_is_named() -> None:
     table = run("-a", "0.1", "-c", "1.2", "--best")
     assert "plain decoding is faster than any draft" in table
     assert "gamma 1 is slower even if every draft token is accepted" in table

@@ -1,0 +1,206 @@
+"""The field's formulas with their sources: accepted length, speed-up, break-even, the best draft length, confidence.
+
+All costs are in units of T_p(1), one target pass over one token, which is what plain decoding pays per token.
+
+>>> from saccade import theory
+>>> round(theory.speedup(2.29, draft_passes=5, draft_cost=0.063), 2)  # TABED's own example
+1.74
+>>> theory.predict(acceptance=0.8, gamma=5, draft_cost=0.05).best.gamma
+8
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+VerifyCost = Callable[[int], float]
+"""``T_p(n) / T_p(1)`` as a function of n, the tokens of a target pass with the root counted."""
+
+_HALVINGS = 200
+"""Bisection of [0, 1] reaches neighbouring floats long before."""
+
+
+def accepted_length(acceptance: float, gamma: int) -> float:
+    """Expected accepted length of a chain of gamma tokens, each accepted independently with one probability.
+
+    Source: Leviathan et al. 2023, Eq. 1, less the bonus token; LVSpec, Appendix A.2, Eq. 14; SAGE, Eq. 32.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"The acceptance must lie between 0 and 1, not {acceptance}.")
+    return sum(acceptance**depth for depth in range(1, _count("draft length gamma", gamma) + 1))
+
+
+def acceptance_of_length(length: float, gamma: int) -> float:
+    """Acceptance at which a chain of gamma tokens has this expected accepted length, for papers that report only tau.
+
+    (LVSpec, Appendix E, reads ``1 - tau / K`` as the failure rate instead. That is the share of draft tokens that are
+    lost, not the rate at which one token is rejected: tau 3.41 of K = 10 means a failure rate of 21 %, not 65.9 %.)
+    """
+    if not 0 <= length <= _count("draft length gamma", gamma, 1):
+        raise ValueError(f"The accepted length must lie between 0 and gamma = {gamma}, not {length}.")
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if accepted_length(middle, gamma) < length:
+            low = middle
+        else:
+            high = middle
+    return high if length else 0.0
+
+
+def confidence(probabilities: ArrayLike, k: int = 10) -> float:
+    """``alpha = 1 - H / log k`` with H the entropy of the k largest probabilities of ``[V]``, renormalised.
+
+    Source: SAGE, Section 3.1, Eqs. 7-9. (Lemma 4.3's ``p1 >= 1/k + alpha (k - 1)/k`` does not hold: two equal tokens
+    have alpha = 0.699 and p1 = 0.5 at k = 10. What holds is ``p1 >= k^(alpha - 1)``.)
+    """
+    p = np.asarray(probabilities, dtype=np.float64)
+    if p.ndim != 1 or p.size < _count("k", k, 2):
+        raise ValueError(f"The confidence needs a vector of at least k = {k} probabilities, not shape {p.shape}.")
+    if not np.isfinite(p).all() or p.min() < 0 or p.max() == 0:
+        raise ValueError("The probabilities must be finite, not negative, and not all 0.")
+    top = np.partition(p, -k)[-k:]
+    top = top[top > 0] / top.sum()
+    return min(1.0, max(0.0, 1 + float(np.sum(top * np.log(top))) / math.log(k)))
+
+
+def free_verification(tokens: int) -> float:
+    """Verification cost 1 at any number of tokens: a pass over several costs as much as one over one.
+
+    TABED's approximation (Section 3, and Remark 1: within 5 % up to gamma 7 on its hardware).
+    """
+    return 1.0
+
+
+def cost_curve(points: Mapping[int, float]) -> VerifyCost:
+    """A verification cost from measured points, linear between them.
+
+    One token costs 1 by definition. Past the last point the last slope continues, but never falls.
+    """
+    known = {1: 1.0}
+    for tokens, cost in points.items():
+        known[_count("number of tokens", tokens, 1)] = _positive("verification cost", cost)
+    if known[1] != 1:
+        raise ValueError(f"A pass over one token costs 1 by definition, not {known[1]}.")
+    places = sorted(known)
+
+    def cost_of(tokens: int) -> float:
+        if tokens in known or len(places) == 1:
+            return known.get(tokens, 1.0)
+        right = min(bisect_left(places, tokens), len(places) - 1)
+        a, b = places[right - 1], places[right]
+        slope = (known[b] - known[a]) / (b - a)
+        return known[b] + (max(slope, 0.0) if tokens > b else slope) * (tokens - b)
+
+    return cost_of
+
+
+def speedup(block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0) -> float:
+    """Expected speed-up: tokens per pass, the bonus token included, over the cost of the pass and its draft.
+
+    Source: TABED, Section 3, Eq. 1, which has 1 for the verification cost; ``2.29 / (5 * 0.063 + 1) = 1.74`` is its own
+    check value (Appendix G.1). (LVSpec, Section 2.2, Eq. 3, leaves the bonus token out.)
+    """
+    if _positive("block efficiency", block_efficiency) < 1:
+        raise ValueError(f"The block efficiency must be at least 1, not {block_efficiency}.")
+    return block_efficiency / _pass_cost(draft_passes, draft_cost, verify_cost)
+
+
+def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> float | None:
+    """Acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays.
+
+    None where it is slower even if every draft token is accepted.
+    """
+    needed = _pass_cost(_count("draft length gamma", gamma, 1), draft_cost, verify_cost) - 1
+    return None if needed > gamma else acceptance_of_length(max(needed, 0.0), gamma)
+
+
+@dataclass(frozen=True, slots=True)
+class BestGamma:
+    """Best length of a chain."""
+
+    gamma: int  # draft tokens per pass; 0 means that plain decoding is faster
+    speedup: float  # expected at that gamma
+
+
+def best_gamma(
+    acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = free_verification, longest: int = 32
+) -> BestGamma:
+    """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
+
+    (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, where
+    8 is the best, because it weighs a step's gain against plain decoding and not against the rate reached so far.)
+    """
+    best = BestGamma(0, 1.0)
+    for gamma in range(1, longest + 1):
+        tokens = accepted_length(acceptance, gamma) + 1
+        rate = speedup(tokens, gamma, draft_cost, verify_cost=verify_cost(gamma + 1))
+        if rate > best.speedup:
+            best = BestGamma(gamma, rate)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Expected results of a chain of gamma draft tokens."""
+
+    acceptance: float
+    gamma: int
+    draft_cost: float  # `T_q / T_p`
+    verify_cost: float  # `T_p(gamma + 1) / T_p(1)`
+    accepted_length: float  # draft tokens accepted per pass
+    block_efficiency: float  # tokens emitted per pass
+    speedup: float  # over plain decoding; below 1 means slower
+    verified_per_token: float  # target positions computed per token emitted; plain decoding has 1
+    break_even: float | None  # acceptance at which this gamma is as fast as plain decoding; None when it never is
+    best: BestGamma  # the best gamma, and its speed-up
+
+
+def predict(
+    acceptance: float,
+    gamma: int,
+    draft_cost: float,
+    *,
+    verify_cost: VerifyCost = free_verification,
+    longest: int = 32,
+) -> Prediction:
+    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best."""
+    length = accepted_length(acceptance, _count("draft length gamma", gamma, 1))
+    cost = verify_cost(gamma + 1)
+    return Prediction(
+        acceptance=acceptance,
+        gamma=gamma,
+        draft_cost=draft_cost,
+        verify_cost=cost,
+        accepted_length=length,
+        block_efficiency=length + 1,
+        speedup=speedup(length + 1, gamma, draft_cost, verify_cost=cost),
+        verified_per_token=(gamma + 1) / (length + 1),
+        break_even=break_even(gamma, draft_cost, verify_cost=cost),
+        best=best_gamma(acceptance, draft_cost, verify_cost=verify_cost, longest=longest),
+    )
+
+
+def _pass_cost(draft_passes: int, draft_cost: float, verify_cost: float) -> float:
+    if not 0 <= draft_cost < math.inf:
+        raise ValueError(f"The draft cost must be a finite number of at least 0, not {draft_cost}.")
+    drafting = _count("number of draft passes", draft_passes) * draft_cost
+    return drafting + _positive("verification cost", verify_cost)
+
+
+def _count(name: str, value: int, least: int = 0) -> int:
+    if value != int(value) or value < least:
+        raise ValueError(f"The {name} must be a whole number of at least {least}, not {value}.")
+    return int(value)
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"The {name} must be a finite number above 0, not {value}.")
+    return float(value)
