@@ -195,7 +195,7 @@ def understood(words: list[str]) -> None:
 
 def test_suites_and_recipes_that_pages_show_are_read() -> None:
     """The server's configuration has its own test."""
-    from saccade.bench import judge, preparing, suite
+    from saccade.bench import judge, preparing, suites
     from saccade.train.recipe import from_dict
 
     found, contents = [], []
@@ -204,7 +204,7 @@ def test_suites_and_recipes_that_pages_show_are_read() -> None:
             content = tomllib.loads(block)
             contents.append(content)
             if "methods" in content:
-                entries = suite.parse(content, page.stem, page.name).methods
+                entries = suites.parse(content, page.stem, page.name).methods
                 assert not any(map(preparing.lacking, entries)), page
             elif {"url", "model"} <= set(content):
                 assert judge.parse(content, page.name).model == content["model"]

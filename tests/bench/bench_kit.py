@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import saccade
-from saccade.bench.suite import Suite, parse
+from saccade.bench.suites import Suite, parse
 from saccade.engine import Engine
 from saccade.verify.lossless import Greedy
 

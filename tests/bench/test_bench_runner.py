@@ -20,13 +20,13 @@ from PIL import Image
 
 import saccade
 from processes import forked
-from saccade.bench import answering, metrics, runner, table
-from saccade.bench.check import Mismatch, first_difference
+from saccade.bench import answering, metrics, runner
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
-from saccade.bench.records import FILE, Writer, read
-from saccade.bench.runner import Progress, Runner, balanced, earlier_run
-from saccade.bench.turns import Question, Turn
+from saccade.bench.questions import Question, Turn
+from saccade.bench.records import FILE, Writer, first_difference, read
+from saccade.bench.report.tables import remarks
+from saccade.bench.runner import Mismatch, Progress, Runner, balanced, earlier_run
 from saccade.draft import pruning
 from saccade.errors import SaccadeError
 
@@ -151,7 +151,7 @@ def test_a_method_that_could_not_do_as_asked_is_remarked_on(
     (words,) = warned["specvlm"]
     assert words.startswith("The target's attention does not apply to the drafter's visual tokens: nothing fits.")
     assert words in shown
-    assert f"specvlm warned in 2 of 2 answers: {words}" in table.remarks(run)
+    assert f"specvlm warned in 2 of 2 answers: {words}" in remarks(run)
 
 
 def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Path) -> None:

@@ -11,21 +11,21 @@ import pytest
 import torch
 from bench_kit import suite
 from test_bench_metrics import record
-from test_predicting import run as run_of
+from test_paper_tables import run as run_of
 
 import saccade
-from saccade.bench import cost, library
+from saccade.bench import cost
 from saccade.bench.cost import Costs
-from saccade.bench.predicting import predictions
 from saccade.bench.preparing import prepare
 from saccade.bench.records import Run
-from saccade.bench.repeating import commands
-from saccade.bench.report import content, tables
+from saccade.bench.report import contents, tables
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
+from tools.results import catalogue
+from tools.results.paper_tables import predictions
 
 METHODS: list[Any] = [
     "chain",
@@ -112,7 +112,7 @@ def test_the_report_names_heads_and_their_steps(made: Run) -> None:
     names = [column.name for column in table.columns]
     assert names[-3:] == ["T_q ms, hivis", "T_q ms, text-only", "T_q ms, all"]
     assert all(len(row.cells) == len(names) for row in table.rows)
-    assert content.models(made) == "tiny with tinier, hivis, text-only, all"
+    assert contents([made])[0].name == "small, tiny with tinier, hivis, text-only, all"
 
 
 def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
@@ -174,21 +174,16 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
             prepare(suite(methods=[entry]), headed)
 
 
-@pytest.mark.parametrize("name", [n for n in library.names() if n.startswith(("hivis", "dream", "heads"))])
+@pytest.mark.parametrize("name", [n for n in catalogue.suite_names() if n.startswith(("hivis", "dream", "heads"))])
 def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade.VLM) -> None:
     """Every option that these suites set is one that the method has, so only a head can be missing."""
-    given = library.load(name)
+    given = catalogue.load(name)
     prepared = prepare(given.with_(per_task=1), vlm)
     known = {e.label for e in given.methods if e.name in saccade.methods.METHODS}
     for reason in prepared.missing:
         label = reason.removeprefix("Method ").split(":")[0]
         if reason.startswith("Method ") and label in known:
             assert "needs a trained" in reason or "No head is named" in reason
-
-
-def test_the_page_says_how_heads_are_given_again(made: Run) -> None:
-    command = commands(made.header, [m["label"] for m in made.header.config["methods"]])
-    assert "--drafter tinier --head hivis=FOLDER --head text-only=FOLDER --head all=FOLDER" in command
 
 
 def test_a_run_does_not_go_on_with_a_head_that_was_trained_further(
@@ -221,11 +216,20 @@ def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyP
         return headed
 
     monkeypatch.setattr(screen, "load_models", load_models)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     app = typer.Typer()
     app.command()(bench)
-    small = ["--per-task", "1", "-n", "4", "--tasks", "scene", "--suite", "hivis-1", "--plan"]
+    small = [
+        "--per-task",
+        "1",
+        "-n",
+        "4",
+        "--tasks",
+        "scene",
+        "--suite",
+        str(catalogue.SUITES / "hivis-1.toml"),
+        "--plan",
+    ]
     result = CliRunner().invoke(app, [*small, "--head", "a=b", "--head", "c"])
     assert result.exit_code == 0, result.output
     assert asked["heads"] == ["a=b", "c"]

@@ -14,7 +14,6 @@ from bench_kit import suite
 from PIL import Image
 
 import saccade
-from saccade.bench import judge as judging
 from saccade.bench.judge import Judge, parse
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import SCORES, read
@@ -24,7 +23,7 @@ from saccade.errors import SaccadeError
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint on this machine; ``replies`` are given in turn, the last one for ever."""
+    """An OpenAI-compatible endpoint on this machine; ``replies`` are given in turn, the last one again and again."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -43,6 +42,7 @@ class Endpoint:
                 found = {"choices": [{"message": {"content": said}}]} if status == 200 else {"error": {"message": said}}
                 content = json.dumps(found).encode()
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content) + outer.lost))
                 self.end_headers()
                 self.wfile.write(content)
@@ -58,7 +58,7 @@ class Endpoint:
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     found = Endpoint()
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr(judging.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("openai._base_client.time.sleep", lambda seconds: None)
     thread = threading.Thread(target=found.server.serve_forever)
     thread.start()
     yield found
@@ -140,24 +140,24 @@ def test_replies_that_are_under_way_at_a_fault_are_kept(
     assert len(endpoint.asked) == 3  # both, and the refused one again
 
 
-def test_passing_faults_are_tried_again_and_then_said(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(judging.time, "sleep", waited.append)
+def test_passing_faults_are_tried_again_and_then_named(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(judge: Judge) -> str:
+        return judge.ask(judge.client(), [{"role": "user", "content": "x"}])
+
     monkeypatch.setenv("MY_KEY", "secret")
     judge = Judge(endpoint.url, "m", key_env="MY_KEY", retries=3)
     endpoint.replies = [(429, "slow down"), (503, "busy"), "3"]
-    assert judge.score(judge.ask([{"role": "user", "content": "x"}])) == pytest.approx(0.3)
-    assert waited == [1.0, 2.0]
+    assert judge.score(ask(judge)) == pytest.approx(0.3)
     assert endpoint.keys == ["Bearer secret"] * 3
     endpoint.replies = [(500, "broken")]
     with pytest.raises(SaccadeError, match=r"did not answer in 4 attempts: 500 broken; the answers are on disk"):
-        judge.ask([{"role": "user", "content": "x"}])
+        ask(judge)
     endpoint.replies, endpoint.lost = ["1"], 9  # the connection ends within the reply
-    with pytest.raises(SaccadeError, match=r"did not answer in 4 attempts: IncompleteRead"):
-        judge.ask([{"role": "user", "content": "x"}])
+    with pytest.raises(SaccadeError, match=r"did not answer in 4 attempts: "):
+        ask(judge)
     gone = Judge("http://127.0.0.1:9/v1", "m", retries=0)
     with pytest.raises(SaccadeError, match=r"did not answer in 1 attempts: .*refused"):
-        gone.ask([])
+        ask(gone)
 
 
 @pytest.mark.parametrize(

@@ -1,120 +1,171 @@
-"""Presets of `saccade bench`: the papers' pairs as options that anyone could type."""
+"""The papers' suites and settings: read, complete, fair, and commands that anyone could type."""
 
 from __future__ import annotations
 
 import shlex
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import saccade
-from saccade.bench import library, papers
 from saccade.bench.preparing import lacking
-from saccade.bench.suite import BASELINE
-from saccade.cli import app
-from saccade.cli.bench import choose_suite
+from saccade.bench.suites import BASELINE, MethodEntry, choose_methods
 from saccade.data import catalogue
-from saccade.errors import InputError, SaccadeError
+from saccade.errors import InputError
+from tools.results import papers
+from tools.results.catalogue import load, suite_names
+
+MIRRORED = [
+    "quick",
+    "dream-1",
+    "dream-1-sampling",
+    "dream-2",
+    "dream-3",
+    "dream-figure-4",
+    "dream-figure-4b",
+    "dream-figure-4d",
+    "heads",
+    "heads-long",
+    "hivis-1",
+    "hivis-2",
+    "hivis-2-sampling",
+    "hivis-3",
+    "hivis-4",
+    "hivis-5",
+    "hivis-5-sampling",
+    "hivis-figure-6",
+    "hivis-figure-7",
+    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "entropy", "figure-7", "figure-9", "figure-10")),
+    *(f"sage-{n}" for n in (1, 3, 4, 5, 6, "figure-2", "figure-3")),
+    "small-trees",
+    *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
+]
+"""Suites that docs/results has pages of."""
+OF_NO_PAPER = ("heads-long", "lvspec-entropy", "quick", "small-trees")
+
+
+def test_every_paper_has_its_suites_in_reading_order() -> None:
+    assert suite_names() == MIRRORED
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_a_built_in_suite_is_read_and_says_what_it_mirrors(name: str) -> None:
+    found = load(name)
+    assert found.methods[0].name == BASELINE
+    assert len(found.methods) > 1
+    assert found.title
+    assert (name in OF_NO_PAPER) == (not found.mirrors)
+    assert all(m.optional or m.name in saccade.methods.METHODS for m in found.methods)
+
+
+def tree_of(method: MethodEntry) -> dict[str, Any]:
+    """Resolved options of a row."""
+    return saccade.methods.options(method.name, method.options)
+
+
+def depth_and_nodes(options: dict[str, Any]) -> tuple[int, int] | None:
+    """Levels and nodes of a tree; None for chains and methods without a drafter's tree."""
+    if options.get("tree") == "static":
+        return 5, 25
+    if options.get("tree") in ("dynamic", "sage"):
+        return options.get("max_depth", options.get("ceiling")), options["total"]
+    if options.get("tree") == "width":
+        return options["max_depth"], options["width"] * options["max_depth"]
+    if options.get("tree") == "branches":
+        return options["gamma"], options["branches"] * options["gamma"]
+    return None
+
+
+def drafter_of(method: MethodEntry, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What guesses: a head by name, or the draft model with its views."""
+    if options["draft_with"] == "model":
+        return "model", options["views"].replace("M", "") if options["views"] == "M" else options["views"]
+    return options["draft_with"], method.head
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_beside_every_tree_is_a_chain_as_deep_by_the_same_drafter(name: str) -> None:
+    rows = [(m, tree_of(m)) for m in load(name).methods if m.name != BASELINE]
+    chains = {
+        (drafter_of(m, o), o["gamma"]) for m, o in rows if o.get("tree") in ("chain", "confident") and "gamma" in o
+    }
+    for method, options in rows:
+        shape = depth_and_nodes(options)
+        assert shape is None or (drafter_of(method, options), shape[0]) in chains, method.label
+
+
+UNEQUAL = {
+    ("sage-1", "SAGE"): "64 nodes in the paper, whose other trees have 25; SAGE-25 stands beside it",
+    ("sage-3", "SAGE"): "likewise",
+    ("sage-6", "SAGE"): "likewise",
+    ("sage-figure-3", "SAGE"): "likewise",
+}
+"""Suite and label of trees that are compared with smaller ones, with the reason."""
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_trees_that_are_compared_have_equally_many_nodes(name: str) -> None:
+    found = load(name)
+    nodes = {m.label: shape[1] for m in found.methods if (shape := depth_and_nodes(tree_of(m)))}
+    for claim in found.claims:
+        for above, below in pairwise(claim["order"]):
+            sizes = {nodes[label] for label in (*above, *below) if label in nodes and (name, label) not in UNEQUAL}
+            assert len(sizes) <= 1, (name, above, below)
+
+
+@pytest.mark.parametrize("name", [n for n in MIRRORED if n not in OF_NO_PAPER])
+def test_every_suite_of_a_paper_says_what_the_paper_found(name: str) -> None:
+    assert load(name).claims
+
+
+def test_figure_6_has_a_chain_as_deep_as_every_tree_and_equal_nodes() -> None:
+    rows = [m for m in load("hivis-figure-6").methods if m.name == "hivis"]
+    trees = {(m.head, m.options["max_depth"]): m.options["total"] for m in rows if "max_depth" in m.options}
+    chains = {(m.head, m.options["gamma"]) for m in rows if m.options.get("tree") == "chain"}
+    assert trees.keys() == chains
+    assert set(trees.values()) == {60}
+    assert {depth for _, depth in trees} == set(range(6, 11))
+    assert {head for head, _ in trees} == {"hivis", "no-stage-2", "no-stage-2-no-residuals"}
+
 
 PAPERS = {"lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED", "hivis": "HiViS", "dream": "DREAM"}
 
 
-def suite_of(options: dict[str, Any]) -> Any:
-    sizes = {name: options[name] for name in ("max_new_tokens",) if name in options}
-    return choose_suite(options["suite"], options["methods"], options["tasks"], None, sizes)
-
-
-def test_every_paper_has_presets() -> None:
-    assert {name.partition("/")[0] for name in papers.names()} == set(PAPERS)
-
-
-@pytest.mark.parametrize("name", papers.names())
-def test_a_preset_names_methods_and_models_that_exist(name: str) -> None:
-    found = papers.find(name)
-    assert found.source.startswith(PAPERS[name.partition("/")[0]] + ", ")
-    suite = suite_of(found.options())
-    assert found.source.partition(",")[0] in suite.mirrors
+@pytest.mark.parametrize("name", papers.SETTINGS)
+def test_a_setting_is_a_command_of_methods_and_models_that_exist(name: str) -> None:
+    setting = papers.SETTINGS[name]
+    assert setting["source"].startswith(PAPERS[name.partition("/")[0]] + ", ")
+    suite = choose_methods(load(setting["suite"]), setting["methods"])
+    assert setting["source"].partition(",")[0] in suite.mirrors
     assert [lacking(method) for method in suite.methods] == [""] * len(suite.methods)
-    assert suite.methods[0].name == BASELINE
-    assert all(catalogue.find(task).name for task in found.tasks)
-    assert bool(suite.sampling) == ("T = 1" in found.source)
-    assert all(model.count("/") == 1 for model in (found.target, found.drafter) if model not in ("", papers.ALONE))
-
-
-@pytest.mark.parametrize("name", papers.names())
-def test_a_preset_is_the_command_that_it_prints(name: str) -> None:
-    options = papers.find(name).options()
-    words = shlex.split(papers.command(options))
-    assert words[:2] == ["saccade", "bench"]
-    typed = dict(zip((w.removeprefix("--").replace("-", "_") for w in words[2::2]), words[3::2], strict=True))
-    typed["max_new_tokens"] = int(typed["max_new_tokens"]) if "max_new_tokens" in typed else None
-    assert suite_of({k: v for k, v in typed.items() if v is not None}) == suite_of(options)
+    assert all(catalogue.find(task).name for task in setting["tasks"])
+    assert bool(suite.sampling) == ("T = 1" in setting["source"])
+    words = shlex.split(papers.command(name))
+    typed = dict(zip(words[2::2], words[3::2], strict=True))
+    assert Path(typed["--suite"]).is_file()
+    assert typed["--methods"] == ",".join(setting["methods"])
+    assert typed["--target"].count("/") == 1
 
 
 def test_lvspec_has_the_settings_of_its_paper() -> None:
-    suite = suite_of(papers.find("lvspec/qwen2.5-vl-32b").options())
+    setting = papers.SETTINGS["lvspec/qwen2.5-vl-32b"]
+    suite = choose_methods(load(setting["suite"]), setting["methods"])
     by_name = {(m.name, m.options.get("deferred")): m.options for m in suite.methods}
     settings = {name: saccade.methods.options(name[0], given) for name, given in by_name.items() if name[0] != BASELINE}
     lvspec, fly = settings["lvspec", None], settings["fly", None]
     assert (lvspec["share"], lvspec["nearest"], lvspec["gamma"], lvspec["keep_videos"]) == (0.7, 10, 10, 0.1)
     assert (fly["entropy"], fly["deferred"], fly["gamma"]) == (0.1, 4, 10)
     assert settings["fly", 0]["entropy"] == 0.1
-    assert suite.max_new_tokens == 512
+    assert setting["max_new_tokens"] == 512
 
 
-def test_the_list_has_a_line_for_each_with_its_section() -> None:
-    lines = CliRunner().invoke(app, ["bench", "--list-presets"]).stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines[:-1]] == papers.names()
-    assert "LVSpec, Section 4.1, Table 1" in lines[0]
-
-
-def test_a_dry_run_loads_nothing_and_shows_what_a_user_would_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.cli.screen.load_models", None)
-    run = CliRunner().invoke(app, ["bench", "--preset", "sage/qwen2.5-vl-72b", "-n", "64", "--dry-run"])
-    assert run.exit_code == 0, run.output
-    assert "--suite sage-1 --methods SD-Chain,SD-Tree,SpecVLM,SAGE" in run.stdout
-    assert "--max-new-tokens 64" in run.stdout
-
-
-def test_own_options_have_precedence_and_own_prompts_replace_the_tasks() -> None:
-    found = papers.find("sage/qwen2.5-vl-72b")
-    assert found.with_given({"target": "mine", "drafter": None})["target"] == "mine"
-    assert found.with_given({"target": "mine", "drafter": None})["drafter"] == found.drafter
-    assert "tasks" not in found.with_given({}, has_data=True)
-
-
-def test_a_draft_model_that_was_never_released_must_be_given() -> None:
-    found = papers.find("tabed/llava-1.5-7b")
-    with pytest.raises(InputError, match="give yours with --drafter"):
-        found.check(found.options())
-    found.check(found.with_given({"drafter": "runs/68m/best"}))
-    papers.find("hivis/qwen2.5-vl-7b").check({})
-
-
-def test_an_unknown_preset_is_refused_with_the_nearest_names() -> None:
-    with pytest.raises(InputError, match=r"no preset 'lvspec/qwen-32b'; the nearest are lvspec/qwen2.5-vl-32b"):
-        papers.find("lvspec/qwen-32b")
-
-
-def test_methods_take_options_behind_colons() -> None:
-    suite = library.choose_methods(library.load("quick"), ["sage:total=25:keep_images=0.5", "chain"])
-    assert suite.methods[1].options["total"] == 25
-    assert suite.methods[1].label == "sage:total=25:keep_images=0.5"
-    of_label = library.choose_methods(library.load("sage-1"), ["SAGE-25:d_max=6"]).methods[1]
-    assert of_label.name == "sage"
-    assert (of_label.options["total"], of_label.options["d_max"]) == (25, 6)
-    labelled = library.choose_methods(suite, ["small=sage:total=25"]).methods[1]
-    assert (labelled.label, labelled.name, labelled.options["total"]) == ("small", "sage", 25)
-    assert library.choose_methods(suite, ["plainest=chain"]).methods[1].label == "plainest"
-    with pytest.raises(SaccadeError, match="Two methods have the label 'a'"):
-        library.choose_methods(suite, ["a=sage", "a=chain"])
-    with pytest.raises(SaccadeError, match="expected NAME=VALUE"):
-        library.choose_methods(suite, ["sage:total"])
-
-
-def test_the_table_repeats_no_name() -> None:
-    text = (Path(papers.__file__).parent / "papers.toml").read_text(encoding="utf-8")
+def test_a_setting_without_a_released_draft_model_asks_for_one_and_an_unknown_one_is_refused() -> None:
+    assert "--drafter YOUR-DRAFT-VLM" in papers.command("tabed/llava-1.5-7b")
+    assert "--drafter" not in papers.command("hivis/qwen2.5-vl-7b")
+    with pytest.raises(InputError, match=r"no setting 'lvspec/qwen-32b'; the nearest are lvspec/qwen2.5-vl-32b"):
+        papers.command("lvspec/qwen-32b")
+    text = Path("tools/results/papers.toml").read_text(encoding="utf-8")
     assert len(tomllib.loads(text)) == text.count("\nsource = ")

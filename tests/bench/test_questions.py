@@ -14,12 +14,10 @@ from bench_kit import suite
 from PIL import Image
 
 import saccade
-from saccade.bench.digests import digest
 from saccade.bench.preparing import prepare
-from saccade.bench.questions import gather
+from saccade.bench.questions import Question, Turn, digest, gather
 from saccade.bench.runner import Runner
 from saccade.bench.scorers import against
-from saccade.bench.turns import Question, Turn
 from saccade.errors import SaccadeError
 from saccade.inputs.media import load_video
 

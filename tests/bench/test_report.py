@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from fake_runs import HOSTILE, WAYS, make_run, write_run
 from typer.testing import CliRunner
 
 from saccade import files
-from saccade.bench import headline, metrics, report
-from saccade.bench.records import Run
-from saccade.bench.repeating import commands
-from saccade.bench.report import content, tables, traces
+from saccade.bench import metrics, report
+from saccade.bench.metrics import cautions, headline
+from saccade.bench.records import Run, read
+from saccade.bench.report import tables
+from saccade.bench.report.page import embed, shown_prompts
 from saccade.cli import report as command
-from saccade.cli.bench import choose_suite
 from saccade.errors import SaccadeError
 
 pytest.importorskip("matplotlib", reason="reports need the extra `report`")
@@ -42,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> None:
-    table = tables.comparison(content.groups(run)[0])
+    table = tables.comparison(tables.groups(run)[0])
     names = [column.name for column in table.columns]
     assert {"speed-up", "decoding only", "block efficiency", "accepted length", "score kept"} <= set(names)
     chain = dict(zip(names, table.rows[1].cells, strict=True))
@@ -54,7 +53,7 @@ def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> No
 
 
 def test_lossy_methods_say_so_in_every_table(run: Run) -> None:
-    group = content.groups(run)[0]
+    group = tables.groups(run)[0]
     every = [tables.comparison(group), tables.scores(group), tables.depths(group), tables.stages(group)]
     for table in every:
         assert table is not None
@@ -64,24 +63,9 @@ def test_lossy_methods_say_so_in_every_table(run: Run) -> None:
 
 
 def test_stages_add_up_to_the_total(run: Run) -> None:
-    for row in tables.stages(content.groups(run)[0]).rows:
+    for row in tables.stages(tables.groups(run)[0]).rows:
         *parts, total = (float(cell.text) for cell in row.cells[1:])
         assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))  # every cell is rounded to 0.1
-
-
-def test_formulas_of_the_papers_stand_beside_what_was_measured(run: Run) -> None:
-    table = tables.predicted(run)
-    assert table is not None
-    assert [row.cells[0].text for row in table.rows] == [
-        "chain",
-        "dynamic-tree",
-        "prompt-lookup",
-        "lvspec",
-        "fly",
-    ]
-    measured, tabed = (float(cell.text) for cell in table.rows[0].cells[1:3])
-    assert tabed == pytest.approx(measured, rel=0.15)  # the made-up clock follows that formula, with noise
-    assert tables.predicted(replace(run, header=replace(run.header, costs={}))) is None
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -110,12 +94,12 @@ def test_what_a_method_warned_of_stands_in_the_report() -> None:
 
 def test_methods_stand_in_the_order_of_the_suite_whatever_ran_first(run: Run) -> None:
     turned = replace(run, records=run.records[::-1])
-    assert list(content.groups(turned)[0].results) == ["plain", *(m for m in WAYS if m != "plain")]
+    assert list(tables.groups(turned)[0].results) == ["plain", *(m for m in WAYS if m != "plain")]
 
 
 def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> None:
     table = tables.Table("a|b", [tables.Column(HOSTILE, "")] * 2, [tables.Row([tables.Cell(HOSTILE)] * 2)])
-    lines = tables.table(table).splitlines()
+    lines = tables.markdown(table).splitlines()
     assert lines[0] == r"**a\|b**"
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines[2:]} == {3}
     assert not any(re.search(r"(?<!\\)<", line) for line in lines)
@@ -132,7 +116,7 @@ def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
 
 
 def test_tokens_know_the_step_that_emitted_them(run: Run) -> None:
-    for prompt in traces.prompts(run, 2):
+    for prompt in shown_prompts(run, 2):
         for answer in prompt.answers:
             steps = [token.step for token in answer.tokens]
             assert steps == sorted(steps)
@@ -157,7 +141,7 @@ def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run, pat
     record.tokens[before:] = [1, 2]
     record.pieces[before:] = ["a", "b"]
     record.marks[before:] = ["draft", "draft"]
-    answer = traces.prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
+    answer = shown_prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
     assert answer.steps[-1]["path"] == [0, 1, 2]
     assert answer.steps[-1]["bonus"] is None
 
@@ -165,27 +149,27 @@ def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run, pat
 def test_marks_that_the_page_does_not_know_are_shown_as_they_are(run: Run) -> None:
     record = next(r for r in make_run(prompts=1).records if r.method == "chain")
     record.marks[2] = "guessed"
-    answer = traces.prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
+    answer = shown_prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
     assert (answer.tokens[2].kind, answer.tokens[2].mark) == ("other", "guessed")
     assert "other" in answer.marks
 
 
 def test_a_lossy_answer_says_where_it_leaves_plain_decoding(run: Run) -> None:
-    answers = {a.record.method: a for a in traces.prompts(run, 1)[0].answers}
+    answers = {a.record.method: a for a in shown_prompts(run, 1)[0].answers}
     assert answers["chain"].difference == ""
     assert answers["lvspec"].difference.startswith("Leaves plain decoding's answer at position ")
 
 
 def test_pictures_come_from_the_media_folder_only(folder: Path) -> None:
-    assert traces.embed(folder, "scene-0.png").uri.startswith("data:image/png;base64,")
-    assert "outside" in traces.embed(folder, "../records.jsonl").problem
-    assert "outside" in traces.embed(folder, "/etc/hostname").problem
-    assert "not in" in traces.embed(folder, "absent.png").problem
+    assert embed(folder, "scene-0.png").uri.startswith("data:image/png;base64,")
+    assert "outside" in embed(folder, "../records.jsonl").problem
+    assert "outside" in embed(folder, "/etc/hostname").problem
+    assert "not in" in embed(folder, "absent.png").problem
     (folder / "media" / "film.mp4").write_bytes(b"\0" * 40)
-    assert "no picture" in traces.embed(folder, "film.mp4").problem
+    assert "no picture" in embed(folder, "film.mp4").problem
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
     (folder / "media" / "script.png").write_bytes(postscript)
-    assert "no picture" in traces.embed(folder, "script.png").problem
+    assert "no picture" in embed(folder, "script.png").problem
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -197,7 +181,7 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
     (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
     found = report.load([tmp_path])[0]
     assert len(found.run.records) == count - 2
-    assert [re.search(r"line (\d+): .*skipped\.$", problem)[1] for problem in found.problems] == ["4", "6"]  # type: ignore[index]
+    assert [re.search(r"line (\d+): .*skipped\.$", problem)[1] for problem in found.run.problems] == ["4", "6"]  # type: ignore[index]
     assert "line 4" in (text := report.html([found], prompts=0))
     assert str(tmp_path) not in text
 
@@ -217,14 +201,18 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
         ("trees", [{"tokens": [1], "parents": [0], "path": [0, 7], "pieces": ["a"]}]),
         ("trees", ["tree"]),
         ("warnings", [3]),
+        ("trees", [{"tokens": [1], "parents": [0], "path": [0], "pieces": ["a"], "signals": {"weights": "heavy"}}]),
     ],
 )
-def test_a_record_of_the_right_form_with_wrong_content_is_unusable(field: str, value: object) -> None:
-    run = make_run(prompts=1, repeats=1)
-    object.__setattr__(run.records[1], field, value)
-    assert content.fault_of(run.records[0]) is None
-    assert content.fault_of(run.records[1]) is not None
-    assert len(content.usable(run).records) == len(run.records) - 1
+def test_a_record_of_the_right_form_with_wrong_content_is_skipped(tmp_path: Path, field: str, value: object) -> None:
+    write_run(tmp_path, prompts=1, repeats=1)
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    lines[2] = json.dumps(json.loads(lines[2]) | {field: value})
+    (tmp_path / "records.jsonl").write_text("\n".join(lines))
+    run = read(tmp_path)
+    assert len(run.records) == len(lines) - 2
+    (problem,) = run.problems
+    assert "line 3: " in problem
 
 
 def test_a_run_without_a_readable_record_is_refused(tmp_path: Path) -> None:
@@ -271,33 +259,9 @@ def test_a_run_without_plain_decoding_scores_or_traces_has_a_report() -> None:
     assert "Acceptance by depth" in text
 
 
-def test_the_command_that_repeats_a_run_names_its_settings(run: Run) -> None:
-    said = commands(run.header, WAYS)
-    assert f"--suite pocket --methods {','.join(WAYS)} --repeats 2 --max-new-tokens 128 --seed 0" in said
-    assert "--target pocket --drafter pocket-draft --dtype float32 --draft-dtype float32 --threads 2 --out RUN" in said
-
-
-def test_numbers_of_prompts_that_tasks_have_of_their_own_are_repeated(run: Run) -> None:
-    for sizes in ({}, {"per_task": 2}):
-        suite = choose_suite("hivis-2", None, None, None, sizes)
-        header = replace(run.header, suite="hivis-2", config=suite.as_dict())
-        words = shlex.split(commands(header, ["plain"]).partition("\n")[0])
-        given = {"per_task": int(words[words.index("--per-task") + 1])} if "--per-task" in words else {}
-        assert choose_suite("hivis-2", None, None, None, given).tasks == suite.tasks
-
-
-def test_a_repeated_run_finds_its_files_where_the_command_line_named_them(run: Run) -> None:
-    places = {"suite": "my suites/a.toml", "target": "models/t", "heads": ["hivis=runs/h"], "device": "cuda:1"}
-    models = {**run.header.models, "target": {**run.header.models["target"], "exact": True}}
-    said = commands(replace(run.header, places=places, models=models), ["plain"])
-    assert "--suite 'my suites/a.toml'" in said
-    assert "--target models/t --drafter pocket-draft --head hivis=runs/h" in said
-    assert "--device cuda:1 --exact --threads 2" in said
-
-
 @pytest.mark.usefixtures("without_figures")
 def test_a_report_opens_with_the_fastest_lossless_method(run: Run) -> None:
-    said = headline.headline(run)
+    said = headline(run)
     results = metrics.by_method(run.records)
     speeds = {m: r.speedup.value for m, r in results.items() if r.lossless and r.speedup and m != "plain"}
     best = max(speeds, key=lambda method: speeds[method])
@@ -309,15 +273,15 @@ def test_a_report_opens_with_the_fastest_lossless_method(run: Run) -> None:
 
 def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_method() -> None:
     slow = make_run(prompts=12, methods=("plain", "chain", "lvspec"), slower={"chain": 3.0}, seed=1)
-    said = headline.headline(slow)
+    said = headline(slow)
     assert said.startswith("No lossless method is clearly faster than plain decoding; the best, chain, has ")
     assert "lvspec, which is lossy, is " in said
     assert "of the score." in said
-    assert headline.headline(make_run(prompts=4, methods=("plain",))) == ""
+    assert headline(make_run(prompts=4, methods=("plain",))) == ""
 
 
 def test_a_headline_speaks_of_one_answer_as_of_one() -> None:
-    said = headline.headline(make_run(prompts=1, repeats=1, methods=("plain", "chain")))
+    said = headline(make_run(prompts=1, repeats=1, methods=("plain", "chain")))
     assert said.endswith("; its one answer is plain decoding's, token for token.")
 
 
@@ -328,10 +292,10 @@ def test_a_headline_speaks_of_one_answer_as_of_one() -> None:
 )
 def test_few_prompts_are_a_caution(prompts: int, words: str) -> None:
     small = make_run(prompts=prompts, repeats=1)
-    assert words in " ".join(headline.cautions(small))
+    assert words in " ".join(cautions(small))
     assert words in report.html(report.contents([small]))
     assert words in report.markdown_tables(report.contents([small]))
-    assert not list(headline.cautions(make_run(prompts=12, repeats=1)))
+    assert not list(cautions(make_run(prompts=12, repeats=1)))
 
 
 @pytest.mark.usefixtures("without_figures")

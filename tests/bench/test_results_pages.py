@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 from bench_kit import wrong
 
-from saccade.bench import library
 from saccade.bench.records import FILE, Run
 from saccade.bench.runner import Progress, Runner
 from saccade.errors import InputError, SaccadeError
@@ -22,7 +21,7 @@ from tools.heads.catalogue import read as read_recipes
 from tools.heads.state import MARK as HEAD_MARK
 from tools.heads.state import head_folder
 from tools.results import measure, pages
-from tools.results.catalogue import NOT_MEASURED, measurements
+from tools.results.catalogue import measurements, suite_names
 from tools.results.folder import MARK, Folder
 from tools.results.measure import Report, Session, Setup
 
@@ -305,7 +304,7 @@ def test_the_plan_counts_answers_and_writes_no_record(setup: Setup) -> None:
 
 def test_every_suite_has_a_page_and_every_head_a_recipe() -> None:
     found = measurements()
-    assert {m.suite.name for m in found} == set(library.names()) - set(NOT_MEASURED)
+    assert {m.suite.name for m in found} == set(suite_names())
     assert {head for m in found for head in m.heads} == set(read_recipes().heads)
 
 

@@ -2,86 +2,38 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_kit import suite
 
 import saccade
-from saccade.bench import library
+from saccade.bench import suites
 from saccade.bench.preparing import prepare
 from saccade.bench.questions import gather
-from saccade.bench.suite import BASELINE, MethodEntry, parse
+from saccade.bench.suites import BASELINE, parse
 from saccade.cli.bench import choose_suite
 from saccade.cli.data_options import DataOptions, tasks_of
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-
-MIRRORED = [
-    "quick",
-    "dream-1",
-    "dream-1-sampling",
-    "dream-2",
-    "dream-3",
-    "dream-figure-4",
-    "dream-figure-4b",
-    "dream-figure-4d",
-    "heads",
-    "heads-long",
-    "hivis-1",
-    "hivis-2",
-    "hivis-2-sampling",
-    "hivis-3",
-    "hivis-4",
-    "hivis-5",
-    "hivis-5-sampling",
-    "hivis-figure-6",
-    "hivis-figure-7",
-    *(f"lvspec-{n}" for n in (1, 2, 3, 5, 6, 8, "entropy", "figure-7", "figure-9", "figure-10")),
-    *(f"sage-{n}" for n in (1, 3, 4, 5, 6, "figure-2", "figure-3")),
-    "small-trees",
-    *(f"tabed-{n}" for n in (*range(1, 11), "figure-3", "figure-4")),
-]
-"""Suites that docs/results has pages of."""
-OF_NO_PAPER = ("heads-long", "lvspec-entropy", "quick", "small-trees")
+from tools.results import catalogue
 
 
-def test_every_paper_has_its_suites_in_reading_order() -> None:
-    assert library.names() == [*MIRRORED, "tune"]
-
-
-@pytest.mark.parametrize("name", MIRRORED)
-def test_a_built_in_suite_is_read_and_says_what_it_mirrors(name: str) -> None:
-    found = library.load(name)
+@pytest.mark.parametrize("name", suites.NAMES)
+def test_a_built_in_suite_is_read_and_lists_what_it_lacks(name: str, vlm: saccade.VLM) -> None:
+    found = suites.load(name).with_(per_task=1)
     assert found.methods[0].name == BASELINE
-    assert len(found.methods) > 1
     assert found.title
-    assert (name in OF_NO_PAPER) == (not found.mirrors)
-    assert all(m.optional or m.name in saccade.methods.METHODS for m in found.methods)
-
-
-FEW = ("quick", "dream-1-sampling", "heads", "hivis-3", "lvspec-figure-9", "sage-5", "tabed-8")
-"""Suites of every paper, which the fast tests prepare."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in MIRRORED if n != "sage-4"]
-)
-def test_what_a_built_in_suite_lacks_is_listed_and_the_rest_is_ready(name: str, vlm: saccade.VLM) -> None:
-    found = library.load(name).with_(per_task=1)
     prepared = prepare(found, vlm)
     left_out = len(found.methods) - len(prepared.methods)
     assert sum(reason.startswith("Method ") for reason in prepared.missing) == left_out
-    assert set(prepared.methods) <= {m.label for m in found.methods}
     assert prepared.questions
 
 
 def test_an_unknown_suite_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SaccadeError, match="There is no suite 'quack'; expected one of quick, dream-1"):
-        library.load("quack")
+    with pytest.raises(SaccadeError, match="There is no suite 'quack'; expected one of quick, heads"):
+        suites.load("quack")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +80,8 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
     toml, yaml = tmp_path / "mine.toml", tmp_path / "mine.yaml"
     toml.write_text('tasks = ["scene"]\nmethods = [{name = "chain", gamma = 3}]\nsampling = {temperature = 0.7}\n')
     yaml.write_text("tasks: [scene]\nmethods:\n  - name: chain\n    gamma: 3\nsampling: {temperature: 0.7}\n")
-    assert library.load(str(toml)) == library.load(str(yaml))
-    assert library.load(str(toml)).name == "mine"
+    assert suites.load(str(toml)) == suites.load(str(yaml))
+    assert suites.load(str(toml)).name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -146,21 +98,21 @@ def test_an_unreadable_file_is_one_sentence(tmp_path: Path, name: str, content: 
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(SaccadeError, match=message):
-        library.load(str(tmp_path / name))
+        suites.load(str(tmp_path / name))
 
 
 def test_methods_can_be_chosen_by_label_or_by_name() -> None:
-    found = library.choose_methods(library.load("tabed-1"), ["M", "prompt-lookup"])
+    found = suites.choose_methods(suites.load("heads"), ["draft-VLM-chain", "prompt-lookup"])
     assert [(m.label, m.name) for m in found.methods] == [
         ("plain", "plain"),
-        ("M", "chain"),
+        ("draft-VLM-chain", "chain"),
         ("prompt-lookup", "prompt-lookup"),
     ]
 
 
 def test_the_label_of_plain_decoding_is_not_for_another_method() -> None:
     with pytest.raises(SaccadeError, match="Two methods have the label 'plain'"):
-        library.choose_methods(library.load("quick"), ["plain=chain"])
+        suites.choose_methods(suites.load("quick"), ["plain=chain"])
 
 
 def test_an_unknown_method_or_option_that_is_not_optional_is_an_error(vlm: saccade.VLM) -> None:
@@ -227,9 +179,10 @@ def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) ->
 
 
 def test_a_number_of_prompts_given_by_hand_is_that_of_every_task() -> None:
-    suite = choose_suite("lvspec-figure-7", None, "scene,prose", None, {"per_task": 5})
+    name = str(catalogue.SUITES / "lvspec-figure-7.toml")
+    suite = choose_suite(name, None, "scene,prose", None, {"per_task": 5})
     assert [task.count or suite.per_task for task in suite.tasks] == [5, 5]
-    assert choose_suite("lvspec-figure-7", None, "prose", None, {}).tasks[0].count == 24
+    assert choose_suite(name, None, "prose", None, {}).tasks[0].count == 24
 
 
 @pytest.mark.parametrize("source", ["task", "file"])
@@ -249,71 +202,17 @@ def test_parse_needs_no_title() -> None:
     assert parse({"tasks": ["scene"], "methods": ["chain"]}, "mine", "mine.toml").title == "mine"
 
 
-def tree_of(method: MethodEntry) -> dict[str, Any]:
-    """Resolved options of a row."""
-    return saccade.methods.options(method.name, method.options)
-
-
-def depth_and_nodes(options: dict[str, Any]) -> tuple[int, int] | None:
-    """Levels and nodes of a tree; None for chains and methods without a drafter's tree."""
-    if options.get("tree") == "static":
-        return 5, 25
-    if options.get("tree") in ("dynamic", "sage"):
-        return options.get("max_depth", options.get("ceiling")), options["total"]
-    if options.get("tree") == "width":
-        return options["max_depth"], options["width"] * options["max_depth"]
-    if options.get("tree") == "branches":
-        return options["gamma"], options["branches"] * options["gamma"]
-    return None
-
-
-def drafter_of(method: MethodEntry, options: dict[str, Any]) -> tuple[Any, ...]:
-    """What guesses: a head by name, or the draft model with its views."""
-    if options["draft_with"] == "model":
-        return "model", options["views"].replace("M", "") if options["views"] == "M" else options["views"]
-    return options["draft_with"], method.head
-
-
-@pytest.mark.parametrize("name", MIRRORED)
-def test_beside_every_tree_is_a_chain_as_deep_by_the_same_drafter(name: str) -> None:
-    rows = [(m, tree_of(m)) for m in library.load(name).methods if m.name != BASELINE]
-    chains = {
-        (drafter_of(m, o), o["gamma"]) for m, o in rows if o.get("tree") in ("chain", "confident") and "gamma" in o
-    }
-    for method, options in rows:
-        shape = depth_and_nodes(options)
-        assert shape is None or (drafter_of(method, options), shape[0]) in chains, method.label
-
-
-UNEQUAL = {
-    ("sage-1", "SAGE"): "64 nodes in the paper, whose other trees have 25; SAGE-25 stands beside it",
-    ("sage-3", "SAGE"): "likewise",
-    ("sage-6", "SAGE"): "likewise",
-    ("sage-figure-3", "SAGE"): "likewise",
-}
-"""Suite and label of trees that are compared with smaller ones, with the reason."""
-
-
-@pytest.mark.parametrize("name", MIRRORED)
-def test_trees_that_are_compared_have_equally_many_nodes(name: str) -> None:
-    found = library.load(name)
-    nodes = {m.label: shape[1] for m in found.methods if (shape := depth_and_nodes(tree_of(m)))}
-    for claim in found.claims:
-        for above, below in pairwise(claim.order):
-            sizes = {nodes[label] for label in (*above, *below) if label in nodes and (name, label) not in UNEQUAL}
-            assert len(sizes) <= 1, (name, above, below)
-
-
-@pytest.mark.parametrize("name", [n for n in MIRRORED if n not in OF_NO_PAPER])
-def test_every_suite_of_a_paper_says_what_the_paper_found(name: str) -> None:
-    assert library.load(name).claims
-
-
-def test_figure_6_has_a_chain_as_deep_as_every_tree_and_equal_nodes() -> None:
-    rows = [m for m in library.load("hivis-figure-6").methods if m.name == "hivis"]
-    trees = {(m.head, m.options["max_depth"]): m.options["total"] for m in rows if "max_depth" in m.options}
-    chains = {(m.head, m.options["gamma"]) for m in rows if m.options.get("tree") == "chain"}
-    assert trees.keys() == chains
-    assert set(trees.values()) == {60}
-    assert {depth for _, depth in trees} == set(range(6, 11))
-    assert {head for head, _ in trees} == {"hivis", "no-stage-2", "no-stage-2-no-residuals"}
+def test_methods_take_options_behind_colons() -> None:
+    suite = suites.choose_methods(suites.load("quick"), ["sage:total=25:keep_images=0.5", "chain"])
+    assert suite.methods[1].options["total"] == 25
+    assert suite.methods[1].label == "sage:total=25:keep_images=0.5"
+    of_label = suites.choose_methods(suites.load("heads"), ["HiViS:top=4"]).methods[1]
+    assert of_label.name == "hivis"
+    assert (of_label.options["total"], of_label.options["top"]) == (25, 4)
+    labelled = suites.choose_methods(suite, ["small=sage:total=25"]).methods[1]
+    assert (labelled.label, labelled.name, labelled.options["total"]) == ("small", "sage", 25)
+    assert suites.choose_methods(suite, ["plainest=chain"]).methods[1].label == "plainest"
+    with pytest.raises(SaccadeError, match="Two methods have the label 'a'"):
+        suites.choose_methods(suite, ["a=sage", "a=chain"])
+    with pytest.raises(SaccadeError, match="expected NAME=VALUE"):
+        suites.choose_methods(suite, ["sage:total"])

@@ -181,7 +181,7 @@ def test_in_generate() -> None:
 
 def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do() -> None:
     from saccade.bench.preparing import prepare
-    from saccade.bench.suite import MethodEntry, Suite, TaskEntry
+    from saccade.bench.suites import MethodEntry, Suite, TaskEntry
 
     entries = [MethodEntry("plain", "plain"), MethodEntry("hivis", "hivis")]
     more = (MethodEntry("eagle2", "eagle2", optional=True), MethodEntry("chain", "chain", optional=True))

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from saccade.bench import library
-from saccade.bench.suite import Suite
+from saccade.bench import suites
+from saccade.bench.suites import Suite
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import InputError
 from tools.pocket.experts import upcycle
 from tools.pocket.inflate import inflate
 from tools.pocket.inflated_head import INFLATABLE
+from tools.results.claims import with_claims
+
+SUITES = Path("tools", "results", "suites")
+"""The papers' suites, from the root of a checkout."""
 
 NOT_MEASURED = ("tune",)
 """Suites that compare nothing: `saccade tune` chooses from them."""
@@ -90,15 +94,28 @@ _EXTRA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 three lengths, of which the whole one is the suite's own."""
 
 
+def suite_names() -> list[str]:
+    """Names of the suites that are measured: ``quick`` first, then by paper and table."""
+    names = {path.stem for path in (Path(__file__).parent / "suites").glob("*.toml")} | set(suites.NAMES)
+
+    def order(name: str) -> tuple[Any, ...]:
+        parts = name.split("-")
+        return name != "quick", parts[0], [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts[1:]]
+
+    return sorted(names - set(NOT_MEASURED), key=order)
+
+
+def load(name: str) -> Suite:
+    """Load a suite of the package or of a paper, with its claims checked."""
+    path = Path(__file__).parent / "suites" / f"{name}.toml"
+    return with_claims(suites.load(str(path) if path.is_file() else name))
+
+
 def measurements(names: Iterable[str] = ()) -> list[Measurement]:
     """Return the measurements of these names, all without any."""
-    known = {
-        name: Measurement(name, library.load(name), _VARIANT_OF.get(name, ""))
-        for name in library.names()
-        if name not in NOT_MEASURED
-    }
+    known = {name: Measurement(name, load(name), _VARIANT_OF.get(name, "")) for name in suite_names()}
     for name, suite, variant, sizes in _EXTRA:
-        known[name] = Measurement(name, library.load(suite).with_(**sizes), variant)
+        known[name] = Measurement(name, load(suite).with_(**sizes), variant)
     wanted = list(dict.fromkeys(names)) or list(known)
     for name in wanted:
         if name not in known:

@@ -11,7 +11,7 @@ from typing import Any
 from saccade import environment
 from saccade.bench import records
 from saccade.bench.records import Run
-from saccade.bench.report.svg import standalone
+from saccade.bench.report.figures import standalone
 from saccade.errors import SaccadeError
 from saccade.files import write_file
 from tools.results.catalogue import Measurement

@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import saccade
-from saccade.bench import library
-from saccade.bench.check import Mismatch
 from saccade.bench.cost import estimate
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import Run
-from saccade.bench.runner import Progress, Runner
+from saccade.bench.runner import Mismatch, Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
 from saccade.files import write_file, write_folder
@@ -26,7 +24,7 @@ from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from tools.heads.state import steps_of, usable_head
 from tools.pocket.inflated_head import inflate_head
-from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, measurements
+from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, load, measurements
 from tools.results.folder import MARK, Folder, prompts, refuse_modified
 from tools.results.pages import Place, facts
 
@@ -213,7 +211,7 @@ class Session:
         """Command that measures the same again, without folders of this machine."""
         target = self._setup.target if is_pocket(self._setup.target) else "TARGET"
         drafter = ["-d", "DRAFT"] if self._setup.drafter else []
-        given, own = measurement.suite.per_task, library.load(measurement.suite.name).per_task
+        given, own = measurement.suite.per_task, load(measurement.suite.name).per_task
         size = ["--short"] if self._setup.short else [] if given == own else ["--per-task", str(given)]
         size += [] if self._setup.dtype == "auto" else ["--dtype", self._setup.dtype]
         size += [] if self._setup.threads == 1 else ["--threads", str(self._setup.threads)]

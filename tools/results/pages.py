@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from saccade import cpu
-from saccade.bench import claims
 from saccade.bench.records import Run
 from saccade.bench.report import contents, tables
 from saccade.bench.report.figures import Plot, draw
-from saccade.bench.report.signal_figures import drawn_signals
 from saccade.bench.report.tables import escape
 from saccade.environment import revision
 from saccade.errors import SaccadeError
 from saccade.files import write_folder
 from saccade.typed import make
+from tools.results import claims, paper_tables
 from tools.results.catalogue import Measurement
+from tools.results.paper_tables import drawn_signals
 
 INDEX = "README.md"
 REASONS = "reasons.toml"
@@ -45,8 +45,8 @@ def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str
     left_out = [escape(f"Left out: {reason}") for reason in config["missing"]]
     mirrors = [escape(f"Mirrors {config['mirrors']}.")] if config.get("mirrors") else []
     optional = [
-        *(tables.persistence(run), tables.view_weights(run)),
-        *(tables.scores(everything), tables.depths(everything), tables.predicted(run), tables.step_times(run)),
+        *(paper_tables.persistence(run), paper_tables.view_weights(run)),
+        *(tables.scores(everything), tables.depths(everything), paper_tables.predicted(run), tables.step_times(run)),
     ]
     shown = [*map(tables.comparison, content.groups), *filter(None, optional), tables.stages(everything)]
     parts = [
@@ -57,8 +57,8 @@ def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str
         f"{computed_by(run.header.environment['revision'])}",
         *left_out,
         *(f"![{escape(plot.title)}]({file})\n\n{escape(plot.caption)}" for file, plot in drawings.items()),
-        *map(tables.table, shown),
-        tables.meanings(content),
+        *map(tables.markdown, shown),
+        tables.meanings([everything]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

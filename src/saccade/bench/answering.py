@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from saccade.bench.records import RESUME, Record
-from saccade.bench.turns import Question, Turn
+from saccade.bench.questions import Question, Turn
+from saccade.bench.records import MEDIA, RESUME, Record
 from saccade.errors import SaccadeWarning
 from saccade.files import write_file
 from saccade.inputs.media import load_image
@@ -25,30 +25,31 @@ from saccade.output import Output, TreeTrace
 from saccade.text import Detokenizer
 from saccade.vlm import VLM
 
-FOLDER = "media"
 _LONGEST = 100
 """Letters of an id in the name of a picture's file."""
+_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_RESET_PEAK = "5"  # see proc(5)
 
 
 def save(question: Question, run: Path) -> list[list[str]]:
-    """Save the pictures of every turn that are not saved yet."""
-    return [_save(question.turn_id(i), turn.images, run / FOLDER) for i, turn in enumerate(question.turns)]
-
-
-def _save(prompt_id: str, sources: Iterable[Any], folder: Path) -> list[str]:
-    names, stem = [], re.sub(r"[^A-Za-z0-9._-]+", "_", prompt_id)[:_LONGEST]
-    if stem != prompt_id:  # ids that only differ in other letters have pictures of their own
-        stem += f"-{hashlib.blake2b(prompt_id.encode(), digest_size=6).hexdigest()}"
-    for index, source in enumerate(sources):
-        name = f"{stem}-{index}.png"
-        names.append(name)
-        if not (folder / name).exists():
-            write_file(folder / name, partial(load_image(source).save, format="PNG"), advice=RESUME)
-    return names
+    """Save the pictures of every turn that are not saved yet; return their names."""
+    saved = []
+    for index, turn in enumerate(question.turns):
+        prompt_id, names = question.turn_id(index), []
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", prompt_id)[:_LONGEST]
+        if stem != prompt_id:  # ids that only differ in other letters have pictures of their own
+            stem += f"-{hashlib.blake2b(prompt_id.encode(), digest_size=6).hexdigest()}"
+        for number, source in enumerate(turn.images):
+            names.append(f"{stem}-{number}.png")
+            path = run / MEDIA / names[-1]
+            if not path.exists():
+                write_file(path, partial(load_image(source).save, format="PNG"), advice=RESUME)
+        saved.append(names)
+    return saved
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """Answer to the last message of a conversation."""
 
     record: Record  # not yet compared with plain decoding
@@ -68,7 +69,7 @@ def answer_turns(
     seed: int,
     media: Sequence[Sequence[str]] = (),
     trace: bool = False,
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """Answer every turn of a question."""
     options = question.options(options)
     conversation = _Conversation(vlm, len(question.turns) > 1, options)
@@ -92,14 +93,14 @@ def answer_turns(
             pieces=_pieces(vlm, reply.output.tokens),
             finish_reason=reply.output.finish_reason,
             lossless=vlm.lossless,
-            stats=_stats(reply.output, reply.inputs),
+            stats=reply.stats,
             scores=turn.score(reply.output.text) if turn.score else {},
             peak_bytes=reply.peak,
             trees=[_tree(vlm, tree, start) for start, tree in traced.trees] if traced else [],
             warnings=list(dict.fromkeys(warned)),
         )
         answers.append(
-            Answer(record, reply.messages, reply.seconds, traced.seconds if traced else 0.0, question.reading)
+            TimedAnswer(record, reply.messages, reply.seconds, traced.seconds if traced else 0.0, question.reading)
         )
     return answers
 
@@ -108,7 +109,7 @@ def answer_turns(
 class _Reply:
     output: Output
     messages: list[Mapping[str, Any]]
-    inputs: float
+    stats: dict[str, Any]
     seconds: float
     peak: int | None
     trees: list[tuple[int, TreeTrace]]
@@ -139,7 +140,9 @@ class _Conversation:
         seconds = time.perf_counter() - started
         answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
         self._messages = [*messages, answer]
-        return _Reply(output, messages, inputs, seconds, self._memory.read(), trees)
+        stats = output.stats.as_dict()
+        stats["seconds"]["inputs"] = round(inputs, 6)
+        return _Reply(output, messages, stats, seconds, self._memory.read(), trees)
 
 
 @contextmanager
@@ -157,12 +160,6 @@ def _recorded_warnings() -> Iterator[list[str]]:
 
         warnings.showwarning = record  # type: ignore[assignment]
         yield messages
-
-
-def _stats(output: Output, inputs: float) -> dict[str, Any]:
-    stats = output.stats.as_dict()
-    stats["seconds"]["inputs"] = round(inputs, 6)
-    return stats
 
 
 def _pieces(vlm: VLM, tokens: Sequence[int]) -> list[str]:
@@ -188,10 +185,6 @@ def _tree(vlm: VLM, tree: TreeTrace, start: int) -> dict[str, Any]:
 @cache
 def _piece(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([token]))
-
-
-_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-_RESET_PEAK = "5"  # see proc(5)
 
 
 class PeakMemory:

@@ -14,7 +14,7 @@ import torch
 
 from saccade.bench.answering import answer_turns
 from saccade.bench.preparing import Prepared
-from saccade.bench.suite import BASELINE
+from saccade.bench.suites import BASELINE
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Chain, TopProposer

@@ -1,22 +1,75 @@
-"""Metrics of methods: pure functions of a run's records."""
+"""Metrics of methods with bootstrap intervals over prompts: pure functions of a run's records; and its headline."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from statistics import fmean, median
+from typing import Any
 
-from saccade.bench.records import Record
-from saccade.bench.statistics import Estimate, ratio_of_sums
-from saccade.bench.statistics import median as median_with_interval
-from saccade.bench.suite import BASELINE
+import numpy as np
 
+from saccade.bench.records import Record, Run
+from saccade.bench.suites import BASELINE
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+RESAMPLES = 2000
+LEVEL = 0.95
+FEWEST = next(n for n in range(2, 100) if 1 - 2 * 0.5**n >= LEVEL)
+"""Prompts below which no interval between prompts covers a median with probability `LEVEL`: smallest to largest value
+covers it with 1 - 2 / 2^n."""
 _NOT_STAGES = ("total", "decode", "inputs")
 """Entries of ``stats["seconds"]`` beside the stages of the total: sums, and the time of input preparation."""
-
 _STRICT = ("target", "draft")
 """Marks of tokens that are the target's own choice; lossy rules add others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A statistic over prompts and its bootstrap percentile interval."""
+
+    value: float  # on the prompts of the run
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f}"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0) -> Estimate:
+    """Estimate by resampling prompts (Efron 1979, percentile interval); ``statistic`` takes indices ``[R, count]``."""
+    value = float(statistic(np.arange(count)[None])[0])
+    if count < 2:
+        return Estimate(value)
+    drawn = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    tail = (1 - LEVEL) / 2
+    low, high = np.nanquantile(statistic(drawn), [tail, 1 - tail])
+    return Estimate(value, float(low), float(high))
+
+
+def median_estimate(values: Sequence[float]) -> Estimate | None:
+    """Median over prompts; None without any."""
+    each = np.asarray(values, np.float64)
+    return bootstrap(lambda taken: np.median(each[taken], axis=-1), len(each)) if len(each) else None
+
+
+def ratio_of_sums(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
+    """Ratio of two sums, prompts resampled as wholes; None when the lower sum is zero."""
+    over, under = np.asarray(above, np.float64), np.asarray(below, np.float64)
+    if not under.sum():
+        return None
+
+    def statistic(taken: Array) -> Array:
+        total = under[taken].sum(-1)  # 0 in resamples of prompts that all weigh nothing
+        ratio: Array = np.divide(over[taken].sum(-1), total, out=np.full(len(taken), np.nan), where=total > 0)
+        return ratio
+
+    return bootstrap(statistic, len(under))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +90,9 @@ class MethodResult:
     block_efficiency_per_sample: float | None
     accepted_length_per_sample: float | None
     acceptance_by_depth: list[float]  # entry d - 1
+    reached: list[int]  # entry d is the number of passes that accepted at least d draft tokens
     verified_per_token: float | None  # positions that the target computed per token emitted; 1 for plain decoding
+    seconds: float  # mean total per answer
     shares: dict[str, float]  # of the total seconds, by stage
     input_seconds: float | None  # tokenizing and preparing images, median; not part of the total
     peak_bytes: int | None  # largest of the answers; None when not measured
@@ -49,11 +104,17 @@ class MethodResult:
     loosened: float = 0.0  # share of the tokens that a lossy rule accepted in place of the target's own
 
 
+def records_by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records of every method, in order of appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.method, []).append(record)
+    return groups
+
+
 def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:
     """Results of every method over all records: plain decoding, then in order of appearance."""
-    groups: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        groups[record.method].append(record)
+    groups = records_by_method(records)
     baseline = groups.get(BASELINE, [])
     first = [BASELINE] if baseline else []
     return {m: _result(m, groups[m], baseline) for m in dict.fromkeys([*first, *groups])}
@@ -97,132 +158,147 @@ def block_efficiency(record: Record) -> float | None:
     return emitted(record) / passes(record) if passes(record) else None
 
 
+def mean_score(record: Record) -> float | None:
+    """Mean over the facts of one answer; None without ground truth."""
+    return fmean(record.scores.values()) if record.scores else None
+
+
+def by_prompt(
+    records: Sequence[Record],
+    measure: Callable[[Record], float | None],
+    together: Callable[[list[float]], float],
+) -> dict[str, float]:
+    """A measure of every prompt for which it is defined, taken together over repeats."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if (value := measure(record)) is not None:
+            values[record.prompt_id].append(value)
+    return {prompt: together(group) for prompt, group in values.items()}
+
+
 def paired_ratios(
     ours: Sequence[Record], theirs: Sequence[Record], measure: Callable[[Record], float | None]
 ) -> list[float]:
     """Per prompt the median over repeats of ``measure`` on ours over theirs, same prompt and same repeat."""
     other = {(r.prompt_id, r.repeat): measure(r) for r in theirs}
-    ratios: defaultdict[str, list[float]] = defaultdict(list)
-    for record in ours:
+
+    def ratio(record: Record) -> float | None:
         above, below = measure(record), other.get((record.prompt_id, record.repeat))
-        if above is not None and below:
-            ratios[record.prompt_id].append(above / below)
-    return [median(group) for group in ratios.values()]
+        return above / below if above is not None and below else None
+
+    return list(by_prompt(ours, ratio, median).values())
+
+
+def retention(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
+    """Score over theirs, both averaged over the same prompts, each prompt over its repeats."""
+    mine, other = by_prompt(ours, mean_score, fmean), by_prompt(theirs, mean_score, fmean)
+    both = [prompt for prompt in mine if prompt in other]
+    return ratio_of_sums([mine[prompt] for prompt in both], [other[prompt] for prompt in both])
 
 
 def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) -> MethodResult:
-    compared = [r for r in records if r.equal is not None]
-    histogram = _histogram(records)
-    peaks = [r.peak_bytes for r in records if r.peak_bytes is not None]
-    inputs = [r.stats["seconds"]["inputs"] for r in records if "inputs" in r.stats["seconds"]]
+    histograms = [record.stats["accepted_histogram"] for record in records]
+    counts = [sum(at_depth) for at_depth in zip_longest(*histograms, fillvalue=0)]
+    reached = [sum(counts[depth:]) for depth in range(len(counts))]
+    spent: defaultdict[str, float] = defaultdict(float)
+    facts: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for stage, seconds in record.stats["seconds"].items():
+            spent[stage] += seconds
+        for fact, score in record.scores.items():
+            facts[fact].append(score)
+    sums = [by_prompt(records, count, sum) for count in (emitted, accepted, passes)]
+    tokens, extra, blocks = (list(each.values()) for each in sums)
     efficiency = _mean(value for r in records if (value := block_efficiency(r)) is not None)
+    verified = sum(r.stats["drafted_tokens"] + r.stats["target_passes"] for r in records)
+    after_first = sum(r.stats["new_tokens"] - 1 for r in records)
+    inputs = [r.stats["seconds"]["inputs"] for r in records if "inputs" in r.stats["seconds"]]
     return MethodResult(
         method=method,
         lossless=all(r.lossless for r in records),
         prompts=len({r.prompt_id for r in records}),
         answers=len(records),
         tokens=sum(r.stats["new_tokens"] for r in records),
-        speedup=median_with_interval(paired_ratios(records, baseline, rate)),
-        decode_speedup=median_with_interval(paired_ratios(records, baseline, decode_rate)),
-        rate=median_with_interval(_per_prompt(records, rate)),
-        decode_rate=median_with_interval(_per_prompt(records, decode_rate)),
-        block_efficiency=_per_block(records, emitted, passes),
-        accepted_length=_per_block(records, accepted, passes),
+        speedup=median_estimate(paired_ratios(records, baseline, rate)),
+        decode_speedup=median_estimate(paired_ratios(records, baseline, decode_rate)),
+        rate=median_estimate(list(by_prompt(records, rate, median).values())),
+        decode_rate=median_estimate(list(by_prompt(records, decode_rate, median).values())),
+        block_efficiency=ratio_of_sums(tokens, blocks),
+        accepted_length=ratio_of_sums(extra, blocks),
         block_efficiency_per_sample=efficiency,
         accepted_length_per_sample=None if efficiency is None else efficiency - 1,
-        acceptance_by_depth=_acceptance_by_depth(histogram),
-        verified_per_token=_verified_per_token(records),
-        shares=_shares(records),
+        acceptance_by_depth=[b / a for a, b in pairwise(reached) if a],
+        reached=reached,
+        verified_per_token=verified / after_first if after_first > 0 else None,
+        seconds=spent["total"] / len(records),
+        shares={s: t / spent["total"] for s, t in spent.items() if s not in _NOT_STAGES and spent["total"] > 0},
         input_seconds=median(inputs) if inputs else None,
-        peak_bytes=max(peaks, default=None),
-        compared=len(compared),
-        equal=sum(bool(r.equal) for r in compared),
-        scores=_scores(records),
+        peak_bytes=max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None),
+        compared=sum(r.equal is not None for r in records),
+        equal=sum(bool(r.equal) for r in records),
+        scores={fact: fmean(values) for fact, values in facts.items()},
         score=_mean(s for r in records if (s := mean_score(r)) is not None),
-        retention=_retention(records, baseline),
+        retention=retention(records, baseline),
         loosened=_mean(mark not in _STRICT for r in records for mark in r.marks) or 0.0,
     )
 
 
-def _per_prompt(records: Sequence[Record], measure: Callable[[Record], float | None]) -> list[float]:
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for record in records:
-        value = measure(record)
-        if value is not None:
-            found[record.prompt_id].append(value)
-    return [median(group) for group in found.values()]
-
-
-def _per_block(
-    records: Sequence[Record], above: Callable[[Record], int], below: Callable[[Record], int]
-) -> Estimate | None:
-    """Sum over all blocks, prompts resampled with all their repeats."""
-    over: defaultdict[str, int] = defaultdict(int)
-    under: defaultdict[str, int] = defaultdict(int)
-    for record in records:
-        over[record.prompt_id] += above(record)
-        under[record.prompt_id] += below(record)
-    return ratio_of_sums(list(over.values()), list(under.values()))
-
-
-def _histogram(records: Sequence[Record]) -> list[int]:
-    counts: list[int] = []
-    for record in records:
-        for depth, count in enumerate(record.stats["accepted_histogram"]):
-            counts.extend([0] * (depth + 1 - len(counts)))
-            counts[depth] += count
-    return counts
-
-
-def _acceptance_by_depth(histogram: Sequence[int]) -> list[float]:
-    reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
-    return [reached[d] / reached[d - 1] for d in range(1, len(reached)) if reached[d - 1]]
-
-
-def _verified_per_token(records: Sequence[Record]) -> float | None:
-    verified = sum(r.stats["drafted_tokens"] + r.stats["target_passes"] for r in records)
-    given = sum(r.stats["new_tokens"] - 1 for r in records)
-    return verified / given if given > 0 else None
-
-
-def _shares(records: Sequence[Record]) -> dict[str, float]:
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for record in records:
-        for stage, spent in record.stats["seconds"].items():
-            seconds[stage] += spent
-    total = seconds["total"]
-    return {s: spent / total for s, spent in seconds.items() if s not in _NOT_STAGES and total > 0}
-
-
-def mean_score(record: Record) -> float | None:
-    """Mean over the facts of one answer; None without ground truth."""
-    return fmean(record.scores.values()) if record.scores else None
-
-
-def _scores(records: Sequence[Record]) -> dict[str, float]:
-    facts: defaultdict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for fact, value in record.scores.items():
-            facts[fact].append(value)
-    return {fact: fmean(values) for fact, values in facts.items()}
-
-
-def _retention(records: Sequence[Record], baseline: Sequence[Record]) -> Estimate | None:
-    """Score over plain decoding's, both averaged over the same prompts, each prompt over its repeats."""
-    ours, theirs = score_by_prompt(records), score_by_prompt(baseline)
-    both = [prompt for prompt in ours if prompt in theirs]
-    return ratio_of_sums([ours[prompt] for prompt in both], [theirs[prompt] for prompt in both])
-
-
-def score_by_prompt(records: Sequence[Record]) -> dict[str, float]:
-    """Mean score of every prompt with ground truth, over its facts and repeats."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for record in records:
-        if (score := mean_score(record)) is not None:
-            found[record.prompt_id].append(score)
-    return {prompt: fmean(scores) for prompt, scores in found.items()}
-
-
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return fmean(found) if found else None
+    every = list(values)
+    return fmean(every) if every else None
+
+
+def headline(run: Run) -> str:
+    """Name the fastest lossless method and its speed-up; empty for runs where none was timed beside plain decoding.
+
+    A lossy method that is faster is named behind it, with the share of plain decoding's score that it kept.
+    """
+    timed = [(r, r.speedup) for r in by_method(run.records).values() if r.method != BASELINE and r.speedup is not None]
+    fastest_first = sorted(timed, key=lambda pair: -pair[1].value)
+    lossless = [pair for pair in fastest_first if pair[0].lossless]
+    lossy = next((pair for pair in fastest_first if not pair[0].lossless), None)
+    text = "" if lossless or lossy is None else "No lossless method was timed."
+    if lossless:
+        best, speed = lossless[0]
+        if speed.low is not None and speed.low <= 1:
+            text = f"No lossless method is clearly faster than plain decoding; the best, {best.method}, has"
+            text += f" {_times(speed)} its speed"
+        else:
+            place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
+            text = f"{best.method}{place} is {_times(speed)} as fast as plain decoding"
+        if best.compared:
+            same = f"{best.equal} of its {best.compared} answers are"
+            if best.equal == best.compared:
+                same = "all of its answers are" if best.compared > 1 else "its one answer is"
+            text += f"; {same} plain decoding's, token for token"
+        text += "."
+    if lossy is not None and (not lossless or lossy[1].value > lossless[0][1].value):
+        kept = lossy[0].retention
+        text += f" {lossy[0].method}, which is lossy, is {_times(lossy[1])} as fast"
+        text += f" and keeps {kept.value:.1%} of the score." if kept is not None else "; no score was measured."
+    return text
+
+
+def _times(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.2f} times"
+    return f"{estimate.value:.2f} times ({100 * LEVEL:.0f} % interval {estimate.low:.2f} to {estimate.high:.2f})"
+
+
+def cautions(run: Run) -> Iterator[str]:
+    """Yield a sentence where the run, or some of its tasks, have too few prompts for their intervals."""
+    by_task: defaultdict[str, set[str]] = defaultdict(set)
+    for record in run.records:
+        by_task[record.task].add(record.prompt_id)
+    total = len(set().union(*by_task.values()))
+    if total == 1:
+        yield "One prompt: there are no intervals, and another prompt may give another order."
+    elif total < FEWEST:
+        yield (
+            f"Only {total} prompts: from fewer than {FEWEST} no interval of a median covers {100 * LEVEL:.0f} %; "
+            "run more with --per-task."
+        )
+    elif len(by_task) > 1:
+        few = ", ".join(f"{task} {len(ids)}" for task, ids in by_task.items() if len(ids) < FEWEST)
+        if few:
+            yield f"Too few prompts for the intervals of single tasks, which need {FEWEST}: {few}."

@@ -9,9 +9,8 @@ from typing import Any
 
 from saccade import methods
 from saccade.bench import judge, questions
-from saccade.bench.digests import digest
-from saccade.bench.suite import MethodEntry, Suite
-from saccade.bench.turns import Question
+from saccade.bench.questions import Question, digest
+from saccade.bench.suites import MethodEntry, Suite
 from saccade.draft.heads.head import Head
 from saccade.environment import dtype_name, environment, fingerprint, model_facts
 from saccade.errors import InputError, MethodError, SaccadeError

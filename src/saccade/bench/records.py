@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,12 +15,14 @@ from typing import Any
 from saccade.errors import SaccadeError
 from saccade.files import writing
 from saccade.journal import lock
+from saccade.typed import make
 
 SCHEMA = 1
 FILE = "records.jsonl"
 SCORES = "scores.jsonl"
-"""Scores beside the records that were made once all answers were there: one line per scorer and distinct answer."""
-"""Name of the records file in a run's folder; pictures are beside it in ``media/``."""
+"""Scores that were made once all answers were there: one line per scorer and distinct answer."""
+MEDIA = "media"
+"""Folder of the questions' pictures in that of a run."""
 RESUME = "the records so far are intact, so free some space and run the same command again to resume"
 """Advice in messages about failed writes."""
 
@@ -36,7 +39,7 @@ class Header:
     schema: int = SCHEMA  # version of this format
     # step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured
     costs: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, Any] = field(default_factory=dict)  # suite
+    places: dict[str, Any] = field(default_factory=dict)  # `command`, the words that started the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +74,21 @@ class Record:
         return self.prompt_id, self.method, self.repeat
 
 
+def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
+    """Position of the first token that differs, the end of the shorter answer included; None when equal."""
+    shared = min(len(ours), len(plain))
+    place = next((i for i in range(shared) if ours[i] != plain[i]), None)
+    return place if place is not None or len(ours) == len(plain) else shared
+
+
 def starts(trees: Sequence[dict[str, Any]]) -> list[int]:
     """Tokens emitted before every tree; in old records as if the first one came after the first token, and no step
     were without one."""
-    found, end = [], 1
+    places, end = [], 1
     for tree in trees:
-        found.append(int(tree.get("start", end)))
-        end = found[-1] + len(tree["path"])
-    return found
+        places.append(int(tree.get("start", end)))
+        end = places[-1] + len(tree["path"])
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +121,9 @@ class Writer:
             raise SaccadeError(f"Another run is writing to {folder}; wait for it, or choose another folder.") from None
         if lacks_header(path):
             self._file.truncate(0)
-        else:
-            _end_line(path)
+        elif not path.read_bytes().endswith(b"\n"):  # of a killed run; the next line stays readable
+            self._file.write("\n")
+            self._file.flush()
 
     def begin(self, header: Header) -> None:
         """Write the header of a new run."""
@@ -143,28 +154,74 @@ def lacks_header(path: Path) -> bool:
 
 
 def read(folder: Path) -> Run:
-    """Read a run; unreadable lines are reported and skipped."""
+    """Read a run; lines that cannot be read or reported are skipped, with a sentence each in ``problems``."""
     path = folder / FILE if folder.is_dir() else folder
     if not path.is_file():
         raise SaccadeError(f"{folder} holds no run; expected a folder with {FILE}, made by `saccade bench`.")
     header: Header | None = None
     records: dict[tuple[str, str, int], Record] = {}
     problems: list[str] = []
-    for number, content in _lines(path, problems):
-        kind = content.pop("kind", None)
-        try:
-            if kind == "run" and header is None:
-                header = Header(**content)
-            elif kind == "record":
-                record = Record(**content)
-                records[record.key] = record
-            else:
-                problems.append(f"{path}, line {number}: neither a run's header nor a record; skipped.")
-        except TypeError as problem:
-            problems.append(f"{path}, line {number}: not a record of this version ({problem}); skipped.")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                content = json.loads(line)
+                kind = content.pop("kind", None) if isinstance(content, dict) else None
+                if kind == "run" and header is None:
+                    header = Header(**content)
+                elif kind == "record":
+                    record = make(Record, content, "a record")
+                    _check(record)
+                    records[record.key] = record
+                else:
+                    problems.append(f"{path}, line {number}: neither a run's header nor a record; skipped.")
+            except json.JSONDecodeError:
+                problems.append(f"{path}, line {number}: not valid JSON (cut off or damaged); skipped.")
+            except (TypeError, ValueError, SaccadeError) as problem:
+                problems.append(f"{path}, line {number}: {str(problem).rstrip('.')}; skipped.")
     if header is None or header.schema != SCHEMA:
         raise SaccadeError(f"{path} has no readable header of schema {SCHEMA}; run `saccade bench` again.")
     return Run(path.parent, header, scored(path.parent, list(records.values())), problems)
+
+
+def _check(record: Record) -> None:
+    """Raise `ValueError` for a record that cannot be reported."""
+    lists = (record.tokens, record.marks, record.pieces, record.media, record.warnings, record.trees)
+    if not all(isinstance(items, list) for items in lists):
+        raise ValueError("tokens, marks, pieces, media, warnings or trees are no list")
+    if not 0 < len(record.tokens) == len(record.marks) == len(record.pieces):
+        raise ValueError("tokens, marks and pieces are empty or differ in length")
+    if not all(isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media, *record.warnings]):
+        raise ValueError("marks, pieces, media or warnings are not all text")
+    stats = {"prefill_tokens": 1, **record.stats}
+    counts = [stats.get(name) for name in _COUNTS]
+    histogram, seconds = stats.get("accepted_histogram"), stats.get("seconds")
+    if not (isinstance(seconds, dict) and {"total", "decode"} <= seconds.keys() and isinstance(histogram, list)):
+        raise ValueError("stats lack the seconds in total and of decoding, or the histogram of accepted tokens")
+    if not all(map(_is_number, [*counts, *histogram, *seconds.values(), *record.scores.values()])):
+        raise ValueError(f"a score, a count of {', '.join(_COUNTS)}, an accepted length or a time is no number")
+    if min(histogram, default=0) < 0 or stats["new_tokens"] - stats["prefill_tokens"] < sum(histogram):
+        raise ValueError("the answer has fewer tokens than verification passes")
+    for tree in record.trees:
+        try:
+            nodes, parents, path = len(tree["tokens"]), tree["parents"], tree["path"]
+            sound = 0 < nodes == len(parents) == len(tree["pieces"]) and all(isinstance(p, str) for p in tree["pieces"])
+            sound = sound and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
+            sound = sound and path[0] == 0 and all(0 <= node < nodes for node in path)
+            signals = [value for values in tree.get("signals", {}).values() for value in values]
+            sound = sound and isinstance(tree.get("start", 1), int) and all(map(_is_number, signals))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise ValueError("a draft tree has no root, a node before its parent, or parts of different lengths")
+
+
+_COUNTS = ("new_tokens", "prefill_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 Key = tuple[str, str, str]
@@ -177,55 +234,29 @@ def score_key(by: str, record: Record) -> Key:
 
 
 def stored_scores(folder: Path) -> dict[Key, dict[str, float]]:
-    """Scores in a run's folder; damaged lines are left out, and made again by `saccade.bench.marking`."""
-    found: dict[Key, dict[str, float]] = {}
+    """Scores in a run's folder; damaged lines are left out, and made again by `saccade.bench.grading`."""
+    scores: dict[Key, dict[str, float]] = {}
     path = folder / SCORES
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
-            found[row["by"], row["prompt_id"], row["answer"]] = dict(row["scores"])
-    return found
+            scores[row["by"], row["prompt_id"], row["answer"]] = dict(row["scores"])
+    return scores
 
 
 def scored(folder: Path, records: Sequence[Record]) -> list[Record]:
     """Records with the scores that are stored beside them."""
-    found = stored_scores(folder)
-    names = sorted({by for by, _, _ in found})
-    complete = []
-    for record in records:
-        own = [found.get(score_key(name, record), {}) for name in names]
-        complete.append(replace(record, scores={k: v for scores in (record.scores, *own) for k, v in scores.items()}))
-    return complete
+    stored = stored_scores(folder)
+    names = sorted({by for by, _, _ in stored})
+    return [
+        replace(r, scores=r.scores | {k: v for by in names for k, v in stored.get(score_key(by, r), {}).items()})
+        for r in records
+    ]
 
 
 def warned(records: Sequence[Record]) -> Iterator[str]:
     """One sentence per method with warnings: number of answers and first warning."""
     for method in dict.fromkeys(record.method for record in records if record.warnings):
-        own = [record for record in records if record.method == method]
-        bad = [record for record in own if record.warnings]
-        yield f"{method} warned in {len(bad)} of {len(own)} answers: {bad[0].warnings[0]}"
-
-
-def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                content = json.loads(line)
-            except ValueError:
-                problems.append(f"{path}, line {number}: not valid JSON (cut off or damaged); skipped.")
-                continue
-            if isinstance(content, dict):
-                yield number, content
-            else:
-                problems.append(f"{path}, line {number}: not a JSON object; skipped.")
-
-
-def _end_line(path: Path) -> None:
-    """End the unfinished last line of a killed run, so that the next line stays readable."""
-    if path.is_file() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+        answers = [record for record in records if record.method == method]
+        bad = [record for record in answers if record.warnings]
+        yield f"{method} warned in {len(bad)} of {len(answers)} answers: {bad[0].warnings[0]}"

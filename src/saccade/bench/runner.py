@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,41 @@ from typing import Any
 import torch
 
 from saccade.bench import answering, cost
-from saccade.bench.answering import Answer, answer_turns
-from saccade.bench.check import compare_with_plain, require_equal
+from saccade.bench.answering import TimedAnswer, answer_turns
+from saccade.bench.grading import grade
 from saccade.bench.judge import parse as parse_judge
-from saccade.bench.marking import mark
 from saccade.bench.preparing import Prepared
-from saccade.bench.records import FILE, Header, Record, Run, Writer, lacks_header, read
-from saccade.bench.suite import BASELINE
-from saccade.bench.turns import Question
+from saccade.bench.questions import Question
+from saccade.bench.records import FILE, Header, Record, Run, Writer, first_difference, lacks_header, read
+from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
+from saccade.inputs.prompt import Prompt
+from saccade.target.adapter import Target
+from saccade.target.context import Context
+
+
+class Mismatch(SaccadeError):
+    """A lossless method differs from plain decoding in float32 or exact mode."""
+
+
+def compare_with_plain(record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]) -> Record:
+    """Complete a record with its comparison with plain decoding, with the target's logits at the first difference."""
+    position = first_difference(record.tokens, plain)
+    if position is None:
+        return replace(record, equal=True)
+    question = prompt()
+    logits = logits_after(target, Prompt((*question.ids, *plain[:position]), question.media))
+    tokens = {name: next(iter(ids[position:]), None) for name, ids in (("ours", record.tokens), ("plain", plain))}
+    scores = {name: None if token is None else float(logits[token]) for name, token in tokens.items()}
+    return replace(record, equal=False, difference={"position": position, **tokens, "logits": scores})
+
+
+def logits_after(target: Target, prompt: Prompt) -> torch.Tensor:
+    """Return the target's logits `[V]` after a prompt, from a separate prefill."""
+    logits = Context(target, 1).load(0, prompt).logits
+    assert logits is not None
+    return logits.float().cpu()
 
 
 def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
@@ -109,7 +134,7 @@ class Runner:
         def report(done: int, total: int) -> None:
             self._progress(Progress(done, total, "judging"))
 
-        return mark(self._answered(), self._prepared.questions, judge, report)
+        return grade(self._answered(), self._prepared.questions, judge, report)
 
     def _answered(self) -> Run:
         complete = self._complete(earlier_run(self._folder, self._prepared))
@@ -199,7 +224,7 @@ class Runner:
         still_open = self._open(question, repeat)
         media = answering.save(question, self._folder)
         plain = self._earlier(question, repeat)
-        waiting: list[list[Answer]] = []
+        waiting: list[list[TimedAnswer]] = []
         for label in (name for name in order if name in still_open):
             self._report(f"{question.id}, {label}")
             answers = answer_turns(
@@ -229,7 +254,7 @@ class Runner:
         keys = [(question.turn_id(i), BASELINE, repeat) for i in range(len(question.turns))]
         return [self._done[k].tokens for k in keys] if all(k in self._done for k in keys) else None
 
-    def _records(self, answers: Sequence[Answer], plain: Sequence[Sequence[int]]) -> list[Record]:
+    def _records(self, answers: Sequence[TimedAnswer], plain: Sequence[Sequence[int]]) -> list[Record]:
         """Records with comparisons; turns after a differing one have another history and are not compared."""
         if not (self._prepared.compares_tokens and answers[0].record.lossless):
             return [a.record for a in answers]
@@ -252,8 +277,14 @@ class Runner:
             self._require(record)
 
     def _require(self, record: Record) -> None:
-        if self._exact and record.lossless:
-            require_equal(record)
+        if self._exact and record.lossless and record.equal is False:
+            first = record.difference or {}
+            raise Mismatch(
+                f"Method {record.method} is lossless but differs from plain decoding on {record.prompt_id} (repeat "
+                f"{record.repeat}) at token {first.get('position')}: {first.get('ours')} instead of "
+                f"{first.get('plain')}, logits {first.get('logits')}; in float32 and in exact mode that is a bug in "
+                "the method or its drafter's cache."
+            )
 
     def _report(self, doing: str) -> None:
         self._progress(Progress(len(self._done), self._prepared.answers, doing))

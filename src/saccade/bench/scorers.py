@@ -11,9 +11,10 @@ from importlib import import_module
 from statistics import fmean
 from typing import Any
 
-from saccade.bench.turns import Score
 from saccade.errors import InputError
 
+Score = Callable[[str], dict[str, float]]
+"""Score of an answer from 0 to 1, by kind of fact."""
 UserScorer = Callable[[str, Any, Mapping[str, Any]], Any]
 """Scorer of the user: called with the answer, the reference (None without one) and the row's fields; returns a number
 from 0 to 1, a truth, or several by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,12 +24,11 @@ from saccade.formats import count, duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from saccade.bench.papers import PaperSetting
     from saccade.bench.preparing import Prepared
     from saccade.bench.questions import Gathered
     from saccade.bench.records import Run
     from saccade.bench.runner import Progress, Spent
-    from saccade.bench.suite import Suite
+    from saccade.bench.suites import Suite
 
 _SIZES = "Size"
 
@@ -105,21 +105,6 @@ def bench(
             "content is an error.",
         ),
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            "--preset",
-            metavar="PAPER/TARGET",
-            autocompletion=completion.paper_settings,
-            help="A paper's own pair, methods, data sets and sizes; what you give yourself has precedence.",
-        ),
-    ] = None,
-    list_presets: Annotated[
-        bool, typer.Option("--list-presets", help="List the presets, one line each with the paper's section.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the command that --preset stands for; no model is loaded.")
-    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Show the planned run and its duration.")] = False,
     per_task: Annotated[int | None, typer.Option(help="Prompts of every task.", rich_help_panel=_SIZES)] = None,
     repeats: Annotated[
@@ -149,37 +134,12 @@ def bench(
 
     `saccade bench --suite quick --methods chain,prompt-lookup --repeats 3 --out runs/mine`
 
-    `saccade bench --suite hivis-2 -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
-
-    `saccade bench --preset lvspec/qwen2.5-vl-32b --dry-run`
+    `saccade bench --suite heads -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
 
     `saccade bench --suite quick --dataset textvqa@hivis --dataset mmmu -t Qwen/Qwen2.5-VL-7B-Instruct --plan`
 
     `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
-    if list_presets:
-        _list_presets()
-        return
-    if preset is not None:
-        from saccade.bench import papers
-
-        setting = papers.find(preset)
-        given = {
-            "suite": suite,
-            "methods": methods,
-            "tasks": tasks,
-            "target": target,
-            "drafter": drafter,
-            "max_new_tokens": max_new_tokens,
-        }
-        chosen_options = setting.with_given(given, data is not None or bool(dataset))
-        suite, methods, tasks, target, drafter, max_new_tokens = (chosen_options.get(name) for name in given)
-        _show_preset(setting, {**chosen_options, "data": data, "per_task": per_task, "repeats": repeats}, dry_run)
-        if dry_run:
-            return
-        setting.check(chosen_options)
-    elif dry_run:
-        raise InputError("--dry-run prints what a preset stands for; give one with --preset, or use --plan.")
     if suite is None:
         _list(data, dataset, methods, tasks, target, drafter, out, plan)
         return
@@ -210,11 +170,7 @@ def bench(
         heads=head or [],
         **placing.models(),
     )
-    found = places(suite, data, name, drafter, head, placing.device) | ({"methods": methods} if methods else {})
-    words = [*(word for each in dataset or [] for word in ("--dataset", each)), *reading.words()]
-    if words or any(task.task is None or task.max_new_tokens is not None for task in chosen.tasks):
-        found |= {"questions": words, "sizes": sizes}
-    prepared = prepare(chosen, vlm, (name, drafter), found, gathered)
+    prepared = prepare(chosen, vlm, (name, drafter), {"command": command()}, gathered)
     if plan:
         _plan(prepared, folder)
     else:
@@ -224,42 +180,22 @@ def bench(
 
 def _list(*named: object) -> None:
     """Print the built-in suites, unless a run was asked for."""
-    from saccade.bench import library
+    from saccade.bench import suites
 
     if any(named):
         raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
     console = screen.out()
-    for name in library.names():
-        suite = library.load(name)
+    for name in suites.NAMES:
+        suite = suites.load(name)
         console.print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
         console.print(f"    {suite.title}", markup=False, soft_wrap=True)
     console.print("Run one with `saccade bench --suite NAME`; add --plan to see its plan.", markup=False)
 
 
-def _list_presets() -> None:
-    """Print the presets."""
-    from saccade.bench import papers
-
-    for name in papers.names():
-        screen.out().print(papers.find(name).line, markup=False, soft_wrap=True)
-    print("Run one with `saccade bench --preset NAME`; add --dry-run to see what it stands for.")
-
-
-def _show_preset(setting: PaperSetting, options: dict[str, Any], dry_run: bool) -> None:
-    """Print the command of a preset: the answer of a dry run, a note before a run."""
-    from saccade.bench import papers
-
-    show = print if dry_run else screen.note
-    show(papers.command(options))
-    if setting.note:
-        screen.note(setting.note)
-
-
 def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:
-    from saccade.bench import library
-    from saccade.bench.suite import TaskEntry
+    from saccade.bench.suites import TaskEntry, choose_methods, choose_tasks, load
 
-    suite = library.load(name).with_(**sizes)
+    suite = load(name).with_(**sizes)
     if "per_task" in sizes:  # said here, it replaces what the suite says of a task
         suite = suite.with_(tasks=tuple(replace(task, count=task.count and suite.per_task) for task in suite.tasks))
     if data is not None:
@@ -267,9 +203,9 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
             raise InputError("--data replaces the suite's tasks; leave out --tasks.")
         suite = suite.with_(tasks=(TaskEntry(name=data.stem, file=str(data)),))
     if methods is not None:
-        suite = library.choose_methods(suite, _names(methods))
+        suite = choose_methods(suite, _names(methods))
     if tasks is not None:
-        suite = library.choose_tasks(suite, _names(tasks))
+        suite = choose_tasks(suite, _names(tasks))
     return suite
 
 
@@ -282,18 +218,9 @@ def gather(suite: Suite, folder: Path) -> Gathered:
         return questions.gather(suite)
 
 
-def places(
-    suite: str, data: Path | None, target: str, drafter: str | None, heads: list[str] | None, device: str | None
-) -> dict[str, Any]:
-    """Return what the command line named, as `saccade.bench.records.Header` keeps it."""
-    return {
-        "suite": suite,
-        "data": str(data) if data is not None else None,
-        "target": target,
-        "drafter": drafter,
-        "heads": heads or [],
-        "device": device,
-    }
+def command() -> str:
+    """Return the command line of this process, which the report shows as the way to repeat a run."""
+    return shlex.join(["saccade", *sys.argv[1:]])
 
 
 def _names(given: str) -> list[str]:
@@ -344,10 +271,9 @@ def judging(table: Mapping[str, Any], answers: int, there: int) -> str:
 
 
 def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
-    from saccade.bench.check import Mismatch
-    from saccade.bench.marking import JUDGE
+    from saccade.bench.grading import JUDGE
     from saccade.bench.records import SCORES, stored_scores
-    from saccade.bench.runner import Runner
+    from saccade.bench.runner import Mismatch, Runner
 
     if prepared.suite.judge:
         screen.note(judging(prepared.suite.judge, prepared.answers, len(stored_scores(folder))))
@@ -395,24 +321,21 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
 
 
 def show(run: Run, spent: Spent, as_json: bool) -> None:
-    from saccade.bench import metrics, predicting, table
-    from saccade.bench.headline import cautions, headline
+    from saccade.bench.metrics import by_method, cautions, headline
+    from saccade.bench.report.tables import remarks, terminal
 
     if as_json:
-        results = {label: asdict(result) for label, result in metrics.by_method(run.records).items()}
-        predictions = [asdict(p) for p in predicting.predictions(run)]
-        said = {"headline": headline(run), "cautions": list(cautions(run))}
-        print(json.dumps({"run": str(run.folder), **said, "methods": results, "predictions": predictions}))
+        results = {label: asdict(result) for label, result in by_method(run.records).items()}
+        words = {"headline": headline(run), "cautions": list(cautions(run))}
+        print(json.dumps({"run": str(run.folder), **words, "methods": results}))
         return
     console = screen.out()
     if first := headline(run):
         console.print(f"{first}\n", markup=False, soft_wrap=True)
-    parts = (table.results(run), table.by_task(run), table.quality(run), table.times(run), table.predicted(run))
-    for part in parts:
-        if part is not None:
-            console.print(part)
-            console.print()
-    for remark in table.remarks(run):
+    for part in terminal(run):
+        console.print(part)
+        console.print()
+    for remark in remarks(run):
         console.print(remark, markup=False, soft_wrap=True)
     if spent.total:
         console.print(

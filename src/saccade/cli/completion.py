@@ -38,24 +38,17 @@ def settings(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 def suites(incomplete: str) -> list[str]:
     """Names of the built-in suites."""
-    from saccade.bench import library
+    from saccade.bench.suites import NAMES
 
-    return [name for name in library.names() if name.startswith(incomplete)]
-
-
-def paper_settings(incomplete: str) -> list[str]:
-    """Presets of `saccade bench`."""
-    from saccade.bench import papers
-
-    return [name for name in papers.names() if name.startswith(incomplete)]
+    return [name for name in NAMES if name.startswith(incomplete)]
 
 
 def tasks(context: typer.Context, incomplete: str) -> list[str]:
     """Tasks of the suite that the command line names, behind the last comma of a list."""
-    from saccade.bench import library
+    from saccade.bench.suites import NAMES, load
 
     name = context.params.get("suite")
-    return list(_listed(incomplete, (t.name for t in library.load(name).tasks))) if name in library.names() else []
+    return list(_listed(incomplete, (t.name for t in load(name).tasks))) if name in NAMES else []
 
 
 def datasets(incomplete: str) -> list[str]:

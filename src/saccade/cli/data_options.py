@@ -1,9 +1,9 @@
-"""Options of commands that take data sets, and the words that repeat them."""
+"""Options of commands that take data sets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from saccade.cli import completion
 from saccade.errors import InputError
 
 if TYPE_CHECKING:
-    from saccade.bench.suite import TaskEntry
+    from saccade.bench.suites import TaskEntry
     from saccade.data.dataset import DataSet
 
 _PANEL = "Data sets"
@@ -133,20 +133,6 @@ class DataOptions(RowOptions):
         frames = {"num_frames": self.num_frames, "fps": self.fps}
         return {**super().changes(), **{name: value for name, value in frames.items() if value is not None}}
 
-    def words(self) -> list[str]:
-        """Words of the command line that give them again."""
-        found: list[str] = []
-        for name in (f.name for f in fields(self) if f.name != "extra"):
-            found += _words(f"--{name.replace('_', '-')}", getattr(self, name))
-        for option, value in self.extra.items():
-            found += _words(option, value)
-        return found
-
-
-def _words(option: str, value: Any) -> list[str]:
-    values = [] if value is None else [value] if isinstance(value, (str, int, float)) else value
-    return [word for each in values for word in (option, str(each))]
-
 
 def _pairs(given: Sequence[str] | None, option: str, form: str) -> dict[str, str]:
     found = {}
@@ -163,7 +149,7 @@ def tasks_of(
 ) -> tuple[TaskEntry, ...]:
     """Return the data sets that the command line names, or else the tasks, with the options in place of their own."""
     from saccade.bench import scorers
-    from saccade.bench.suite import TaskEntry
+    from saccade.bench.suites import TaskEntry
 
     changes, scorer = reading.changes(), reading.extra.get("--scorer")
     if scorer is not None:

@@ -120,7 +120,8 @@ def _comparison(vlm: VLM, sample: Sample, ours: Output, plain: Output) -> str:
     """A sentence on whether a method's tokens are plain decoding's, and why not."""
     import torch
 
-    from saccade.bench.check import first_difference, logits_after
+    from saccade.bench.records import first_difference
+    from saccade.bench.runner import logits_after
     from saccade.inputs.prompt import Prompt
 
     position, dtype = first_difference(ours.tokens, plain.tokens), vlm.target.dtype

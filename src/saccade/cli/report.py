@@ -54,7 +54,7 @@ def report(
     with screen.waiting("Drawing"):
         content = pages.load(runs)
         page, tables = pages.html(content, prompts), pages.markdown_tables(content)
-    _tell([problem for one in content for problem in one.problems])
+    _tell([problem for one in content for problem in one.run.problems])
     out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
     for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
         write_file(path, text, advice="choose another file with --out")
@@ -92,9 +92,8 @@ def compare(
         raise InputError(f"--margin must be at least 0 and below 1, not {margin}.")
     from saccade.bench.compare import compare as compare_runs
     from saccade.bench.records import read
-    from saccade.bench.report.content import usable
 
-    before, after = usable(read(a)), usable(read(b))
+    before, after = read(a), read(b)
     _tell([*before.problems, *after.problems])
     found = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
     if not found.changes:

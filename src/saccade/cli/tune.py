@@ -63,8 +63,7 @@ def tune(
 
     gathered = bench.gather(suite, out)
     vlm = screen.load_models(name, drafter, None, heads=head or [], **placing.models())
-    found = bench.places("tune", data, name, drafter, head, placing.device)
-    prepared = prepare(suite, vlm, (name, drafter), found, gathered)
+    prepared = prepare(suite, vlm, (name, drafter), {"command": bench.command()}, gathered)
     run, spent = bench.run_suite(prepared, out)
     bench.show(run, spent, as_json=False)
     profile = choose(prepared, run, name, drafter, head or [])

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from saccade.bench.records import Run, read
-from saccade.bench.report import page, tables
-from saccade.bench.report.content import Content, groups, names, usable
+from saccade.bench.report.tables import Group, document, groups
 from saccade.errors import SaccadeError
 
-__all__ = ["contents", "html", "load", "markdown_tables"]
+__all__ = ["Content", "contents", "html", "load", "markdown_tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A run, prepared for a report."""
+
+    name: str  # unique within the report
+    run: Run
+    groups: list[Group]  # all tasks together, then every task if there are several
 
 
 def load(folders: Sequence[Path]) -> list[Content]:
-    """Read runs, without the records that cannot be reported."""
+    """Read runs."""
     return contents([read(folder) for folder in folders])
 
 
 def contents(runs: Sequence[Run]) -> list[Content]:
-    """Prepare runs for a report."""
-    checked = [usable(run) for run in runs]
-    for run in checked:
+    """Prepare runs for a report, named by suite and models, and by their folders where these are equal."""
+    for run in runs:
         if not run.records:
             why = f" The first problem: {run.problems[0]}" if run.problems else ""
             raise SaccadeError(f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}")
-    return [Content(name, run, groups(run), run.problems) for name, run in zip(names(checked), checked, strict=True)]
+    names = [f"{run.header.suite}, {_models(run)}" for run in runs]
+    names = [f"{n} ({r.folder.name})" if names.count(n) > 1 else n for n, r in zip(names, runs, strict=True)]
+    names = [f"{n}, {number}" if names.count(n) > 1 else n for number, n in enumerate(names, 1)]
+    return [Content(name, run, groups(run)) for name, run in zip(names, runs, strict=True)]
+
+
+def _models(run: Run) -> str:
+    """Names of target, drafter and heads."""
+    models = run.header.models
+    target, drafter = (m.get("name") if isinstance(m, dict) else m for m in map(models.get, ("target", "drafter")))
+    drafts = ", ".join(map(str, filter(None, [drafter, *models.get("heads", {})])))
+    return " with ".join(map(str, filter(None, [target, drafts]))) or "unnamed models"
 
 
 def html(content: Sequence[Content], prompts: int = 4) -> str:
     """Render one self-contained page."""
-    return page.render(content, prompts)
+    from saccade.bench.report.page import render
+
+    return render(content, prompts)
 
 
 def markdown_tables(content: Sequence[Content]) -> str:
     """Render the tables of the page as Markdown."""
-    return tables.document(content)
+    return document([(one.name, one.run, one.groups) for one in content])

@@ -1,25 +1,28 @@
-"""Report as one self-contained HTML file: no network, fonts or further files."""
+"""Report as one self-contained HTML file, with every answer token by token: no network, fonts or further files."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import io
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from saccade.bench.claims import sentences
-from saccade.bench.headline import cautions, headline
-from saccade.bench.records import warned
-from saccade.bench.repeating import commands
-from saccade.bench.report import figures, tables, traces
-from saccade.bench.report.content import Content
-from saccade.bench.report.signal_figures import drawn_signals
-from saccade.bench.suite import BASELINE
+from saccade.bench.metrics import block_efficiency, cautions, headline
+from saccade.bench.records import MEDIA, Record, Run, first_difference, starts, warned
+from saccade.bench.report import Content, figures, tables
+from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
+from saccade.inputs.media.bounds import FORMATS
+
+LARGEST = 640
+"""Longest side, in pixels, of a picture in the report; larger ones are scaled down."""
 
 
 def render(contents: Sequence[Content], prompts: int) -> str:
@@ -27,7 +30,7 @@ def render(contents: Sequence[Content], prompts: int) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as problem:
-        raise SaccadeError("Reports need Jinja, which is not installed: pip install 'saccade[report]'.") from problem
+        raise SaccadeError("Reports need Jinja, which is missing: pip install 'saccade[report]'.") from problem
     assets = files("saccade.bench.report") / "assets"
     # The policy allows exactly these hashed scripts to run.
     scripts = {name: Markup((assets / f"{name}.js").read_text("utf-8")) for name in ("watch", "view")}
@@ -40,33 +43,22 @@ def render(contents: Sequence[Content], prompts: int) -> str:
         title="Benchmark: " + (names[0] if len(names) == 1 else f"{len(names)} runs"),
         subtitle=", ".join(sorted({content.run.header.started[:10] for content in contents})),
         css=Markup((assets / "page.css").read_text("utf-8")),
-        script_hashes=" ".join(_hash(script) for script in scripts.values()),
-        marks=traces.MEANINGS,
-        overview=tables.overview(contents) if len(contents) > 1 else None,
+        script_hashes=" ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts.values()),
+        marks=MEANINGS,
+        overview=tables.overview([(c.name, c.groups[0]) for c in contents]) if len(contents) > 1 else None,
         sections=sections,
         **scripts,
     )
     return text
 
 
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
     """Template values of one run."""
     header, everything = content.run.header, content.groups[0]
-    shown = traces.prompts(content.run, prompts)
+    shown = shown_prompts(content.run, prompts)
     results = everything.results
     picked = next((m for m in results if m != BASELINE), BASELINE)
-    data = [
-        tables.depths(everything),
-        tables.stages(everything),
-        tables.predicted(content.run),
-        tables.persistence(content.run),
-        tables.view_weights(content.run),
-        tables.step_times(content.run),
-    ]
+    data = [tables.depths(everything), tables.stages(everything), tables.step_times(content.run)]
     return {
         "id": f"run-{index}",
         "name": content.name,
@@ -75,15 +67,17 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
         "notes": _notes(content),
         "lossy": [m for m, r in results.items() if not r.lossless],
         "unequal": _unequal(content),
-        "problems": [problem.replace(f"{content.run.folder}/", "") for problem in content.problems],
+        "problems": [problem.replace(f"{content.run.folder}/", "") for problem in content.run.problems],
         "tables": [tables.comparison(group) for group in content.groups],
         "scores": tables.scores(everything),
-        "plots": [*figures.draw(everything, f"run{index}"), *drawn_signals(content.run, f"run{index}")],
+        "plots": figures.draw(everything, f"run{index}"),
         "data": [table for table in data if table is not None],
         "prompts": shown,
         "marks": {mark for prompt in shown for answer in prompt.answers for mark in answer.marks},
         "methods": [{"name": m, "lossy": not r.lossless, "chosen": m == picked} for m, r in results.items()],
-        "commands": commands(header, everything.results),
+        "commands": "\n".join(
+            filter(None, (header.places.get("command"), f"saccade report {content.run.folder.name}"))
+        ),
         "environment": _facts(header.environment),
         "models": _facts(header.models),
         "config": json.dumps(header.config, indent=2, ensure_ascii=False),
@@ -92,7 +86,7 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
 
 def _notes(content: Content) -> list[str]:
     config = content.run.header.config
-    texts = [config.get("title"), *sentences(content.run), config.get("note")]
+    texts = [config.get("title"), config.get("note")]
     if config.get("mirrors"):
         texts.append(f"Mirrors {config['mirrors']}.")
     missing = config.get("missing")
@@ -103,7 +97,7 @@ def _notes(content: Content) -> list[str]:
 
 def _unequal(content: Content) -> list[str]:
     """Lossless methods with tokens that differ from plain decoding's, and the first such token."""
-    found = []
+    texts = []
     for method, result in content.groups[0].results.items():
         first = next((r for r in content.run.records if r.method == method and r.equal is False), None)
         if not result.lossless or first is None:
@@ -115,17 +109,179 @@ def _unequal(content: Content) -> list[str]:
             text += f": {what['ours']} instead of {what['plain']}"
         if isinstance(what.get("logits"), dict):
             text += f" with logits {what['logits'].get('ours')} and {what['logits'].get('plain')}"
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _facts(content: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
     """Flatten nested settings to pairs, without unknown ones."""
-    found: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
     for name, value in content.items():
         if isinstance(value, Mapping):
-            found += _facts(value, f"{above}{name} ")
+            facts += _facts(value, f"{above}{name} ")
         elif value is not None:
             shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-            found.append((f"{above}{name}", shown))
-    return found
+            facts.append((f"{above}{name}", shown))
+    return facts
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A picture in the page, or the ``problem`` that prevents it."""
+
+    name: str
+    uri: str = ""
+    width: int = 0
+    height: int = 0
+    problem: str = ""
+
+
+def embed(folder: Path, name: str) -> Medium:
+    """Read the file ``name`` of a run's ``media/`` folder as a PNG or JPEG data URI.
+
+    A file that is missing, is no picture or lies outside the folder yields a `Medium` with a ``problem``.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    root = (folder / MEDIA).resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        return Medium(name, problem="lies outside the run's media folder")
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            image.thumbnail((LARGEST, LARGEST))
+            picture = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    except FileNotFoundError:
+        return Medium(name, problem="is not in the run's media folder")
+    except UnidentifiedImageError:
+        return Medium(name, problem="is no picture, so the report cannot show it")
+    except (OSError, ValueError, Image.DecompressionBombError) as problem:
+        return Medium(name, problem=f"cannot be read ({type(problem).__name__})")
+    small, kind = io.BytesIO(), "png"
+    picture.save(small, "PNG", optimize=True)
+    if picture.mode == "RGB" and small.tell() > 60_000:  # a photograph: PNG would be several times larger
+        small, kind = io.BytesIO(), "jpeg"
+        picture.save(small, "JPEG", quality=80, optimize=True)
+    data = b64encode(small.getvalue()).decode("ascii")
+    return Medium(name, f"data:image/{kind};base64,{data}", picture.width, picture.height)
+
+
+KNOWN_MARKS = {
+    "target": "the target's own",
+    "draft": "drafted and accepted",
+    "loose": "loosened: drafted, accepted in place of the target's own token",
+    "shifted": "shifted: drafted, accepted because the target's token occurs nearby in the draft",
+}
+"""Meaning of the marks of `saccade.bench.records.Record`."""
+MEANINGS = {**KNOWN_MARKS, "other": "another mark (point at the token to read it)"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """One token of an answer."""
+
+    text: str  # as displayed, with visible line breaks
+    mark: str  # as recorded
+    kind: str  # the mark if it is one of `KNOWN_MARKS`, else `other`
+    step: int  # number of the step that emitted it; 0 without a tree
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """A method's answer to a prompt."""
+
+    record: Record  # of the answer
+    tokens: list[ShownToken]  # its tokens
+    marks: list[str]  # kinds that occur, in the order of `KNOWN_MARKS`
+    steps: list[dict[str, Any]]  # for the script: tree and accepted path of every step
+    summary: str  # length and time
+    difference: str  # first difference from plain decoding's answer; empty if equal
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """A question with its media as data URIs and the methods' answers."""
+
+    prompt_id: str
+    task: str
+    question: str
+    media: list[Medium]
+    answers: list[ShownAnswer]
+
+
+def shown_prompts(run: Run, count: int) -> list[ShownPrompt]:
+    """Return the first ``count`` traced prompts, or of all prompts when none was traced."""
+    ids = list(dict.fromkeys(r.prompt_id for r in run.records if r.trees))
+    ids = ids or list(dict.fromkeys(r.prompt_id for r in run.records))
+    return [_prompt(run, [r for r in run.records if r.prompt_id == one]) for one in ids[:count]]
+
+
+def _prompt(run: Run, records: Sequence[Record]) -> ShownPrompt:
+    chosen: dict[str, Record] = {}
+    for record in records:
+        if record.method not in chosen or (record.trees and not chosen[record.method].trees):
+            chosen[record.method] = record
+    first = records[0]
+    plain = next((r for r in chosen.values() if r.method == "plain"), None)
+    return ShownPrompt(
+        first.prompt_id,
+        first.task,
+        first.question,
+        [embed(run.folder, name) for name in first.media],
+        [_answer(r, plain) for r in chosen.values()],
+    )
+
+
+def _answer(record: Record, plain: Record | None) -> ShownAnswer:
+    steps: list[dict[str, Any]] = []
+    numbers = [0] * len(record.tokens)
+    for start, tree in zip(starts(record.trees), record.trees, strict=True):
+        end = min(start + len(tree["path"]), len(record.tokens))
+        numbers[start:end] = [len(steps) + 1] * (end - start)
+        steps.append(_step(tree, record, start, end))
+    tokens = [
+        ShownToken(_visible(piece), mark, mark if mark in KNOWN_MARKS else "other", step)
+        for piece, mark, step in zip(record.pieces, record.marks, numbers, strict=True)
+    ]
+    seen = {token.kind for token in tokens}
+    marks = [mark for mark in MEANINGS if mark in seen]
+    efficiency, seconds = block_efficiency(record), record.stats["seconds"]["total"]
+    per_pass = "" if efficiency is None else f", {efficiency:.2f} per target pass"
+    summary = f"{len(record.tokens)} tokens in {seconds:.3g} s{per_pass}; ended by {record.finish_reason}"
+    return ShownAnswer(record, tokens, marks, steps, summary, _difference(record, plain))
+
+
+def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[str, Any]:
+    """Data for the page's script: node texts, parents, accepted path, marks of the path and the token after it."""
+    path, last = list(tree["path"]), end - 1
+    kinds = [m if m in KNOWN_MARKS else "other" for m in record.marks[start:end]]
+    bonus = _visible(record.pieces[last]) if end > start else None
+    if len(path) > len(kinds):  # the answer ended on a draft token, so no bonus token follows
+        bonus = None
+    elif kinds and record.marks[last] != "target":  # likewise, in old records, whose paths lack that token
+        pairs = enumerate(zip(tree["tokens"], tree["parents"], strict=True))
+        node = next((n for n, pair in pairs if n and pair == (record.tokens[last], path[-1])), None)
+        path, bonus = (path if node is None else [*path, node]), (bonus if node is None else None)
+    return {
+        "start": start,
+        "nodes": [_visible(piece) for piece in tree["pieces"]],
+        "parents": tree["parents"],
+        "path": path,
+        "kinds": kinds,
+        "bonus": bonus,
+    }
+
+
+def _difference(record: Record, plain: Record | None) -> str:
+    first = None if plain is None else first_difference(record.tokens, plain.tokens)
+    if plain is None or first is None:
+        return ""
+    start = f"Leaves plain decoding's answer at position {first}"
+    if first == min(len(record.tokens), len(plain.tokens)):
+        return f"{start}, where one of them ends."
+    return f"{start}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
+
+
+def _visible(piece: str) -> str:
+    """Show line breaks as signs, and an incomplete character as a dot."""
+    return piece.replace("\n", "↵\n") or "·"

@@ -1,26 +1,67 @@
-"""Tables of a report, and their Markdown form."""
+"""Tables of a run for page, Markdown and terminal, and the remarks below them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from saccade.bench import signals
-from saccade.bench.claims import sentences
+from saccade.bench import metrics
 from saccade.bench.cost import Costs
-from saccade.bench.headline import cautions, headline
-from saccade.bench.metrics import MethodResult
-from saccade.bench.predicting import predictions
-from saccade.bench.records import Run, warned
-from saccade.bench.report.content import Content, Group, stage_name
-from saccade.bench.report.figures import milliseconds, shares_by_depth
-from saccade.bench.statistics import Estimate
-from saccade.bench.suite import BASELINE
+from saccade.bench.metrics import Estimate, MethodResult, cautions, headline
+from saccade.bench.records import Record, Run, warned
+from saccade.bench.suites import BASELINE
+from saccade.formats import count
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 EMPTY = "–"
+ENOUGH = 10
+"""Least number of passes for a share to be shown."""
+STAGES = {
+    "vision": "vision tower",
+    "prefill": "prefill",
+    "caption": "captions",
+    "draft_prefill": "drafter prefill",
+    "draft": "drafting",
+    "verify": "verification",
+    "rest": "rest",
+}
+"""Stages in chronological order, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Records that are reported together."""
+
+    name: str  # of the task, or `all tasks`
+    results: dict[str, MethodResult]  # by method, in the order of the configuration
+
+    @property
+    def milliseconds(self) -> dict[str, dict[str, float]]:
+        """Mean milliseconds per answer by method, by the name of every stage that took any time."""
+        seen = dict.fromkeys(s for r in self.results.values() for s, share in r.shares.items() if share > 0)
+        order = [*(s for s in STAGES if s in seen and s != "rest"), *(s for s in seen if s not in STAGES), "rest"]
+        return {
+            STAGES.get(s, s.replace("_", " ")): {
+                m: 1000 * r.seconds * r.shares.get(s, 0.0) for m, r in self.results.items()
+            }
+            for s in order
+            if s in seen
+        }
+
+
+def groups(run: Run) -> list[Group]:
+    """All tasks together, then every task if there are several; methods in the order of the configuration."""
+    methods = run.header.config.get("methods")
+    labels = [m.get("label") for m in methods if isinstance(m, dict)] if isinstance(methods, list) else []
+    order = {label: place for place, label in enumerate(labels)}
+    records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
+    tasks = {name: [r for r in records if r.task == name] for name in dict.fromkeys(r.task for r in run.records)}
+    named: dict[str, list[Record]] = tasks if len(tasks) < 2 else {"all tasks": records, **tasks}
+    return [Group(name, metrics.by_method(records)) for name, records in named.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,97 +101,16 @@ class Table:
     explained: bool = False  # whether the meanings of the columns are printed below it
 
 
-def comparison(group: Group) -> Table:
-    """Metrics of every method of a group, without empty columns."""
-    counts = sorted({result.prompts for result in group.results.values()})
-    answers = sorted({result.answers for result in group.results.values()})
-    caption = f"{group.name}: {_range(counts)} prompts, {_range(answers)} answers per method, 95 % intervals"
-    shown = [c for c in _COLUMNS if any(c[2](r).text != EMPTY for r in group.results.values())]
-    rows = [
-        Row([_method(result), *(cell(result) for _, _, cell in shown)], lossy=not result.lossless)
-        for result in group.results.values()
-    ]
-    return Table(caption, [_METHOD, *(Column(name, meaning) for name, meaning, _ in shown)], rows)
+METHOD = Column("method", "as in `saccade methods`; lossy ones may change the answer")
 
 
-def overview(contents: Sequence[Content]) -> Table:
-    """Main metrics of all runs of a report, by run and method."""
-    columns = [c for c in _COLUMNS if c[0] in ("speed-up", "block efficiency", "score kept")]
-    rows = [
-        Row(
-            [Cell(content.name), _method(result), *(cell(result) for _, _, cell in columns)],
-            not result.lossless,
-        )
-        for content in contents
-        for result in content.groups[0].results.values()
-    ]
-    named = [Column(name, meaning) for name, meaning, _ in columns]
-    return Table(
-        "every method of every run, 95 % intervals",
-        [Column("run", "suite, target and drafter"), _METHOD, *named],
-        rows,
-    )
-
-
-def scores(group: Group) -> Table | None:
-    """Ground-truth scores by fact."""
-    facts = list(dict.fromkeys(fact for result in group.results.values() for fact in result.scores))
-    if not facts:
-        return None
-    rows = [
-        Row([_method(r), *(_cell(r.scores.get(fact), "{:.3f}") for fact in facts)], not r.lossless)
-        for r in group.results.values()
-    ]
-    columns = [Column(fact, "mean score over the answers, 0 to 1") for fact in facts]
-    return Table(f"{group.name}: scores by fact", [_METHOD, *columns], rows)
-
-
-def depths(group: Group) -> Table | None:
-    """Acceptance by depth, the numbers of the figure; None without drafts."""
-    known = {m: shares_by_depth(group.reached[m]) for m in group.results}
-    deepest = max(map(len, known.values()), default=0)
-    if not deepest:
-        return None
-    rows = [
-        Row(
-            [
-                _method(group.results[m]),
-                *(Cell(f"{s:.2f}") for s in shares),
-                *[Cell(EMPTY)] * (deepest - len(shares)),
-            ]
-        )
-        for m, shares in known.items()
-        if shares
-    ]
-    columns = [Column(str(d), f"share accepted at depth {d}") for d in range(1, deepest + 1)]
-    return Table(f"{group.name}: acceptance by depth", [_METHOD, *columns], rows)
-
-
-def stages(group: Group) -> Table:
-    """Milliseconds per answer by stage, the numbers of the figure."""
-    spent = {stage: milliseconds(group, stage) for stage in group.stages}
-    rows = [
-        Row(
-            [
-                _method(result),
-                *(Cell(f"{by_method[m]:.1f}") for by_method in spent.values()),
-                Cell(f"{group.seconds[m] * 1000:.1f}"),
-            ]
-        )
-        for m, result in group.results.items()
-    ]
-    columns = [Column(stage_name(stage), "milliseconds per answer") for stage in [*spent, "total"]]
-    return Table(f"{group.name}: milliseconds per answer by stage", [_METHOD, *columns], rows)
-
-
-_METHOD = Column("method", "as in `saccade methods`; lossy ones may change the answer")
-
-
-def _method(result: MethodResult) -> Cell:
+def method_cell(result: MethodResult) -> Cell:
+    """Name of a method, and that it is lossy."""
     return Cell(result.method, "" if result.lossless else "(lossy)")
 
 
-def _estimate(estimate: Estimate | None, form: str, exact: bool = False) -> Cell:
+def estimate_cell(estimate: Estimate | None, form: str, exact: bool = False) -> Cell:
+    """An estimate with its interval."""
     if estimate is None:
         return Cell(EMPTY)
     value = form.format(estimate.value)
@@ -170,13 +130,9 @@ def _equal(result: MethodResult) -> Cell:
     return Cell(f"{result.equal / result.compared:.0%}", f"({result.equal} of {result.compared})")
 
 
-def _megabytes(result: MethodResult) -> Cell:
-    return _cell(None if result.peak_bytes is None else result.peak_bytes / 1e6, "{:.0f}")
-
-
 def _ratio(of: str, form: str = "{:.2f}") -> Callable[[MethodResult], Cell]:
     """Cell of an estimate relative to plain decoding, whose own value is exact."""
-    return lambda r: _estimate(getattr(r, of), form, exact=r.method == BASELINE)
+    return lambda r: estimate_cell(getattr(r, of), form, exact=r.method == BASELINE)
 
 
 _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
@@ -185,12 +141,8 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
         "seconds per token of plain decoding over the method's, same prompt, end to end; median over prompts",
         _ratio("speedup"),
     ),
-    (
-        "decoding only",
-        "the same for the tokens and the seconds after prefill",
-        _ratio("decode_speedup"),
-    ),
-    ("tokens/s", "end to end, median over prompts", lambda r: _estimate(r.rate, "{:.1f}")),
+    ("decoding only", "the same for the tokens and the seconds after prefill", _ratio("decode_speedup")),
+    ("tokens/s", "end to end, median over prompts", lambda r: estimate_cell(r.rate, "{:.1f}")),
     (
         "block efficiency",
         "tokens emitted per verification pass, the target's own included (tau of TABED, HiViS and DREAM)",
@@ -209,12 +161,86 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
         "positions that the target computed per token emitted",
         lambda r: _cell(r.verified_per_token, "{:.2f}"),
     ),
-    ("peak MB", "largest memory during an answer", _megabytes),
+    (
+        "peak MB",
+        "largest memory during an answer",
+        lambda r: _cell(None if r.peak_bytes is None else r.peak_bytes / 1e6, "{:.0f}"),
+    ),
 ]
 
 
-def _range(values: Sequence[int]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+def comparison(group: Group) -> Table:
+    """Metrics of every method of a group, without empty columns."""
+    prompts, answers = (sorted({getattr(r, of) for r in group.results.values()}) for of in ("prompts", "answers"))
+    caption = f"{group.name}: {_range(prompts)} prompts, {_range(answers)} answers per method, 95 % intervals"
+    shown = [c for c in _COLUMNS if any(c[2](r).text != EMPTY for r in group.results.values())]
+    rows = [Row([method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless) for r in group.results.values()]
+    return Table(caption, [METHOD, *(Column(name, meaning) for name, meaning, _ in shown)], rows)
+
+
+def overview(runs: Sequence[tuple[str, Group]]) -> Table:
+    """Main metrics of all runs of a report, by run and method."""
+    shown = [c for c in _COLUMNS if c[0] in ("speed-up", "block efficiency", "score kept")]
+    rows = [
+        Row([Cell(name), method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless)
+        for name, group in runs
+        for r in group.results.values()
+    ]
+    columns = [Column("run", "suite, target and drafter"), METHOD, *(Column(n, meaning) for n, meaning, _ in shown)]
+    return Table("every method of every run, 95 % intervals", columns, rows)
+
+
+def scores(group: Group) -> Table | None:
+    """Ground-truth scores by fact; None without any."""
+    facts = list(dict.fromkeys(fact for result in group.results.values() for fact in result.scores))
+    rows = [
+        Row([method_cell(r), *(_cell(r.scores.get(fact), "{:.3f}") for fact in facts)], not r.lossless)
+        for r in group.results.values()
+    ]
+    columns = [Column(fact, "mean score over the answers, 0 to 1") for fact in facts]
+    return Table(f"{group.name}: scores by fact", [METHOD, *columns], rows) if facts else None
+
+
+def shares_by_depth(reached: Sequence[int]) -> list[float]:
+    """Share of the passes that accepted depth d among those at d - 1, from the counts by depth."""
+    pairs = zip(reached[1:], reached[:-1], strict=True)
+    return [further / before for further, before in pairs if before >= ENOUGH]
+
+
+def depths(group: Group) -> Table | None:
+    """Acceptance by depth, the numbers of the figure; None without drafts."""
+    known = {m: shares_by_depth(r.reached) for m, r in group.results.items()}
+    deepest = max(map(len, known.values()), default=0)
+    rows = [
+        Row(
+            [
+                method_cell(group.results[m]),
+                *(Cell(f"{s:.2f}") for s in shares),
+                *[Cell(EMPTY)] * (deepest - len(shares)),
+            ]
+        )
+        for m, shares in known.items()
+        if shares
+    ]
+    columns = [Column(str(d), f"share accepted at depth {d}") for d in range(1, deepest + 1)]
+    return Table(f"{group.name}: acceptance by depth", [METHOD, *columns], rows) if deepest else None
+
+
+def stages(group: Group) -> Table:
+    """Milliseconds per answer by stage, the numbers of the figure."""
+    spent = group.milliseconds
+    rows = [
+        Row(
+            [
+                method_cell(r),
+                *(Cell(f"{by_method[m]:.1f}") for by_method in spent.values()),
+                Cell(f"{1000 * r.seconds:.1f}"),
+            ]
+        )
+        for m, r in group.results.items()
+    ]
+    columns = [Column(stage, "milliseconds per answer") for stage in [*spent, "total"]]
+    return Table(f"{group.name}: milliseconds per answer by stage", [METHOD, *columns], rows)
 
 
 def step_times(run: Run) -> Table | None:
@@ -244,119 +270,110 @@ def step_times(run: Run) -> Table | None:
     return Table(f"Step times behind {costs.kv} tokens of prompt", columns, rows, explained=True)
 
 
-def predicted(run: Run) -> Table | None:
-    """Speed-up of decoding, measured and predicted by three papers; None without drafts."""
-    found = predictions(run)
-    if not found:
-        return None
-    rows = [
-        Row(
-            [
-                Cell(p.method),
-                Cell(EMPTY if p.measured is None else f"{p.measured:.2f}"),
-                *(Cell(f"{value:.2f}") for value in (p.tabed, p.tabed_free, p.sage, p.lvspec, p.verify_cost)),
-                Cell(f"{p.draft_cost:.3f}"),
-            ]
-        )
-        for p in found
-    ]
-    columns = [
-        Column("method", "as in the comparison"),
-        Column("measured", "speed-up of decoding only, median over prompts"),
-        Column("TABED Eq. 1", "from block efficiency, T_q/T_p and the measured cost of verification"),
-        Column("as printed", "the same with verification costing as much as a pass on one token"),
-        Column("SAGE Eq. 6", "one drafter step per node"),
-        Column("LVSpec Eq. 3", "without the bonus token"),
-        Column("T_p(n)/T_p(1)", "a verification pass over a pass on one token"),
-        Column("T_q/T_p", "a drafter step over a target step"),
-    ]
-    return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows, explained=True)
+def _range(values: Sequence[int]) -> str:
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
-def persistence(run: Run) -> Table | None:
-    """How long a drafter's confidence lasts, by lag; None where no trace has one."""
-    found = signals.persistence(run)
-    if not found:
-        return None
-    rows = [Row([Cell(p.method), Cell(str(p.answers)), *(_estimate(lag, "{:.2f}") for lag in p.lags)]) for p in found]
-    columns = [
-        Column("method", "as in the comparison"),
-        Column("answers", "traced ones of enough steps"),
-        *(Column(f"lag {lag}", f"correlation with the confidence {lag} steps later") for lag in signals.LAGS),
-    ]
-    caption = "Autocorrelation of the drafter's confidence alpha from step to step, 95 % intervals"
-    return Table(caption, columns, rows, explained=True)
-
-
-def view_weights(run: Run) -> Table | None:
-    """Weight of the first of several views over an answer, by tenth of the steps; None where no trace has any."""
-    found = signals.weights(run)
-    if not found:
-        return None
-    rows = []
-    for method in dict.fromkeys(one.method for one in found):
-        answers = [np.array(one.first) for one in found if one.method == method]
-        parts = [np.array_split(first, PARTS) for first in answers if len(first) >= PARTS]
-        cells = [Cell(f"{np.mean([part[i].mean() for part in parts]):.2f}" if parts else EMPTY) for i in range(PARTS)]
-        rows.append(Row([Cell(method), Cell(str(len(parts))), *cells]))
-    columns = [
-        Column("method", "as in the comparison"),
-        Column("answers", "traced ones of at least as many steps as parts"),
-        *(
-            Column(f"{part}/{PARTS}", "mean weight of the first view in this part of the steps")
-            for part in range(1, PARTS + 1)
-        ),
-    ]
-    return Table("Weight of the first view while an answer grows", columns, rows, explained=True)
-
-
-PARTS = 5
-"""Parts of an answer's steps in the table of weights."""
-
-
-def document(contents: Sequence[Content]) -> str:
-    """Markdown of all runs: facts, tables, and the meanings of the columns."""
-    parts = []
-    if len(contents) > 1:
-        parts.append(table(overview(contents)))
-    for content in contents:
-        header = content.run.header
-        parts.append(f"## {escape(content.name)}")
-        facts = ", ".join(f"{k} {v}" for k, v in header.environment.items() if isinstance(v, str | int | float))
-        parts += [f"**{escape(first)}**"] if (first := headline(content.run)) else []
-        parts += map(escape, cautions(content.run))
-        parts += map(escape, sentences(content.run))
-        parts.append(escape(f"Started {header.started}. {facts}."))
-        parts += [table(comparison(group)) for group in content.groups]
-        by_fact = scores(content.groups[0])
-        if by_fact is not None:
-            parts.append(table(by_fact))
-        parts += map(escape, warned(content.run.records))
-        if content.problems:
-            parts.append(f"{len(content.problems)} lines of the run could not be read and are left out.")
-    parts.append(meanings(*contents))
+def document(runs: Sequence[tuple[str, Run, list[Group]]]) -> str:
+    """Markdown of all runs by name: facts, tables, and the meanings of the columns."""
+    parts = [markdown(overview([(name, groups[0]) for name, _, groups in runs]))] if len(runs) > 1 else []
+    for name, run, groups_ in runs:
+        facts = ", ".join(f"{k} {v}" for k, v in run.header.environment.items() if isinstance(v, str | int | float))
+        parts.append(f"## {escape(name)}")
+        parts += [f"**{escape(first)}**"] if (first := headline(run)) else []
+        parts += map(escape, cautions(run))
+        parts.append(escape(f"Started {run.header.started}. {facts}."))
+        parts += [markdown(comparison(group)) for group in groups_]
+        parts += [markdown(by_fact)] if (by_fact := scores(groups_[0])) is not None else []
+        parts += map(escape, warned(run.records))
+        if run.problems:
+            parts.append(f"{len(run.problems)} lines of the run could not be read and are left out.")
+    parts.append(meanings([groups_[0] for _, _, groups_ in runs]))
     return "\n\n".join(parts) + "\n"
 
 
-def meanings(*contents: Content) -> str:
+def meanings(compared: Sequence[Group]) -> str:
     """Markdown list of what the columns of the comparisons mean."""
-    found = {c.name: c.meaning for content in contents for c in comparison(content.groups[0]).columns}
-    return "\n".join(f"- {name}: {meaning}." for name, meaning in found.items())
+    columns = {c.name: c.meaning for group in compared for c in comparison(group).columns}
+    return "\n".join(f"- {name}: {meaning}." for name, meaning in columns.items())
 
 
-def table(content: Table) -> str:
+def markdown(table: Table) -> str:
     """Markdown of one table under its caption."""
-    heads = [escape(column.name) for column in content.columns]
-    lines = [heads, *([_cell_text(cell) for cell in row.cells] for row in content.rows)]
+    heads = [escape(column.name) for column in table.columns]
+    # details contain no special characters
+    lines = [heads, *([f"{escape(c.text)} {c.detail}".strip() for c in row.cells] for row in table.rows)]
     rows = ["| " + " | ".join(line) + " |" for line in lines]
     rows.insert(1, "|---" + "|--:" * (len(heads) - 1) + "|")
-    return f"**{escape(content.caption)}**\n\n" + "\n".join(rows)
-
-
-def _cell_text(cell: Cell) -> str:
-    return f"{escape(cell.text)} {cell.detail}".strip()  # details contain no special characters
+    return f"**{escape(table.caption)}**\n\n" + "\n".join(rows)
 
 
 def escape(text: str) -> str:
     """Escape text for Markdown, on one line."""
     return re.sub(r"([\\`*_|<>#&\[\]])", r"\\\1", " ".join(text.split()))
+
+
+_SHOWN = ("speed-up", "decoding only", "tokens/s", "block efficiency", "accepted length", "equal", "score")
+"""Columns of the comparison that fit a terminal."""
+
+
+def terminal(run: Run) -> Iterator[RichTable]:
+    """Yield tables for the terminal: all tasks together, speed and block efficiency by task, time by stage."""
+    from rich.table import Table as RichTable
+
+    everything, *tasks = groups(run)
+    compared = comparison(everything)
+    kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in _SHOWN)]
+    rows = [["", *(compared.columns[place].name for place in kept[1:])]]
+    for line in compared.rows:
+        cells = [line.cells[place] for place in kept]
+        rows.append([cell.text if place > 1 else str(cell) for place, cell in enumerate(cells)])
+    shown = [rows]
+    if tasks:
+        drafted = [m for m in everything.results if m != BASELINE]
+        rows = [["speed-up, tau", *(task.name for task in tasks)]]
+        for method in drafted:
+            results = [task.results.get(method) for task in tasks]
+            cells = [Cell(EMPTY) if r is None else estimate_cell(r.speedup, "{:.2f}x", exact=True) for r in results]
+            taus = [Cell(EMPTY) if r is None else estimate_cell(r.block_efficiency, "{:.2f}", True) for r in results]
+            rows.append([method, *(f"{cell.text} {tau.text}" for cell, tau in zip(cells, taus, strict=True))])
+        shown.append(rows)
+    spent = stages(everything)
+    heads = ["ms per answer", *(column.name for column in spent.columns[1:])]
+    shown.append([heads, *([cell.text for cell in row.cells] for row in spent.rows)])
+    for rows in shown:
+        table = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, name in enumerate(rows[0]):
+            side = "right" if place else "left"
+            table.add_column(name.replace(" ", "\n") if place else name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        for row in rows[1:]:
+            table.add_row(*row)
+        yield table
+
+
+def remarks(run: Run) -> Iterator[str]:
+    """Remarks below the tables: cautions, definitions, costs, differences, warnings and omissions."""
+    yield from cautions(run)
+    header = run.header
+    repeats, prompts = header.config["repeats"], len({r.prompt_id for r in run.records})
+    yield (
+        f"{count(prompts, 'prompt')} x {count(repeats, 'repeat')}; speed-ups are plain decoding's seconds per "
+        "token over the method's, same prompt, medians over prompts; 95 % bootstrap intervals; taus averaged per block."
+    )
+    costs = Costs.of(header.costs)
+    if costs is not None:
+        passes = ", ".join(f"{n}: {s / costs.target[1]:.2f}" for n, s in costs.target.items() if n > 1)
+        yield f"T_p(1) {1000 * costs.target[1]:.2f} ms at {costs.kv} KV entries; T_p(n)/T_p(1) {passes}."
+    if header.config["sampling"]:
+        yield "Sampled answers: tokens are not compared, they may differ although the distribution is the same."
+    first = next((r for r in run.records if r.lossless and r.equal is False), None)
+    if first is not None and first.difference is not None:
+        d = first.difference
+        yield (
+            f"First difference: {first.method} on {first.prompt_id} at token {d['position']}, {d['ours']} instead of "
+            f"{d['plain']} with logits {d['logits']['ours']} and {d['logits']['plain']} "
+            f"(ties within rounding in {header.models['target']['dtype']})."
+        )
+    yield from warned(run.records)
+    yield from (f"Missing: {left_out}" for left_out in header.config["missing"])
+    yield from run.problems

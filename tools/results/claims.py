@@ -1,24 +1,60 @@
-"""Orders of methods that papers report, judged on a run by paired intervals."""
+"""Orders of methods that papers report (``claims`` of a suite), judged on a run by paired intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
 from saccade.bench import metrics
+from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate
 from saccade.bench.records import Record, Run
-from saccade.bench.statistics import Array, Estimate, bootstrap, median, ratio_of_sums
-from saccade.bench.suite import BASELINE, of_curve
+from saccade.bench.suites import BASELINE, Suite
+from saccade.errors import SaccadeError
+from saccade.typed import check_keys
 
 Judgement = Literal["holds", "reversed", "undecided"]
+CURVES = "score at equal tokens per pass"
+"""The measure that compares curves: a label with ``*`` at its end stands for all that begin so."""
+
+
+def with_claims(suite: Suite) -> Suite:
+    """Return a suite whose claims are complete and name its methods and tasks."""
+    return suite.with_(claims=tuple(_claim(item, suite) for item in suite.claims))
+
+
+def _claim(item: Any, suite: Suite) -> dict[str, Any]:
+    """Levels of labels, the best one first, the measure, the ratio to exceed, and the tasks (all if none)."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("order"), (list, tuple)) or len(item["order"]) < 2:
+        raise SaccadeError(
+            f'{suite.name}: a claim needs an order of at least two methods, such as {{order = ["A", "B"]}}.'
+        )
+    check_keys(item, ("order", "by", "least", "tasks"), f"{suite.name}, claims")
+    order = tuple((level,) if isinstance(level, str) else tuple(level) for level in item["order"])
+    claim = {"order": order, "by": "block efficiency", "least": 1.0, "tasks": ()} | {**item, "order": order}
+    labels, tasks = [m.label for m in suite.methods], [task.name for task in suite.tasks]
+    for label in (label for level in order for label in level):
+        if not _of_curve(label, labels):
+            raise SaccadeError(f"{suite.name}: a claim names {label!r}; expected some of {', '.join(labels)}.")
+        if label.endswith("*") and claim["by"] != CURVES:
+            raise SaccadeError(f"{suite.name}: a claim orders the curve {label!r}; only {CURVES} has curves.")
+    if claim["by"] not in MEASURES:
+        raise SaccadeError(f"{suite.name}: a claim orders by {claim['by']!r}; expected one of {', '.join(MEASURES)}.")
+    if not set(claim["tasks"]) <= set(tasks):
+        raise SaccadeError(f"{suite.name}: a claim is about {claim['tasks']!r}; expected some of {', '.join(tasks)}.")
+    return claim | {"tasks": tuple(claim["tasks"])}
+
+
+def _of_curve(label: str, known: Iterable[str]) -> list[str]:
+    return [name for name in known if (name.startswith(label[:-1]) if label.endswith("*") else name == label)]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class OrderComparison:
     """Two methods on the same prompts."""
 
     above: str
@@ -45,8 +81,8 @@ class Comparison:
 class Verdict:
     """A paper's order, compared pair by pair."""
 
-    claim: Mapping[str, Any]  # as in the run's configuration (`saccade.bench.suite.Claim`)
-    comparisons: tuple[Comparison, ...]  # of neighbouring levels
+    claim: Mapping[str, Any]  # as in the run's configuration
+    comparisons: tuple[OrderComparison, ...]  # of neighbouring levels
     absent: tuple[str, ...]  # labels of the claim that the run lacks
 
     @property
@@ -79,9 +115,7 @@ class Verdict:
 
 def verdicts(run: Run) -> list[Verdict]:
     """Judge every claim of the run's suite; none for runs of suites without claims."""
-    by_label: dict[str, list[Record]] = {}
-    for record in run.records:
-        by_label.setdefault(record.method, []).append(record)
+    by_label = metrics.records_by_method(run.records)
     return [_verdict(claim, by_label) for claim in run.header.config.get("claims", ())]
 
 
@@ -95,7 +129,7 @@ def _verdict(claim: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) 
     labels = [label for level in claim["order"] for label in level]
     tasks = claim.get("tasks") or ()
     of_label = {
-        label: [r for name in of_curve(label, records) for r in records[name] if not tasks or r.task in tasks]
+        label: [r for name in _of_curve(label, records) for r in records[name] if not tasks or r.task in tasks]
         for label in labels
     }
     present = [[label for label in level if of_label[label]] for level in claim["order"]]
@@ -109,7 +143,7 @@ def _verdict(claim: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) 
 
 def compare(
     ours: Sequence[Record], theirs: Sequence[Record], above: str, below: str, by: str, least: float = 1.0
-) -> Comparison | None:
+) -> OrderComparison | None:
     """Compare two methods on the prompts that both answered; None when a measure is defined on none of them."""
     ratio = MEASURES[by](ours, theirs)
     if ratio is None:
@@ -123,7 +157,7 @@ def compare(
     if ratio.low is not None and ratio.high is not None:
         judgement = "holds" if ratio.low > least else "reversed" if ratio.high < least else "undecided"
     exceeding = sum(value.value > least for value in tasks)
-    return Comparison(above, below, by, ratio, least, (exceeding, len(tasks)), judgement)
+    return OrderComparison(above, below, by, ratio, least, (exceeding, len(tasks)), judgement)
 
 
 def _percent(ratio: float) -> str:
@@ -159,21 +193,15 @@ def _block_efficiency(ours: Sequence[Record], theirs: Sequence[Record]) -> Estim
 
 def sums_by_prompt(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
     """By prompt, tokens emitted by passes and passes, over all repeats."""
-    found: dict[str, tuple[int, int]] = {}
+    sums: dict[str, tuple[int, int]] = {}
     for record in records:
-        emitted, passes = found.get(record.prompt_id, (0, 0))
-        found[record.prompt_id] = emitted + metrics.emitted(record), passes + metrics.passes(record)
-    return {prompt: sums for prompt, sums in found.items() if sums[1]}
+        emitted, passes = sums.get(record.prompt_id, (0, 0))
+        sums[record.prompt_id] = emitted + metrics.emitted(record), passes + metrics.passes(record)
+    return {prompt: pair for prompt, pair in sums.items() if pair[1]}
 
 
 def _of_rates(rate: Callable[[Record], float | None]) -> Measure:
-    return lambda ours, theirs: median(metrics.paired_ratios(ours, theirs, rate))
-
-
-def _score(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
-    mine, other = metrics.score_by_prompt(ours), metrics.score_by_prompt(theirs)
-    both = [prompt for prompt in mine if prompt in other]
-    return ratio_of_sums([mine[p] for p in both], [other[p] for p in both])
+    return lambda ours, theirs: median_estimate(metrics.paired_ratios(ours, theirs, rate))
 
 
 _GRID = 9
@@ -214,22 +242,19 @@ def _score_at_equal_tokens(ours: Sequence[Record], theirs: Sequence[Record]) -> 
 
 def _points(records: Sequence[Record]) -> list[dict[str, tuple[int, int, float]]]:
     """Per method, by prompt: tokens emitted by passes, passes, and score."""
-    by_method: dict[str, list[Record]] = {}
-    for record in records:
-        by_method.setdefault(record.method, []).append(record)
-    found = []
-    for group in by_method.values():
-        sums, scores = sums_by_prompt(group), metrics.score_by_prompt(group)
-        found.append({prompt: (*sums[prompt], scores[prompt]) for prompt in sums if prompt in scores})
-    return found
+    points = []
+    for group in metrics.records_by_method(records).values():
+        sums, scores = sums_by_prompt(group), metrics.by_prompt(group, metrics.mean_score, fmean)
+        points.append({prompt: (*sums[prompt], scores[prompt]) for prompt in sums if prompt in scores})
+    return points
 
 
 MEASURES: dict[str, Measure] = {
     "block efficiency": _block_efficiency,
     "decoding speed": _of_rates(metrics.decode_rate),
     "speed": _of_rates(metrics.rate),
-    "score": _score,
-    "score at equal tokens per pass": _score_at_equal_tokens,
+    "score": metrics.retention,
+    CURVES: _score_at_equal_tokens,
 }
 """Ratio of a quantity of one method over another's on the same prompts: tokens per pass; median throughput after
 prefill; median throughput end to end; mean score against ground truth; the same of two curves of methods, over the

@@ -1,33 +1,106 @@
-"""Weights and certainty in traces: recorded as they shaped the drafts, and told apart where they were planted."""
+"""The papers' formulas on a run's numbers; weights and certainty in traces, recorded as they shaped the drafts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from fake_runs import make_run
+from test_bench_metrics import record
 
 import saccade
-from saccade.bench import report, signals
 from saccade.bench.answering import answer_turns
-from saccade.bench.records import Run, starts
-from saccade.bench.report import tables, traces
-from saccade.bench.turns import Question, Turn
+from saccade.bench.cost import Costs
+from saccade.bench.questions import Question, Turn
+from saccade.bench.records import Header, Record, Run, starts
+from saccade.bench.report.page import shown_prompts
 from saccade.pocket import draw
+from tools.results.paper_tables import (
+    drawn_signals,
+    persistence,
+    persistences,
+    predicted,
+    predictions,
+    view_weights,
+    weights,
+)
+
+
+def run(records: list[Record], costs: Costs | None) -> Run:
+    methods = [
+        {"label": "plain", "needs": "nothing", "max_depth": 0},
+        {"label": "chain", "needs": "draft model", "max_depth": 5},
+        {"label": "lookup", "needs": "nothing", "max_depth": 10},
+    ]
+    config = {"methods": methods, "repeats": 1, "sampling": {}, "missing": []}
+    header = Header("s", config, {}, {}, "now", costs=costs.as_dict() if costs else {})
+    return Run(Path("runs"), header, records, [])
+
+
+def test_tabeds_own_example_comes_out() -> None:
+    # TABED, Appendix G.1: block efficiency 2.29, gamma 5, T_q/T_p 0.063, free verification: 1.74.
+    costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.063})
+    plain = record("a", "plain", 2.0, histogram=(229,))
+    records = [plain, record("a", "chain", 1.0, histogram=(0, 71, 29), drafted=500)]
+    (found,) = predictions(run(records, costs))
+    assert found.tabed == found.tabed_free == pytest.approx(2.29 / 1.315)
+    assert found.nodes == 5
+    assert found.lvspec == pytest.approx(1.29 / 1.315)
+    assert found.sage == pytest.approx(2.29 / 1.315)
+    assert found.measured == 2.0
+
+
+def test_the_target_that_drafts_for_itself_pays_a_target_step_per_guess() -> None:
+    costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.063})
+    made = run([record("a", "lookup", 1.0, histogram=(0, 10), drafted=20)], costs)
+    made.header.config["methods"][2] |= {"max_depth": 4, "options": {"draft_with": "self"}}
+    (found,) = predictions(made)
+    assert found.draft_cost == 1.0
+    assert found.tabed_free == pytest.approx(2 / 5)
+
+
+def test_verification_is_charged_for_the_nodes_that_were_there() -> None:
+    costs = Costs(kv=100, target={1: 1.0, 2: 1.5, 4: 2.5}, draft={1: 0.1})
+    records = [record("a", "lookup", 1.0, histogram=(0, 10), drafted=20)]
+    (found,) = predictions(run(records, costs))
+    assert found.draft_cost == 0.0  # prompt lookup has no draft model, though one is loaded
+    assert found.verify_cost == 2.0  # 3 tokens, between 2 and 4
+    assert found.tabed == 1.0
+    assert found.measured is None
+
+
+def test_drafts_that_prefill_verified_are_no_nodes_of_later_passes() -> None:
+    costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.1})
+    made = record("a", "chain", 1.0, histogram=(0, 0, 9), tokens=31, drafted=50, prefilled=4)
+    (found,) = predictions(run([made], costs))
+    assert found.nodes == 5  # nine passes and prefill's
+
+
+def test_costs_survive_the_header() -> None:
+    costs = Costs(kv=7, target={1: 0.5, 2: 0.6}, draft={})
+    assert Costs.of({"kv": 7, "target": {"1": 0.5, "2": 0.6}, "draft": {}}) == costs
+    assert Costs.of({}) is None
+    assert costs.ratio == 0.0
+
+
+def test_nothing_is_predicted_without_step_times() -> None:
+    assert predictions(run([record("a", "chain", 1.0)], None)) == []
+    assert predicted(run([record("a", "chain", 1.0)], None)) is None
 
 
 def with_signals(values: dict[str, Any]) -> Run:
     """A made-up run whose chain's traces have these signals, each a function of answer and step."""
     run = make_run(prompts=12, repeats=1, traced=12)
     records = []
-    for number, record in enumerate(run.records):
+    for number, answer in enumerate(run.records):
         trees = [
             {**tree, "signals": {name: value(number, step) for name, value in values.items()}}
-            for step, tree in enumerate(record.trees)
+            for step, tree in enumerate(answer.trees)
         ]
-        records.append(replace(record, trees=trees) if record.method == "chain" else record)
+        records.append(replace(answer, trees=trees) if answer.method == "chain" else answer)
     return replace(run, records=records)
 
 
@@ -44,8 +117,8 @@ def persisting(share: float) -> Any:
 
 
 def test_certainty_that_lasts_correlates_and_noise_does_not() -> None:
-    (lasting,) = signals.persistence(with_signals({"confidence": persisting(0.9)}))
-    (noise,) = signals.persistence(with_signals({"confidence": persisting(0.0)}))
+    (lasting,) = persistences(with_signals({"confidence": persisting(0.9)}))
+    (noise,) = persistences(with_signals({"confidence": persisting(0.0)}))
     assert (lasting.method, lasting.answers) == ("chain", 12)
     first = lasting.lags[0]
     assert first.low is not None
@@ -56,14 +129,14 @@ def test_certainty_that_lasts_correlates_and_noise_does_not() -> None:
 
 
 def test_alternating_certainty_correlates_negatively() -> None:
-    (found,) = signals.persistence(with_signals({"confidence": lambda number, step: [float(step % 2)]}))
+    (found,) = persistences(with_signals({"confidence": lambda number, step: [float(step % 2)]}))
     assert found.lags[0].value < -0.9
     assert found.lags[1].value > 0.7
 
 
 def test_weights_are_placed_at_the_tokens_emitted_before_the_step() -> None:
     run = with_signals({"weights": lambda number, step: [0.1 * (step % 10), 1 - 0.1 * (step % 10)]})
-    one = signals.weights(run)[0]
+    one = weights(run)[0]
     record = next(r for r in run.records if r.method == "chain")
     assert one.first[:3] == pytest.approx((0.0, 0.1, 0.2))
     assert one.tokens[:2] == (1, 1 + len(record.trees[0]["path"]))
@@ -87,24 +160,20 @@ def test_a_step_without_a_tree_moves_no_other() -> None:
     trees = [{**tree, "start": start} for tree, start in zip(record.trees, starts(record.trees), strict=True)]
     step = next(i for i, tree in enumerate(trees[:-1]) if len(tree["path"]) > 1)
     whole, lacking = (replace(record, trees=found) for found in (trees, trees[:step] + trees[step + 1 :]))
-    shown = [traces.prompts(replace(make_run(), records=[one]), 1)[0].answers[0] for one in (whole, lacking)]
+    shown = [shown_prompts(replace(make_run(), records=[one]), 1)[0].answers[0] for one in (whole, lacking)]
     assert shown[0].steps[step + 1 :] == shown[1].steps[step:]
 
 
 def test_a_single_view_has_no_weights_to_show() -> None:
-    assert not signals.weights(with_signals({"weights": lambda number, step: [1.0]}))
-    assert tables.view_weights(make_run(traced=2)) is None
-    assert tables.persistence(make_run(traced=2)) is None
+    assert not weights(with_signals({"weights": lambda number, step: [1.0]}))
+    assert view_weights(make_run(traced=2)) is None
+    assert persistence(make_run(traced=2)) is None
 
 
-def test_the_report_has_both_figures_and_damaged_signals_are_left_out() -> None:
+def test_both_figures_are_drawn() -> None:
     values = {"weights": lambda number, step: [0.5, 0.5], "confidence": persisting(0.5)}
-    page = report.html(report.contents([with_signals(values)]))
-    assert "Weights of the views" in page
-    assert "How long certainty lasts" in page
-    (content,) = report.contents([with_signals({"weights": lambda number, step: "heavy"})])
-    assert len(content.problems) == 12
-    assert "signals are not lists of numbers" in content.problems[0]
+    titles = [plot.title for plot in drawn_signals(with_signals(values), "x")]
+    assert titles == ["Weights of the views", "How long certainty lasts"]
 
 
 def test_traces_carry_what_shaped_the_drafts(vlm: saccade.VLM) -> None:
