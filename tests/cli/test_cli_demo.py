@@ -12,7 +12,7 @@ import torch
 from commands import Shell
 from typer import rich_utils
 
-from saccade.bench import check
+from saccade.bench import runner
 from saccade.cli import demo, screen
 from saccade.errors import SaccadeError
 from saccade.inputs.prompt import Prompt
@@ -120,7 +120,7 @@ def test_a_difference_is_explained_by_a_tie_alone(
     sample = draw(5, "chart")
     processor = SimpleNamespace(prompt=lambda *_: Prompt((1, 2)))
     vlm: Any = SimpleNamespace(target=SimpleNamespace(dtype=getattr(torch, dtype), exact=False), processor=processor)
-    monkeypatch.setattr(check, "logits_after", lambda target, prompt: torch.tensor([0.0, *logits]))
+    monkeypatch.setattr(runner, "logits_after", lambda target, prompt: torch.tensor([0.0, *logits]))
     ours, plain = (Output(tokens, [], "", "eos", lossless) for tokens in ([5, 6, 7], [5, 6, 8]))
     found = demo._comparison(vlm, sample, ours, plain)
     assert found.startswith(f"Tokens differ from plain decoding's from token 2 on{expected}")

@@ -21,7 +21,6 @@ from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, FAINT, PAPER = "#010101", "#010102", "#010103"
@@ -54,7 +53,6 @@ _RULES: dict[Any, Any] = {
     "ytick.color": FAINT,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "hatch.linewidth": 0.8,
     "legend.frameon": False,
 }
 
@@ -103,8 +101,6 @@ SIZE = 9.0
 """Of names in a legend, in points."""
 MARKERS = "osD^vPX<>hp"
 LINES = ("-", "--", "-.", ":")
-_HATCHES = ("|||", "+++", "---", "///", "", "xxx")
-_BARS = "bars are 95 % intervals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +115,7 @@ class Plot:
 def draw(group: Group, prefix: str) -> list[Plot]:
     """Draw all figures that a group has data for; ``prefix`` makes ids unique on the page."""
     looks = _looks(group)
-    plots = [
-        _against_quality(group, looks, f"{prefix}-pareto"),
-        _against_tau(group, looks, f"{prefix}-tau"),
-        _by_depth(group, looks, f"{prefix}-depth"),
-        _breakdown(group, looks, f"{prefix}-time"),
-    ]
+    plots = _against_quality(group, looks, f"{prefix}-pareto"), _by_depth(group, looks, f"{prefix}-depth")
     return [plot for plot in plots if plot is not None]
 
 
@@ -137,10 +128,6 @@ class _Look:
     marker: str
     line: str
     filled: bool
-
-    @property
-    def face(self) -> str:
-        return self.colour if self.filled else PAPER
 
 
 def _looks(group: Group) -> dict[str, _Look]:
@@ -160,9 +147,6 @@ def _looks(group: Group) -> dict[str, _Look]:
     return looks
 
 
-Point = tuple[_Look, Estimate, Estimate]
-
-
 def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
     points = [(looks[m], r.speedup, r.retention) for m, r in group.results.items() if r.speedup and r.retention]
     if not points:
@@ -173,59 +157,31 @@ def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot |
         front = sorted(p for p in pairs if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in pairs))
         axes.plot(*zip(*front, strict=True), color=INK, lw=1, ls=":", zorder=1, drawstyle="steps-pre")
         axes.set(xlabel="speed-up, end to end", ylabel="score kept (plain decoding = 1)")
-        _scatter(axes, points)
+        for look, x, y in points:
+            axes.errorbar(
+                x.value,
+                y.value,
+                xerr=_bar(x),
+                yerr=_bar(y),
+                color=look.colour,
+                marker=look.marker,
+                mfc=look.colour if look.filled else PAPER,
+                ms=11 if look.marker == "*" else 8,
+                mew=1.6,
+                elinewidth=1,
+                zorder=3,
+                ls="none",
+                label=look.name,
+            )
+        axes.margins(0.12)
         legend(drawing, [look.name for look, _, _ in points])
         words = "; ".join(f"{look.name}: {x.value:.2f} times, {y.value:.3f}" for look, x, y in points)
         return Plot(
             "Speed against quality",
             inline(drawing, name, f"Speed-up and share of plain decoding's score, by method. {words}."),
             "Right is faster, up is better. The dotted line joins the methods that no other one beats in both (Pareto "
-            f"front). Hollow marks are lossy methods; {_BARS}.",
+            "front). Hollow marks are lossy methods; bars are 95 % intervals.",
         )
-
-
-def _against_tau(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
-    points = [
-        (looks[m], r.block_efficiency, r.decode_speedup)
-        for m, r in group.results.items()
-        if r.block_efficiency and r.decode_speedup
-    ]
-    if not points:
-        return None
-    with figure(WIDTH, HEIGHT) as drawing:
-        axes = drawing.subplots()
-        top = max(x.value for _, x, _ in points) * 1.05
-        axes.plot([1, top], [1, top], color=INK, lw=1, ls=":", zorder=1)
-        axes.set(xlabel="block efficiency (tokens per target pass)", ylabel="speed-up, decoding only")
-        _scatter(axes, points)
-        legend(drawing, [look.name for look, _, _ in points])
-        words = "; ".join(f"{look.name}: {x.value:.2f} tokens per pass, {y.value:.2f} times" for look, x, y in points)
-        return Plot(
-            "Tau against speed",
-            inline(drawing, name, f"Block efficiency and decoding speed-up by method. {words}."),
-            "On the dotted line drafting costs nothing, and a wide pass no more than a narrow one; the distance "
-            f"below it is the method's cost. Hollow marks are lossy methods; {_BARS}.",
-        )
-
-
-def _scatter(axes: Axes, points: Sequence[Point]) -> None:
-    for look, x, y in points:
-        axes.errorbar(
-            x.value,
-            y.value,
-            xerr=_bar(x),
-            yerr=_bar(y),
-            color=look.colour,
-            marker=look.marker,
-            mfc=look.face,
-            ms=11 if look.marker == "*" else 8,
-            mew=1.6,
-            elinewidth=1,
-            zorder=3,
-            ls="none",
-            label=look.name,
-        )
-    axes.margins(0.12)
 
 
 def _bar(estimate: Estimate) -> list[list[float]] | None:
@@ -250,7 +206,7 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
                 color=look.colour,
                 ls=look.line,
                 marker=look.marker,
-                mfc=look.face,
+                mfc=look.colour if look.filled else PAPER,
                 lw=1.6,
                 ms=5.5,
                 label=look.name,
@@ -267,41 +223,6 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
             inline(drawing, name, f"Share accepted at depth 1, 2 and so on. {words}."),
             "Share of the passes that accepted this depth among those that accepted the one before; depths that "
             f"fewer than {ENOUGH} passes reached are left out.",
-        )
-
-
-def _breakdown(group: Group, looks: dict[str, _Look], name: str) -> Plot:
-    methods = list(group.results)
-    with figure(WIDTH, 1.4 + 0.3 * len(methods)) as drawing:
-        axes = drawing.subplots()
-        left = [0.0] * len(methods)
-        spent = group.milliseconds
-        for index, (stage, by_method) in enumerate(spent.items()):
-            widths = [max(by_method[m], 0.0) for m in methods]
-            axes.barh(
-                range(len(methods)),
-                widths,
-                left=left,
-                height=0.66,
-                color=SERIES[index % len(SERIES)],
-                hatch=_HATCHES[index % len(_HATCHES)],
-                edgecolor=PAPER,
-                lw=0.8,
-                label=stage,
-            )
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.set_yticks(range(len(methods)), [looks[m].name for m in methods])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set(xlabel="milliseconds per answer")
-        legend(drawing, list(spent))
-        words = "; ".join(
-            f"{looks[m].name}: " + ", ".join(f"{s} {by[m]:.0f}" for s, by in spent.items()) for m in methods
-        )
-        return Plot(
-            "Where the time goes",
-            inline(drawing, name, f"Milliseconds per answer by stage. {words}."),
-            "Mean over the answers. Verification includes the acceptance rule; rest is time outside of all stages.",
         )
 
 
