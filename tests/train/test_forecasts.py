@@ -1,4 +1,4 @@
-"""Forecasts from published configurations alone: sizes, presets, and memory, disk and hours on a GPU elsewhere."""
+"""Forecasts from published configurations alone: sizes, presets, and memory and disk on a GPU elsewhere."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from saccade import memory_plan as machine
 from saccade.errors import InputError, ModelError, TrainingError
-from saccade.sizing import machine
-from saccade.sizing.model_size import ModelSize
+from saccade.memory_plan import ModelSize
 from saccade.train.forecasting import Forecast, forecast, head_work
 from saccade.train.recipe import read_recipe, trained_kinds
 
@@ -121,18 +121,16 @@ def test_memory_counts_weights_gradients_and_moments() -> None:
     assert found.work.memory["head"] == 16 * 288_115_200
 
 
-def test_a_larger_micro_batch_needs_more_memory_and_no_more_time() -> None:
+def test_a_larger_micro_batch_needs_more_memory() -> None:
     one, four = (forecast_of("qwen2.5-vl-7b", "eagle3", "80gb", micro_batch=n) for n in (1, 4))
     assert four.memory > one.memory
-    assert four.total == pytest.approx(one.total)
 
 
-def test_cached_features_save_reading_as_far_as_there_is_room() -> None:
+def test_cached_features_take_as_much_disk_as_there_is_room() -> None:
     none, half, all_of_them = (
         forecast_of("qwen2.5-vl-7b", "hivis", "24gb", feature_cache=where, cache_gb=room)
         for where, room in (("none", 200), ("disk", 60), ("disk", 200))
     )
-    assert none.total > half.total > all_of_them.total
     assert none.disk < half.disk < all_of_them.disk
     assert half.features == 60 * GB
     assert half.disk - none.disk == pytest.approx(60 * GB)

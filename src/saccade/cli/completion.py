@@ -69,7 +69,7 @@ def recipes(incomplete: str) -> list[str]:
 
 def memory_presets(incomplete: str) -> list[str]:
     """Presets of training and distillation, by a GPU's memory."""
-    from saccade.sizing.machine import names
+    from saccade.memory_plan import names
 
     return [name for name in names() if name.startswith(incomplete)]
 

@@ -66,7 +66,7 @@ def distill(
         typer.Option(
             "--plan",
             help="Show the number of questions and the estimated time, from a few answers. With --preset nothing is "
-            "run: memory and hours on its GPU are computed from the target's configuration, without weights or a GPU.",
+            "run: memory and disk are computed from the target's configuration, without weights or a GPU.",
         ),
     ] = False,
     batch: Annotated[int | None, typer.Option("--batch", "-b", help="Questions per batch; 8, or the preset's.")] = None,
@@ -149,9 +149,9 @@ def distill(
     from saccade import methods
 
     name = method or ("plain" if drafter is None else None)
-    from saccade.sizing import machine
+    from saccade import memory_plan
 
-    fitted = {} if preset is None else machine.preset(preset).distill
+    fitted = {} if preset is None else memory_plan.preset(preset).distill
     pocket = {"count": count, "first_seed": first_seed, "grammar": grammar}
     settings = args.settings(set_)
     if name is not None and not methods.is_lossless(methods.options(name, settings)):
@@ -185,7 +185,7 @@ def distill(
         found = forecast(
             where,
             source,
-            machine.preset(preset),
+            memory_plan.preset(preset),
             media_root=media_root,
             on_bad_line=on_bad_line,
             dtype=placing.dtype,

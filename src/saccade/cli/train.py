@@ -80,7 +80,7 @@ def train(
         bool,
         typer.Option(
             "--plan",
-            help="Time a few steps, estimate the run, and stop. With --preset nothing is run: memory, disk and hours "
+            help="Time a few steps, estimate the run, and stop. With --preset nothing is run: memory and disk "
             "on its GPU are computed from the target's configuration, so that neither weights nor a GPU nor answers "
             "need be there.",
         ),
@@ -144,14 +144,14 @@ def train(
         if value not in choices:
             raise InputError(f"{name} takes {' or '.join(choices)}, not {value!r}.")
     with screen.waiting("Starting"):
+        from saccade import memory_plan
         from saccade.pocket import target_path
-        from saccade.sizing import machine
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
         from saccade.train.together import EndedTogether
 
     chosen = read_recipe(recipe)
-    fitted = {} if preset is None else machine.preset(preset).training(chosen.kind)
+    fitted = {} if preset is None else memory_plan.preset(preset).training(chosen.kind)
     shared = {} if features is None else {"feature_cache": "disk"}
     chosen = chosen.with_settings({**fitted, **args.settings(settings), **shared})
     if lm is not None:
@@ -163,7 +163,7 @@ def train(
 
         screen.quiet_libraries()
         where = target_path() if target == "pocket" else target
-        print(forecast(chosen, where, data, machine.preset(preset), fitted, dtype))
+        print(forecast(chosen, where, data, memory_plan.preset(preset), fitted, dtype))
         return
     processes = Processes()
     if not processes.leads:

@@ -1,4 +1,4 @@
-"""Forecast of a distillation by the target's configuration and a GPU's data sheet: memory and hours."""
+"""Forecast of a distillation by the target's configuration and a GPU's memory: bytes on the GPU and on disk."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from saccade.distill import pocket_source
 from saccade.distill.options import Options
 from saccade.distill.planning import Plan, Prompts, make_plan
 from saccade.errors import InputError
-from saccade.formats import count, duration
-from saccade.sizing.lengths import LETTERS, Lengths, assumed, pictures, spread, together
-from saccade.sizing.machine import Preset
-from saccade.sizing.model_size import ModelSize
+from saccade.formats import count
+from saccade.memory_plan import LETTERS, Lengths, ModelSize, Preset, assumed, pictures, spread, together
 
 CHUNK = 512
 """Tokens of prompts per step, as in `saccade.engine`."""
@@ -42,19 +40,6 @@ class Forecast:
             "prefill": max(visual, CHUNK) * (3 * wide + 6 * self.size.width) * self.size.each,
         }
 
-    @property
-    def seconds(self) -> float:
-        """Seconds if every answer is as long as allowed, in full batches."""
-        lengths, batch, size = self.lengths, self.options.batch, self.size
-        prompt = lengths.text + lengths.visual
-        prefill = self.preset.seconds(size.forward(prompt, lengths.patches))
-        middle = prompt + lengths.answer / 2
-        step = self.preset.seconds(
-            batch * 2 * (size.decoder + size.lm_head),
-            (size.decoder + size.lm_head) * size.each + batch * middle * size.entry,
-        )
-        return lengths.samples * (prefill + lengths.answer * step / batch)
-
     def __str__(self) -> str:
         plan, memory = self.plan, self.memory
         parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in memory.items())
@@ -67,8 +52,7 @@ class Forecast:
                 f"Prompts: {self.lengths.text:.0f} text and {self.lengths.visual:.0f} visual tokens on average; "
                 f"{self.lengths.origin}",
                 f"Memory: {parts} GB; {self.preset.fits(sum(memory.values()))}",
-                f"Disk: at most {disk / 1e9:.2f} GB",
-                f"Time: at most {duration(self.seconds)}, if every answer has {self.options.max_new_tokens} tokens",
+                f"Disk: at most {disk / 1e9:.2f} GB, if every answer has {self.options.max_new_tokens} tokens",
             ]
         )
 

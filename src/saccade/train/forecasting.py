@@ -1,4 +1,4 @@
-"""Forecast of a training run by the target's configuration and a GPU's data sheet: memory, disk and hours."""
+"""Forecast of a training run by the target's configuration and a GPU's memory: bytes on the GPU and on disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from saccade.distill.folder import place_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.errors import TrainingError
-from saccade.formats import duration
-from saccade.sizing.lengths import Lengths, assumed, of_answers
-from saccade.sizing.machine import Preset
-from saccade.sizing.model_size import ModelSize
+from saccade.memory_plan import Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.train.draft_vlm import check_recipe
 from saccade.train.draft_vlm_model import joined_config
 from saccade.train.objectives.losses import LOGITS
@@ -43,9 +40,6 @@ class Work:
     trained: int  # number of trained weights
     memory: Mapping[str, float]  # bytes on the GPU by what they are, without the target's weights
     cache: float  # bytes of a sample's features; 0 where none are cached
-    reading: float  # arithmetic of a sample that a cache saves
-    learning: tuple[float, ...]  # arithmetic of a sample in every stage, forward and backward
-    once: float = 0.0  # arithmetic of a sample in the first epoch alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +75,6 @@ class Forecast:
         kept = self.features if self.recipe.feature_cache == "disk" else 0.0
         return CHECKPOINTS * 3 * weights + 2 * weights + kept
 
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Seconds of a step in every stage that is run, the reading of samples spread over all steps."""
-        total, samples = self.recipe.steps * self.recipe.batch_size, self.lengths.samples
-        every = self.work.cache * samples
-        kept = self.features / every if every else 0.0
-        read = 1.0 if total <= samples else (samples + (total - samples) * (1 - kept)) / total
-        first = min(samples / total, 1.0) * self.work.once
-        size = self.recipe.batch_size
-        return tuple(
-            self.preset.seconds(size * (read * self.work.reading + first + each)) for each in self.work.learning
-        )
-
-    @property
-    def total(self) -> float:
-        """Seconds of all steps."""
-        return sum(s * stage.steps for s, stage in zip(self.seconds, _stages(self.recipe), strict=True))
-
     def __str__(self) -> str:
         words, weights = self.work.word, self.size.weights
         kinds = {"target": self.size.bytes, **self.work.memory}
@@ -113,14 +89,14 @@ class Forecast:
             f"memory     {parts} GB; {self.preset.fits(self.memory)}",
             f"disk       {self.disk / 1e9:.1f} GB: checkpoints {self._kept()}",
         ]
-        for number, (stage, each) in enumerate(zip(_stages(self.recipe), self.seconds, strict=True), 1):
-            lines.append(f"stage {number}    {stage.steps} steps, {each:.2f} s each, {duration(each * stage.steps)}")
+        for number, stage in enumerate(_stages(self.recipe), 1):
+            lines.append(f"stage {number}    {stage.steps} steps of {self.recipe.batch_size} samples")
         if self.lengths.text + self.lengths.visual >= self.recipe.max_tokens:
             lines.append(
                 f"WARNING    prompts of {self.lengths.text + self.lengths.visual:.0f} tokens leave no room for answers "
                 f"in max_tokens={self.recipe.max_tokens}; set it higher"
             )
-        return "\n".join([*lines, f"time       about {duration(self.total)} on one GPU, measurements not counted"])
+        return "\n".join(lines)
 
     def _kept(self) -> str:
         size = self.work.cache * self.lengths.samples
@@ -177,12 +153,6 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
         trained=trained,
         memory=_head_memory(recipe, size, lengths, head, trained, own_head),
         cache=(kept + shown) * size.width * size.each + 9 * lengths.tokens,
-        reading=size.forward(lengths.tokens, lengths.patches),
-        learning=tuple(
-            _head_flops(size, head, recipe, entries, lengths.answer, trained - own_head, own_head, stage.draft_steps)
-            for stage in _stages(recipe)
-        ),
-        once=size.forward(lengths.text + lengths.visual, lengths.patches) if recipe.kind == "dream" else 0.0,
     )
 
 
@@ -191,26 +161,6 @@ def _entries(head: Head, recipe: Recipe, text: float, visual: float, answer: flo
     if not head.blocks:
         return answer
     return text + answer + (0.0 if head.hides_visual else visual * float(recipe.head.get("keep", 1.0)))
-
-
-def _head_flops(
-    size: ModelSize,
-    head: Head,
-    recipe: Recipe,
-    entries: float,
-    answer: float,
-    weights: int,
-    own_head: int,
-    steps: int,
-) -> float:
-    """Arithmetic of a sample: the first pass over all entries, later ones over the answer, and their logits."""
-    passed = entries if not head.blocks else entries + (steps - 1) * answer
-    mixed = entries**2 + sum(answer * (entries + step * answer) for step in range(1, steps))
-    mixing = 12 * size.mixing * mixed if head.blocks else 0.0
-    teacher = 2 * size.lm_head * answer
-    logits = 6 * own_head * answer if own_head else 4 * size.lm_head * answer
-    again = 4 / 3 if recipe.recompute else 1.0
-    return again * (6 * weights * passed + mixing) + steps * (teacher + logits)
 
 
 def _head_memory(
@@ -268,7 +218,6 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     model = small.target.model.model
     frozen = sum(weight.numel() for weight in model.vision_tower.parameters())
     trained, rows, each = small.weights - frozen, recipe.micro_batch, _width(recipe)
-    projector = trained - small.decoder - small.lm_head
     longest = sum(lengths.longest) - lengths.longest[2]
     vectors = VECTORS * text.hidden_size + 4 * text.intermediate_size + 4 * small.mixing
     kept = text.num_hidden_layers * vectors
@@ -276,11 +225,6 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
         kept = text.num_hidden_layers * text.hidden_size + vectors
     vocabulary = small.lm_head // small.width
     seen = lengths.longest[2] * 10 * small.target.config.vision_config.hidden_size * each
-    kl = bool(recipe.loss.get("kl"))
-    reading = small.see(lengths.patches) + (size.forward(lengths.tokens, lengths.patches) if kl else 0.0)
-    passes = 6 * (small.decoder + projector) * lengths.tokens + 6 * small.lm_head * lengths.answer
-    passes += 6 * text.num_hidden_layers * small.mixing * lengths.tokens**2
-    learning = tuple(reading + passes for _ in _stages(recipe))
     return Work(
         word="drafter",
         trained=trained,
@@ -291,6 +235,4 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
             "update": _MARK * trained,
         },
         cache=0.0,
-        reading=0.0,
-        learning=learning,
     )

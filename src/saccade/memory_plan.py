@@ -1,0 +1,275 @@
+"""Memory, disk and tokens of a run by published configurations alone: no weights, no GPU.
+
+`Preset` has the settings for a GPU's memory, `ModelSize` the bytes of a model, and `Lengths` the tokens of the data.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from PIL import Image
+
+from saccade.errors import InputError, ModelError
+from saccade.formats import nearest
+from saccade.inputs.chat import normalise
+from saccade.inputs.conversations import resolve
+from saccade.inputs.families import family_of
+from saccade.loading import check_checkpoint, check_dtype, empty_model
+from saccade.target.adapter import Target
+from saccade.typed import make
+
+T = TypeVar("T")
+
+CONTEXT = 0.6e9
+"""Bytes that a CUDA process takes besides its tensors; an assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Settings for one GPU."""
+
+    name: str  # as in `names`
+    gpu: str  # name of a GPU of that memory
+    memory: int  # in GiB
+    distill: Mapping[str, Any]  # options of `saccade.distill.Options`
+    train: Mapping[str, Any]  # settings of every recipe, and tables of further ones by kind
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of memory for tensors."""
+        return self.memory * 2**30 - CONTEXT
+
+    def training(self, kind: str) -> dict[str, Any]:
+        """Return the settings of a recipe by its kind, named as for `saccade.train.recipe.Recipe.with_settings`."""
+        common = {name: value for name, value in self.train.items() if not isinstance(value, Mapping)}
+        return {**common, **self.train.get(kind, {})}
+
+    def fits(self, needed: float) -> str:
+        """Compare bytes with the memory, in words."""
+        there = f"{needed / 1e9:.1f} of {self.bytes / 1e9:.1f} GB"
+        return f"{there}, it fits" if needed <= self.bytes else f"{there}, IT DOES NOT FIT"
+
+    def __str__(self) -> str:
+        return f"{self.name}: one {self.gpu}, {self.memory} GiB; computed, nothing was run"
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    return tomllib.loads((files("saccade") / "memory_plan.toml").read_text(encoding="utf-8"))
+
+
+def names() -> list[str]:
+    """Names of all presets."""
+    return list(_table())
+
+
+def preset(name: str) -> Preset:
+    """Return a preset."""
+    if name not in _table():
+        raise InputError(f"There is no preset {name!r}; {nearest(name, names())}")
+    return make(Preset, {"name": name, **_table()[name]}, "memory_plan.toml", error=InputError)
+
+
+class ModelSize:
+    """A model without weights, from its published configuration."""
+
+    def __init__(self, name: str | Path, config: Any = None, dtype: str = "auto") -> None:
+        self.name = str(name)
+        self._pictures: dict[tuple[int, int], tuple[int, int]] = {}
+        config = check_checkpoint(name, weights=False) if config is None else config
+        stored = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
+        wanted = check_dtype(dtype)
+        self.each = (wanted if isinstance(wanted, torch.dtype) else stored).itemsize
+        self.target = Target(empty_model(config), lean=False)
+        model = self.target.model
+        self.weights: int = sum(weight.numel() for weight in model.parameters())
+        self.lm_head: int = model.get_output_embeddings().weight.numel()
+        self.width: int = self.target.text_config.hidden_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.weights * self.each
+
+    @property
+    def entry(self) -> int:
+        """Bytes of one entry of the KV cache over all layers."""
+        return self.target.entry_bytes // self.target.dtype.itemsize * self.each
+
+    @property
+    def mixing(self) -> int:
+        """Width of the queries of all heads."""
+        text = self.target.text_config
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return int(text.num_attention_heads * dim)
+
+    def picture(self, width: int, height: int) -> tuple[int, int]:
+        """Visual tokens and patches of a picture, by the checkpoint's image settings."""
+        if (width, height) not in self._pictures:
+            self._pictures[width, height] = self._count(width, height)
+        return self._pictures[width, height]
+
+    def _count(self, width: int, height: int) -> tuple[int, int]:
+        family = family_of(self.target.config)
+        if not (family.reads_images and family.is_known) or family.is_composite:
+            raise ModelError(f"The pictures of {self.name} cannot be counted, because its family is not built in.")
+        canvas = Image.new("RGB", (width, height))
+        (features,) = family.prepare_images(self._prepared, [canvas])
+        tensors = {name: value for name, value in features.items() if name in family.visual_keys}
+        vision = self.target.config.vision_config
+        patch = vision.patch_size[0] if isinstance(vision.patch_size, (list, tuple)) else vision.patch_size
+        each = 3 * patch**2 * getattr(vision, "temporal_patch_size", 1)
+        return family.count("image", tensors), tensors["pixel_values"].numel() // each
+
+    def _prepared(self, images: Any) -> Any:
+        return dict(self._images(images, return_tensors="pt", **family_of(self.target.config).settings()))
+
+    @cached_property
+    def _images(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        try:
+            return AutoImageProcessor.from_pretrained(self.name, config=self.target.config)
+        except (OSError, ValueError, ImportError) as problem:
+            raise ModelError(
+                f"The image settings of {self.name} cannot be read; give a folder that has preprocessor_config.json "
+                "beside config.json, or a hub id."
+            ) from problem
+
+
+LETTERS = 4
+"""Letters per token, about as in English prose."""
+LOOKED_AT = 128
+"""Samples whose pictures are opened, spread evenly over a file."""
+_VIDEO = (500, 2000)
+"""Visual tokens and patches assumed of a video, which is not opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a set of samples."""
+
+    samples: int  # number of them
+    text: float  # mean tokens of a prompt's text
+    visual: float  # mean visual tokens of a prompt
+    answer: float  # mean tokens of an answer
+    longest: tuple[int, int, int, int]  # text, visual tokens, patches and answer of a long sample
+    origin: str  # source of these numbers, in words
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of prompt and answer."""
+        return self.text + self.visual + self.answer
+
+    def cut(self, most: int) -> Lengths:
+        """Return the lengths with answers cut where prompt and answer have more than ``most`` tokens."""
+        text, visual, patches, answer = self.longest
+        room = max(most - text - visual, 1)
+        fits = max(most - self.text - self.visual, 1.0)
+        return replace(self, answer=min(self.answer, fits), longest=(text, visual, patches, min(answer, room)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples of {self.text:.0f} text, {self.visual:.0f} visual and {self.answer:.0f} answer "
+            f"tokens on average; {self.origin}"
+        )
+
+
+ASSUMED = (640, 480, 60, 200, 64_000)
+"""Without data: width and height of a picture, tokens of a question and of an answer, and number of samples."""
+
+
+def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer: int | None = None) -> Lengths:
+    """Return lengths where there are no data yet."""
+    width, height, text, usual, many = ASSUMED
+    samples, answer = many if samples is None else samples, usual if answer is None else answer
+    visual, patches = size.picture(width, height)
+    origin = f"assumed, with one {width}x{height} picture each: {missing} is not there yet"
+    return Lengths(samples, text, visual, answer, (text, visual, patches, answer), origin)
+
+
+def of_answers(path: Path, media: Path, size: ModelSize) -> Lengths:
+    """Return the lengths of a file of `saccade distill`, read once; lines that cannot be read are left out."""
+    texts, answers, places, offset = [], [], [], 0
+    with path.open("rb") as file:
+        for line in file:
+            row = _row(line)
+            if row is not None:
+                texts.append(letters(row["messages"]) // LETTERS)
+                answers.append(len(row["answer_ids"]))
+                places.append(offset)
+            offset += len(line)
+        seen = []
+        for place in spread(places):
+            file.seek(place)
+            row = _row(file.readline())
+            assert row is not None
+            seen.append(pictures(row["messages"], media, size))
+    origin = f"pictures of {len(seen)} of them looked at, {LETTERS} letters counted as a token"
+    return together(texts, answers, seen, origin)
+
+
+def together(texts: Sequence[int], answers: Sequence[int], seen: Sequence[tuple[int, int]], origin: str) -> Lengths:
+    """Return the lengths of samples: text and answer tokens of all, visual tokens and patches of some."""
+    visual, patches = zip(*seen, strict=True) if seen else ((0,), (0,))
+    return Lengths(
+        len(texts),
+        _mean(texts),
+        _mean(visual),
+        _mean(answers),
+        (max(texts, default=0), max(visual), max(patches), max(answers, default=0)),
+        origin,
+    )
+
+
+def pictures(messages: Sequence[Mapping[str, Any]], media: Path, size: ModelSize) -> tuple[int, int]:
+    """Return visual tokens and patches of a prompt; of a picture only the header is read."""
+    visual = patches = 0
+    for slot in normalise(messages)[1]:
+        found = _VIDEO
+        if slot.kind == "image" and isinstance(slot.source, str) and not slot.source.startswith("data:"):
+            try:
+                with Image.open(resolve(slot.source, media)) as image:
+                    found = size.picture(*image.size)
+            except OSError:
+                found = size.picture(*ASSUMED[:2])
+        elif slot.kind == "image":
+            found = size.picture(*ASSUMED[:2])
+        visual, patches = visual + found[0], patches + found[1]
+    return visual, patches
+
+
+def letters(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Return the letters of all texts of a prompt."""
+    total = 0
+    for message in messages:
+        content = message.get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        total += sum(len(part.get("text") or "") for part in parts)
+    return total
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+        usable = isinstance(row["messages"], list) and isinstance(row["answer_ids"], list)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return row if usable else None
+
+
+def spread(items: Sequence[T]) -> Sequence[T]:
+    """Return at most `LOOKED_AT` of these, evenly."""
+    return items[:: -(-len(items) // LOOKED_AT) or 1]
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / max(len(values), 1)
