@@ -18,14 +18,14 @@ from saccade.bench import cost
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import prepare
 from saccade.bench.records import Run
-from saccade.bench.report import contents, tables
+from saccade.bench.report import contents
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
 from tools.results import catalogue
-from tools.results.paper_tables import predictions
+from tools.results.paper_tables import predictions, step_times
 
 METHODS: list[Any] = [
     "chain",
@@ -107,7 +107,7 @@ def test_every_head_has_a_step_time_and_a_prediction(made: Run) -> None:
 
 
 def test_the_report_names_heads_and_their_steps(made: Run) -> None:
-    table = tables.step_times(made)
+    table = step_times(made)
     assert table is not None
     names = [column.name for column in table.columns]
     assert names[-3:] == ["T_q ms, hivis", "T_q ms, text-only", "T_q ms, all"]

@@ -201,7 +201,6 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
         ("trees", [{"tokens": [1], "parents": [0], "path": [0, 7], "pieces": ["a"]}]),
         ("trees", ["tree"]),
         ("warnings", [3]),
-        ("trees", [{"tokens": [1], "parents": [0], "path": [0], "pieces": ["a"], "signals": {"weights": "heavy"}}]),
     ],
 )
 def test_a_record_of_the_right_form_with_wrong_content_is_skipped(tmp_path: Path, field: str, value: object) -> None:

@@ -46,7 +46,12 @@ def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str
     mirrors = [escape(f"Mirrors {config['mirrors']}.")] if config.get("mirrors") else []
     optional = [
         *(paper_tables.persistence(run), paper_tables.view_weights(run)),
-        *(tables.scores(everything), tables.depths(everything), paper_tables.predicted(run), tables.step_times(run)),
+        *(
+            tables.scores(everything),
+            tables.depths(everything),
+            paper_tables.predicted(run),
+            paper_tables.step_times(run),
+        ),
     ]
     shown = [*map(tables.comparison, content.groups), *filter(None, optional), tables.stages(everything)]
     parts = [

@@ -205,7 +205,34 @@ def predicted(run: Run) -> Table | None:
         Column("T_p(n)/T_p(1)", "a verification pass over a pass on one token"),
         Column("T_q/T_p", "a drafter step over a target step"),
     ]
-    return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows, explained=True)
+    return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows)
+
+
+def step_times(run: Run) -> Table | None:
+    """Step times T_p(n) and T_q(n) by number of tokens; None when they were not measured."""
+    costs = Costs.of(run.header.costs)
+    if costs is None:
+        return None
+    rows = [
+        Row(
+            [
+                Cell(str(tokens)),
+                Cell(f"{seconds * 1000:.2f}"),
+                Cell(f"{seconds / costs.target_seconds(1):.2f}"),
+                Cell(f"{costs.draft[tokens] * 1000:.2f}" if tokens in costs.draft else EMPTY),
+                *(Cell(f"{step * 1000:.2f}" if tokens == 1 else EMPTY) for step in costs.heads.values()),
+            ]
+        )
+        for tokens, seconds in costs.target.items()
+    ]
+    columns = [
+        Column("tokens per pass", "draft tokens that are verified at once, and the root"),
+        Column("T_p ms", "milliseconds of a target pass, timed alone"),
+        Column("T_p(n)/T_p(1)", "over a pass on one token"),
+        Column("T_q ms", "milliseconds of a pass of the draft model, timed alone"),
+        *(Column(f"T_q ms, {name}", "milliseconds of a draft step of this head") for name in costs.heads),
+    ]
+    return Table(f"Step times behind {costs.kv} tokens of prompt", columns, rows)
 
 
 def persistence(run: Run) -> Table | None:
@@ -222,7 +249,7 @@ def persistence(run: Run) -> Table | None:
         *(Column(f"lag {lag}", f"correlation with the confidence {lag} steps later") for lag in LAGS),
     ]
     caption = "Autocorrelation of the drafter's confidence alpha from step to step, 95 % intervals"
-    return Table(caption, columns, rows, explained=True)
+    return Table(caption, columns, rows)
 
 
 def view_weights(run: Run) -> Table | None:
@@ -244,7 +271,7 @@ def view_weights(run: Run) -> Table | None:
             for part in range(1, PARTS + 1)
         ),
     ]
-    return Table("Weight of the first view while an answer grows", columns, rows, explained=True)
+    return Table("Weight of the first view while an answer grows", columns, rows)
 
 
 PARTS = 5

@@ -16,7 +16,7 @@ import numpy as np
 
 from saccade.bench import metrics
 from saccade.bench.metrics import Array, Estimate
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, Run, by_name
 from saccade.bench.suites import BASELINE
 from saccade.formats import differences
 
@@ -182,8 +182,4 @@ def _score(records: Sequence[Record]) -> float | None:
 
 def _settings(run: Run) -> dict[str, Any]:
     """Suite, configuration with methods and tasks by name, models and environment."""
-    config = {}
-    for key, value in run.header.config.items():
-        listed = isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
-        config[key] = {entry.get("label") or entry.get("name"): entry for entry in value} if listed else value
-    return {"suite": run.header.suite, **config, **run.header.models, **run.header.environment}
+    return {"suite": run.header.suite, **by_name(run.header.config), **run.header.models, **run.header.environment}

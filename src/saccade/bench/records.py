@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -72,6 +72,15 @@ class Record:
     def key(self) -> tuple[str, str, int]:
         """Prompt, method and repeat, unique in a run."""
         return self.prompt_id, self.method, self.repeat
+
+
+def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with tasks by name and methods by label: of long lists a message shows no difference."""
+    parts = {"tasks": "name", "methods": "label"}
+    return {
+        **config,
+        **{part: {each[key]: each for each in config[part]} for part, key in parts.items() if part in config},
+    }
 
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
@@ -178,8 +187,8 @@ def read(folder: Path) -> Run:
                     problems.append(f"{path}, line {number}: neither a run's header nor a record; skipped.")
             except json.JSONDecodeError:
                 problems.append(f"{path}, line {number}: not valid JSON (cut off or damaged); skipped.")
-            except (TypeError, ValueError, SaccadeError) as problem:
-                problems.append(f"{path}, line {number}: {str(problem).rstrip('.')}; skipped.")
+            except (TypeError, ValueError, LookupError, AttributeError, SaccadeError) as problem:
+                problems.append(f"{path}, line {number}: no sound record ({str(problem).rstrip('.')}); skipped.")
     if header is None or header.schema != SCHEMA:
         raise SaccadeError(f"{path} has no readable header of schema {SCHEMA}; run `saccade bench` again.")
     return Run(path.parent, header, scored(path.parent, list(records.values())), problems)
@@ -187,41 +196,22 @@ def read(folder: Path) -> Run:
 
 def _check(record: Record) -> None:
     """Raise `ValueError` for a record that cannot be reported."""
-    lists = (record.tokens, record.marks, record.pieces, record.media, record.warnings, record.trees)
-    if not all(isinstance(items, list) for items in lists):
-        raise ValueError("tokens, marks, pieces, media, warnings or trees are no list")
     if not 0 < len(record.tokens) == len(record.marks) == len(record.pieces):
         raise ValueError("tokens, marks and pieces are empty or differ in length")
     if not all(isinstance(item, str) for item in [*record.marks, *record.pieces, *record.media, *record.warnings]):
         raise ValueError("marks, pieces, media or warnings are not all text")
-    stats = {"prefill_tokens": 1, **record.stats}
-    counts = [stats.get(name) for name in _COUNTS]
-    histogram, seconds = stats.get("accepted_histogram"), stats.get("seconds")
-    if not (isinstance(seconds, dict) and {"total", "decode"} <= seconds.keys() and isinstance(histogram, list)):
-        raise ValueError("stats lack the seconds in total and of decoding, or the histogram of accepted tokens")
-    if not all(map(_is_number, [*counts, *histogram, *seconds.values(), *record.scores.values()])):
-        raise ValueError(f"a score, a count of {', '.join(_COUNTS)}, an accepted length or a time is no number")
-    if min(histogram, default=0) < 0 or stats["new_tokens"] - stats["prefill_tokens"] < sum(histogram):
+    stats = record.stats
+    counts = [stats["new_tokens"], stats["drafted_tokens"], stats["target_passes"], *stats["accepted_histogram"]]
+    seconds = [*stats["seconds"].values(), stats["seconds"]["total"], stats["seconds"]["decode"]]
+    if not all(math.isfinite(number) for number in [*counts, *seconds, *record.scores.values()]):
+        raise ValueError("a count, a time or a score is no number")
+    if stats["new_tokens"] - stats.get("prefill_tokens", 1) < sum(stats["accepted_histogram"]):
         raise ValueError("the answer has fewer tokens than verification passes")
     for tree in record.trees:
-        try:
-            nodes, parents, path = len(tree["tokens"]), tree["parents"], tree["path"]
-            sound = 0 < nodes == len(parents) == len(tree["pieces"]) and all(isinstance(p, str) for p in tree["pieces"])
-            sound = sound and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
-            sound = sound and path[0] == 0 and all(0 <= node < nodes for node in path)
-            signals = [value for values in tree.get("signals", {}).values() for value in values]
-            sound = sound and isinstance(tree.get("start", 1), int) and all(map(_is_number, signals))
-        except (KeyError, IndexError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            raise ValueError("a draft tree has no root, a node before its parent, or parts of different lengths")
-
-
-_COUNTS = ("new_tokens", "prefill_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        nodes = len(tree["tokens"])
+        above = all(0 <= parent < max(node, 1) for node, parent in enumerate(tree["parents"]))
+        if not above or not nodes == len(tree["parents"]) == len(tree["pieces"]) or not max(tree["path"]) < nodes:
+            raise ValueError("a draft tree has a node before its parent, or parts of different lengths")
 
 
 Key = tuple[str, str, str]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from saccade.bench.grading import grade
 from saccade.bench.judge import parse as parse_judge
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
-from saccade.bench.records import FILE, Header, Record, Run, Writer, first_difference, lacks_header, read
+from saccade.bench.records import FILE, Header, Record, Run, Writer, by_name, first_difference, lacks_header, read
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
@@ -56,7 +55,7 @@ def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
         return None
     run = read(folder)
     pairs = (
-        ("configuration", _by_name(run.header.config), _by_name(prepared.config())),
+        ("configuration", by_name(run.header.config), by_name(prepared.config())),
         ("configuration", run.header.config, prepared.config()),  # whose lists have an order, too
         ("models", run.header.models, prepared.models()),
         ("environment", run.header.environment, prepared.environment()),
@@ -68,15 +67,6 @@ def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
                 "choose another folder with --out, or delete that one."
             )
     return run
-
-
-def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with tasks by name and methods by label: of long lists a message shows no difference."""
-    return {
-        **config,
-        "tasks": {task["name"]: task for task in config["tasks"]},
-        "methods": {method["label"]: method for method in config["methods"]},
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
     shown = shown_prompts(content.run, prompts)
     results = everything.results
     picked = next((m for m in results if m != BASELINE), BASELINE)
-    data = [tables.depths(everything), tables.stages(everything), tables.step_times(content.run)]
+    data = [tables.depths(everything), tables.stages(everything)]
     return {
         "id": f"run-{index}",
         "name": content.name,

@@ -98,7 +98,6 @@ class Table:
     caption: str
     columns: list[Column]
     rows: list[Row]
-    explained: bool = False  # whether the meanings of the columns are printed below it
 
 
 METHOD = Column("method", "as in `saccade methods`; lossy ones may change the answer")
@@ -243,33 +242,6 @@ def stages(group: Group) -> Table:
     return Table(f"{group.name}: milliseconds per answer by stage", [METHOD, *columns], rows)
 
 
-def step_times(run: Run) -> Table | None:
-    """Step times T_p(n) and T_q(n) by number of tokens; None when they were not measured."""
-    costs = Costs.of(run.header.costs)
-    if costs is None:
-        return None
-    rows = [
-        Row(
-            [
-                Cell(str(tokens)),
-                Cell(f"{seconds * 1000:.2f}"),
-                Cell(f"{seconds / costs.target_seconds(1):.2f}"),
-                Cell(f"{costs.draft[tokens] * 1000:.2f}" if tokens in costs.draft else EMPTY),
-                *(Cell(f"{step * 1000:.2f}" if tokens == 1 else EMPTY) for step in costs.heads.values()),
-            ]
-        )
-        for tokens, seconds in costs.target.items()
-    ]
-    columns = [
-        Column("tokens per pass", "draft tokens that are verified at once, and the root"),
-        Column("T_p ms", "milliseconds of a target pass, timed alone"),
-        Column("T_p(n)/T_p(1)", "over a pass on one token"),
-        Column("T_q ms", "milliseconds of a pass of the draft model, timed alone"),
-        *(Column(f"T_q ms, {name}", "milliseconds of a draft step of this head") for name in costs.heads),
-    ]
-    return Table(f"Step times behind {costs.kv} tokens of prompt", columns, rows, explained=True)
-
-
 def _range(values: Sequence[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
@@ -318,10 +290,10 @@ _SHOWN = ("speed-up", "decoding only", "tokens/s", "block efficiency", "accepted
 
 
 def terminal(run: Run) -> Iterator[RichTable]:
-    """Yield tables for the terminal: all tasks together, speed and block efficiency by task, time by stage."""
+    """Yield tables for the terminal, of all tasks together: the comparison and the time by stage."""
     from rich.table import Table as RichTable
 
-    everything, *tasks = groups(run)
+    everything = groups(run)[0]
     compared = comparison(everything)
     kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in _SHOWN)]
     rows = [["", *(compared.columns[place].name for place in kept[1:])]]
@@ -329,15 +301,6 @@ def terminal(run: Run) -> Iterator[RichTable]:
         cells = [line.cells[place] for place in kept]
         rows.append([cell.text if place > 1 else str(cell) for place, cell in enumerate(cells)])
     shown = [rows]
-    if tasks:
-        drafted = [m for m in everything.results if m != BASELINE]
-        rows = [["speed-up, tau", *(task.name for task in tasks)]]
-        for method in drafted:
-            results = [task.results.get(method) for task in tasks]
-            cells = [Cell(EMPTY) if r is None else estimate_cell(r.speedup, "{:.2f}x", exact=True) for r in results]
-            taus = [Cell(EMPTY) if r is None else estimate_cell(r.block_efficiency, "{:.2f}", True) for r in results]
-            rows.append([method, *(f"{cell.text} {tau.text}" for cell, tau in zip(cells, taus, strict=True))])
-        shown.append(rows)
     spent = stages(everything)
     heads = ["ms per answer", *(column.name for column in spent.columns[1:])]
     shown.append([heads, *([cell.text for cell in row.cells] for row in spent.rows)])
