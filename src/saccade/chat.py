@@ -7,8 +7,7 @@ from typing import Any, Unpack
 
 from saccade.errors import InputError
 from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import InputProcessor
-from saccade.inputs.requests import kept_video, one_or_more
+from saccade.inputs.processor import InputProcessor, kept_video, one_or_more
 from saccade.output import Output
 from saccade.stream import Chunk, GenerationOptions, Stream
 

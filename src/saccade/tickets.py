@@ -14,7 +14,7 @@ from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.requests import Question, RowInput, is_batch, one_or_more, seeds_of
+from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
 from saccade.stream import GenerationOptions
 from saccade.target.media_cache import MEDIA_BYTES

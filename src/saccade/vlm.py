@@ -20,9 +20,8 @@ from saccade.engine.generation import plan
 from saccade.errors import InputError
 from saccade.inputs.families import vision_signature
 from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, Messages, Question, RowInput, is_batch, per_row, seeds_of
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.requests import Messages, Question, RowInput, is_batch, per_row, seeds_of
 from saccade.loading import (
     adapt,
     check_checkpoint,

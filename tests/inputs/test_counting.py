@@ -11,7 +11,7 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
-from saccade.inputs.families.llava_next import LlavaNext
+from saccade.inputs.families.llava import LlavaNext
 from saccade.inputs.families.qwen_vl import Qwen3VL
 
 SIDE = st.integers(1, 3000)

@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.inputs.media import SERVER, MediaLimits, fetch, load_image
+from saccade.inputs.media import SERVER, MediaLimits, load_image
+from saccade.inputs.media.sources import is_public
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
 _buffer = io.BytesIO()
@@ -158,7 +159,7 @@ PRIVATE = [
 
 @pytest.mark.parametrize("ip", PRIVATE)
 def test_addresses_that_are_not_public_are_never_connected_to(ip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not fetch.is_public(ip)
+    assert not is_public(ip)
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
     for others in ([], ["8.8.8.8"]):
         answer = [(0, 0, 0, "", (one, 80)) for one in [*others, ip]]
@@ -168,7 +169,7 @@ def test_addresses_that_are_not_public_are_never_connected_to(ip: str, monkeypat
 
 @pytest.mark.parametrize("ip", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
 def test_public_addresses_are_known_as_such(ip: str) -> None:
-    assert fetch.is_public(ip)
+    assert is_public(ip)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f000001", "017700000001", "[::1]", "0"])

@@ -23,7 +23,7 @@ from kits import VIDEO, kit
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.inputs.media import LOCAL, SERVER, MediaLimits, decoder, isolated, load_image, load_video
+from saccade.inputs.media import LOCAL, SERVER, MediaLimits, decoder, load_image, load_video, videos
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
 ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"
@@ -569,7 +569,7 @@ def test_a_decoder_that_hangs_or_crashes_is_one_sentence(tmp_path: Path, monkeyp
         (stuck, "takes longer than 2 seconds"),
         (crash, "not a video that PyAV can decode"),
     ):
-        monkeypatch.setattr(isolated.decoder, "__file__", str(program))
+        monkeypatch.setattr(videos.decoder, "__file__", str(program))
         refused(data, says, replace(SERVER, decode_seconds=2), load_video)
     assert time.monotonic() - start < 60
 
@@ -591,12 +591,12 @@ def test_a_captured_decoder_can_say_nothing_harmful(
     head, content = answer
     data = struct.pack("<QQ", len(head), len(content)) + head.encode() + content
     program.write_text(f"import sys\nsys.stdout.buffer.write({data!r})")
-    monkeypatch.setattr(isolated.decoder, "__file__", str(program))
+    monkeypatch.setattr(videos.decoder, "__file__", str(program))
     refused(film(), "not a video that PyAV can decode", SERVER, load_video)
 
 
 def test_no_process_is_started_for_what_is_no_video(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated.subprocess, "Popen", never)
+    monkeypatch.setattr(videos.subprocess, "Popen", never)
     for content in PLAYLISTS.values():
         refused(content, "not a video that PyAV can decode", SERVER, load_video)
 
@@ -610,7 +610,7 @@ def test_the_decoder_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         given.update(options)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(isolated.subprocess, "Popen", popen)
+    monkeypatch.setattr(videos.subprocess, "Popen", popen)
     assert load_video(film(), limits=SERVER).total == 12
     assert "HF_TOKEN" not in given["env"]
 

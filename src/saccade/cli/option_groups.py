@@ -108,7 +108,7 @@ class Decoding:
     def check(self) -> None:
         """Check what needs no model, before one is loaded."""
         from saccade.engine.generation import check_given
-        from saccade.inputs.requests import seeds_of
+        from saccade.inputs.processor import seeds_of
 
         check_given(self.options())
         if self.seed is not None:

@@ -16,7 +16,7 @@ from saccade.errors import InputError, SaccadeError, SaccadeWarning
 from saccade.evaluators.continuations import Scorer
 from saccade.evaluators.tallies import Speed, speed_file
 from saccade.evaluators.task_settings import Decoding, Report, decoding, sort_arguments, without_stop
-from saccade.inputs.requests import Messages, RowInput, seeds_of
+from saccade.inputs.processor import Messages, RowInput, seeds_of
 from saccade.loading import name_of
 from saccade.output import Output
 from saccade.text import text_of

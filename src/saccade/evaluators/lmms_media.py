@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.inputs.requests import Messages
+from saccade.inputs.processor import Messages
 
 IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}

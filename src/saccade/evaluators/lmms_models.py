@@ -21,7 +21,7 @@ from saccade.errors import InputError
 from saccade.evaluators.evaluated_model import Ask, EvaluatedModel, Reply
 from saccade.evaluators.lmms_media import conversation, with_visuals
 from saccade.evaluators.tallies import Tally
-from saccade.inputs.requests import Messages
+from saccade.inputs.processor import Messages
 
 NO_TEMPLATE = (
     "--apply_chat_template is not for the model saccade, which always applies the checkpoint's chat template to the "

@@ -21,7 +21,7 @@ from typing import Any
 
 from saccade.errors import InputError, SaccadeError
 from saccade.evaluators.evaluated_model import Ask, EvaluatedModel, Reply, Running
-from saccade.inputs.requests import Messages
+from saccade.inputs.processor import Messages
 
 FAILED = "Failed to obtain answer via API."
 """Answer by which VLMEvalKit knows questions that it reports as failed and asks again."""

@@ -11,8 +11,7 @@ from saccade.engine.generation import RowPlan, plan
 from saccade.errors import SaccadeError
 from saccade.inputs.conversations import Messages
 from saccade.inputs.media import LOCAL, load_image
-from saccade.inputs.processor import sampling_of
-from saccade.inputs.requests import RowInput, kept_video
+from saccade.inputs.processor import RowInput, kept_video, sampling_of
 from saccade.jobs.index import key_of
 from saccade.jobs.items import Asking, Item
 from saccade.text import text_of

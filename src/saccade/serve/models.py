@@ -16,9 +16,8 @@ from saccade.engine import Request
 from saccade.errors import MethodError
 from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.media import MediaLimits
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, RowInput
 from saccade.inputs.prompt import Prompt
-from saccade.inputs.requests import RowInput
 from saccade.methods.groups import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of

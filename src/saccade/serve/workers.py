@@ -30,9 +30,8 @@ from PIL import Image
 
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.media.decoder import confine
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, RowInput
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.inputs.requests import RowInput
 
 log = logging.getLogger("saccade.serve")
 KEPT = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")

@@ -19,7 +19,7 @@ from saccade.bench.records import MEDIA, Record, Run, first_difference, starts, 
 from saccade.bench.report import Content, figures, tables
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
-from saccade.inputs.media.bounds import FORMATS
+from saccade.inputs.media.sources import FORMATS
 
 LARGEST = 640
 """Longest side, in pixels, of a picture in the report; larger ones are scaled down."""

@@ -25,8 +25,7 @@ from saccade.draft.pruning import Pruning, places_of, positions_to_drop, request
 from saccade.errors import InputError, MethodError, ModelError
 from saccade.inputs.batching import spans_with_wrappers, without_media
 from saccade.inputs.families import family_of, visual_ids
-from saccade.inputs.families.family import PoolPoint, side_of
-from saccade.inputs.pixels import half
+from saccade.inputs.families.family import PoolPoint, half, side_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt, check_checkpoint, load_model

@@ -15,6 +15,7 @@ from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_S
 
 from saccade.errors import InputError
 from saccade.inputs.families.family import (
+    LANCZOS,
     Family,
     Features,
     Kind,
@@ -22,11 +23,12 @@ from saccade.inputs.families.family import (
     MediumTensors,
     PoolPoint,
     Tensors,
+    normalise,
+    resize_frames,
     runs_of,
     side_of,
 )
 from saccade.inputs.media import Video
-from saccade.inputs.pixels import LANCZOS, normalise, resize_frames
 from saccade.inputs.prompt import Medium
 
 _MOST_TILES = 20

@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Tensors, runs_of
+from saccade.inputs.families.family import (
+    SQUARE_384,
+    Family,
+    Features,
+    Kind,
+    Marks,
+    MediumTensors,
+    PoolPoint,
+    Tensors,
+    runs_of,
+    square_frames,
+)
 from saccade.inputs.media import Video, wanted_frames
-from saccade.inputs.pixels import SQUARE_384, square_frames
 from saccade.inputs.prompt import Medium
 
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from saccade.errors import InputError
 from saccade.inputs.families.family import (
+    SQUARE_384,
     Family,
     Features,
+    Grid,
     Kind,
     Marks,
     MediumTensors,
     PoolPoint,
     Tensors,
     class_token,
+    need,
     side_of,
+    square_frames,
+    square_grid,
     token_string,
 )
+from saccade.inputs.media import Video, wanted_frames
+from saccade.inputs.prompt import Medium
 
 
 class Llava(Family):
@@ -61,3 +73,140 @@ class Gemma3(Llava):
     def expand_image(self, words: Marks, features: Features) -> str:
         run = words.image * self.count("image", features)
         return f"\n\n{words.opener}{run}{words.closer}\n\n"
+
+
+class LlavaNext(Family):
+    """``pixel_values [n, tiles, 3, H, W]`` padded to the most tiles."""
+
+    names = MappingProxyType({"llava_next": "LLaVA-NeXT"})
+    is_tested = True
+    padded_keys = ("pixel_values",)
+    image_options = MappingProxyType({"do_pad": True})
+    pool_point = PoolPoint("multi_modal_projector")
+    unpads = True
+
+    def count(self, kind: Kind, tensors: Tensors) -> int:
+        height, width = (int(n) for n in tensors["image_sizes"][0])
+        base = side_of(self.config.vision_config) ** 2 + class_token(self.config)
+        if tensors["pixel_values"].shape[1] == 1:
+            return base + 1
+        rows, columns = self.unpadded(height, width)
+        return base + rows * columns + rows  # one newline per row of patches
+
+    def tile_grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles: the resolution that keeps most of the image, then wastes least."""
+
+        def fit(resolution: tuple[int, int]) -> tuple[int, int]:
+            scale = min(resolution[1] / width, resolution[0] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - resolution[0] * resolution[1]
+
+        best = max(((int(h), int(w)) for h, w in self.config.image_grid_pinpoints), key=fit)
+        tile = int(self.config.vision_config.image_size)
+        return best[0] // tile, best[1] // tile
+
+    def tile_count(self, height: int, width: int) -> int:
+        """Tiles of an image of that size, the base tile included."""
+        rows, columns = self.tile_grid(height, width)
+        return rows * columns + 1
+
+    def unpadded(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of the tiles without their padding."""
+        side = side_of(self.config.vision_config)
+        rows, columns = (n * side for n in self.tile_grid(height, width))
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return rows, columns
+
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+        if "pixel_values" not in tensors:
+            return
+        sizes = need(tensors, "image_sizes", "pixel_values")
+        pixels = tensors["pixel_values"]
+        together = tensors.get("batch_num_images")
+        groups = [1] * len(pixels) if together is None else [n for n in together.tolist() for _ in range(n)]
+        if len(groups) != len(pixels) or len(sizes) != len(pixels):
+            raise InputError(
+                f"pixel_values has {len(pixels)} images, image_sizes {len(sizes)} and batch_num_images {len(groups)}; "
+                "pass all from one call of the model's processor."
+            )
+        for i, group in enumerate(groups):
+            height, width = sizes[i].tolist()
+            tiles = self.tile_count(height, width) if group == 1 else 1
+            piece = {"pixel_values": pixels[i : i + 1, :tiles], "image_sizes": sizes[i : i + 1]}
+            if together is not None:
+                piece["batch_num_images"] = torch.tensor([group])
+            yield MediumTensors("image", piece)
+
+    def grid(self, medium: Medium) -> Grid | None:
+        return None
+
+    def image_pixels(self, medium: Medium) -> Tensor:
+        return medium.tensors["pixel_values"][0, 0]
+
+
+class LlavaOnevision(LlavaNext):
+    """LLaVA-OneVision: tiles only for an image that is alone in its row; videos ``[1, T, 3, H, W]``."""
+
+    names = MappingProxyType({"llava_onevision": "LLaVA-OneVision"})
+    image_options = MappingProxyType({})
+    video_defaults = SQUARE_384
+    video_sampling = MappingProxyType({"num_frames": 32})
+
+    def count(self, kind: Kind, tensors: Tensors) -> int:
+        if kind == "image":
+            return super().count(kind, tensors)
+        side = math.ceil(side_of(self.config.vision_config) / 2)
+        return tensors["pixel_values_videos"].shape[1] * side * side + 1
+
+    def unpadded(self, height: int, width: int) -> tuple[int, int]:
+        rows, columns = super().unpadded(height, width)
+        most = int(self.config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        ratio = math.sqrt(rows * columns / (most * side_of(self.config.vision_config) ** 2))
+        return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
+
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+        yield from super().cut(tensors, rows)
+        for video in tensors.get("pixel_values_videos", ()):
+            yield MediumTensors("video", {"pixel_values_videos": video[None]})
+
+    def join_tensors(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        if name != "batch_num_images":
+            return super().join_tensors(name, tensors)
+        alone = all(int(t.max()) == 1 for t in tensors)
+        return torch.cat([*tensors]) if alone else max(tensors, key=lambda t: int(t.max()))
+
+    def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        out = super().collate(rows)
+        if "batch_num_images" in out:  # counts per row, which a flat list of media has lost
+            out["batch_num_images"] = torch.tensor([sum(m.kind == "image" for m in row) for row in rows])
+        return out
+
+    def prepare_images(self, run: Callable[[Any], Features], images: Sequence[Any]) -> list[Features]:
+        if len(images) <= 1:
+            return super().prepare_images(run, images)
+        row = run([images])
+        return [
+            {
+                "pixel_values": pixels[None],
+                "image_sizes": size[None],
+                "batch_num_images": torch.tensor([len(images)]),
+            }
+            for pixels, size in zip(row["pixel_values"], row["image_sizes"], strict=True)
+        ]
+
+    @staticmethod
+    def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
+        """Evenly from the first frame on; ``num_frames`` of them, or ``fps`` per second."""
+        count = wanted_frames(total, fps, settings)
+        return [i * total // count for i in range(count)]
+
+    def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        return [{"pixel_values_videos": square_frames(video.frames, settings)[None]}]
+
+    def grid(self, medium: Medium) -> Grid | None:
+        if medium.kind == "image":
+            return None
+        return square_grid(medium, medium.tensors["pixel_values_videos"].shape[1])

@@ -9,8 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import Family, Features, Grid, Kind, Marks, MediumTensors, Tensors, need
-from saccade.inputs.pixels import half, resample
+from saccade.inputs.families.family import (
+    Family,
+    Features,
+    Grid,
+    Kind,
+    Marks,
+    MediumTensors,
+    Tensors,
+    half,
+    need,
+    resample,
+)
 from saccade.inputs.prompt import Medium
 
 

@@ -18,9 +18,21 @@ from transformers.image_utils import (
 )
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families.family import Family, Grid, Kind, Marks, MediumTensors, Tensors, need
+from saccade.inputs.families.family import (
+    BICUBIC,
+    Family,
+    Grid,
+    Kind,
+    Marks,
+    MediumTensors,
+    Tensors,
+    half,
+    need,
+    normalise,
+    resample,
+    resize_frames,
+)
 from saccade.inputs.media import ASSUMED_FPS, Frames, Video
-from saccade.inputs.pixels import BICUBIC, half, normalise, resample, resize_frames
 from saccade.inputs.prompt import Medium
 
 _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(

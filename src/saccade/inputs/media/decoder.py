@@ -14,13 +14,13 @@ import struct
 import sys
 import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saccade.inputs.media.bounds import MediaLimits
+    from saccade.inputs.media.sources import MediaLimits
 
-_ASF = bytes.fromhex("3026b2758e66cf11")
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
 _STARTS = {
     b"\x1aE\xdf\xa3": "matroska",
@@ -29,8 +29,10 @@ _STARTS = {
     b"OggS": "ogg",
     b"FLV\x01": "flv",
     b"\0\0\x01\xba": "mpeg",
-    _ASF: "asf",
+    bytes.fromhex("3026b2758e66cf11"): "asf",
 }
+_FULL_NAMES = {"mov": "mov,mp4,m4a,3gp,3g2,mj2", "matroska": "matroska,webm"}
+"""Names of demuxers of several containers."""
 
 
 class Refused(Exception):
@@ -49,12 +51,6 @@ def container_of(data: bytes) -> str | None:
     if any(data[n : n + 3 * size : size] == b"GGG" for n, size in ((0, 188), (4, 192), (0, 204))):
         return "mpegts"
     return next((name for start, name in _STARTS.items() if data.startswith(start)), None)
-
-
-def is_fitting(width: int, height: int, limits: MediaLimits) -> bool:
-    """Whether sides and aspect ratio are within the limits; a short file can name any."""
-    short, long = sorted((width, height))
-    return long <= min(limits.longest_side, limits.aspect_ratio * short)
 
 
 def accepted_container(data: bytes, limits: MediaLimits) -> str:
@@ -93,10 +89,7 @@ class Decoder:
         return total, float(rate) if rate else None, pixels
 
     def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any]]:
-        """Decode in order up to the last wanted frame, all without any, or up to damage.
-
-        Shapes: returns ``[H, W, 3]``.
-        """
+        """Decode in order up to the last wanted frame, all without any, or up to damage; ``[H, W, 3]`` each."""
         import av
 
         wanted = frozenset(wanted)
@@ -123,15 +116,38 @@ class Decoder:
 
     def _pixels(self, frame: Any) -> int:
         """Pixels of a frame, or of the frames of a stream; raises `Refused` beyond the limits."""
-        width, height = int(frame.width), int(frame.height)
-        if not 0 < width * height <= self._limits.video_pixels:
+        short, long = sorted((int(frame.width), int(frame.height)))
+        if not 0 < short * long <= self._limits.video_pixels:
             raise Refused("pixels")
-        if not is_fitting(width, height, self._limits):
+        if long > min(self._limits.longest_side, self._limits.aspect_ratio * short):  # a short file can name any
             raise Refused("sides")
-        return width * height
+        return short * long
 
-    def _open(self) -> _Opened:
-        return _Opened(self._data, self._container, self._limits)
+    @contextmanager
+    def _open(self) -> Iterator[tuple[Any, Any]]:
+        """The open container with its first video stream; every error of PyAV becomes `Refused`."""
+        import av
+
+        limits = self._limits
+        options = {
+            "format_whitelist": _FULL_NAMES.get(self._container, self._container),
+            "protocol_whitelist": "",
+            "codec_whitelist": ",".join(limits.codecs),
+            "max_pixels": str(limits.video_pixels),
+        }
+        try:
+            file = io.BytesIO(self._data)
+            with av.open(file, format=self._container, options=options, metadata_errors="replace") as opened:
+                if not opened.streams.video:
+                    raise Refused("stream")
+                codec = opened.streams.video[0].codec_context
+                if codec is None or codec.name not in limits.codecs:
+                    raise Refused("film" if codec is None else "codec")  # None where the file is cut, too
+                yield opened, opened.streams.video[0]
+        except Refused:
+            raise
+        except Exception as error:  # of a damaged file, anything
+            raise Refused("memory" if isinstance(error, MemoryError) else "film") from None
 
 
 def _upright(frame: Any) -> Any:
@@ -142,56 +158,11 @@ def _upright(frame: Any) -> Any:
     return np.ascontiguousarray(np.rot90(pixels, turns))  # lines may be padded
 
 
-class _Opened:
-    """An open container with its first video stream; every error of PyAV becomes `Refused`."""
-
-    def __init__(self, data: bytes, container: str, limits: MediaLimits) -> None:
-        import av
-
-        options = {
-            "format_whitelist": _FULL_NAMES.get(container, container),
-            "protocol_whitelist": "",
-            "codec_whitelist": ",".join(limits.codecs),
-            "max_pixels": str(limits.video_pixels),
-        }
-        try:
-            file = io.BytesIO(data)
-            self._opened = av.open(file, format=container, options=options, metadata_errors="replace")
-        except Exception as error:  # of a damaged file, anything
-            raise _refusal(error) from None
-        self._codecs = limits.codecs
-
-    def __enter__(self) -> tuple[Any, Any]:
-        if not self._opened.streams.video:
-            self._opened.close()
-            raise Refused("stream")
-        stream = self._opened.streams.video[0]
-        if stream.codec_context is None or stream.codec_context.name not in self._codecs:
-            self._opened.close()
-            raise Refused("film" if stream.codec_context is None else "codec")  # None where the file is cut, too
-        return self._opened, stream
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._opened.close()
-        if isinstance(error, Exception) and not isinstance(error, Refused):
-            raise _refusal(error) from None
-
-
-def _refusal(error: Exception) -> Refused:
-    return Refused("memory" if isinstance(error, MemoryError) else "film")
-
-
-_FULL_NAMES = {"mov": "mov,mp4,m4a,3gp,3g2,mj2", "matroska": "matroska,webm"}
-"""Names of demuxers of several containers."""
-
-
 def send(pipe: IO[bytes], message: Any, content: Any = b"") -> None:
     """Write a message: two lengths, JSON, bytes."""
-    head = json.dumps(message).encode()
-    view = memoryview(content).cast("B")
-    pipe.write(struct.pack("<QQ", len(head), len(view)))
-    pipe.write(head)
-    pipe.write(view)
+    head, view = json.dumps(message).encode(), memoryview(content).cast("B")
+    for part in (struct.pack("<QQ", len(head), len(view)), head, view):
+        pipe.write(part)
     pipe.flush()
 
 

@@ -1,28 +1,47 @@
-"""RGB images from paths, bytes, URIs, PIL images and arrays, within limits."""
+"""RGB images from paths, bytes, URIs, PIL images and arrays, within limits.
+
+Files are walked before Pillow opens them, against those that are small but take long: Pillow reads markers, chunks and
+strips one by one in Python, and a progressive JPEG costs a pass over all its pixels per scan (20 MB of scans of 98
+bytes take hours).
+"""
 
 from __future__ import annotations
 
 import io
+import re
+import struct
 import warnings
+import zlib
+from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.inputs.media.bounds import LOCAL, MediaLimits
-from saccade.inputs.media.decoder import is_fitting
-from saccade.inputs.media.headers import is_cut_png, is_laborious, jpeg_end, webp_size
-from saccade.inputs.media.sources import read_source
+from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
+
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of TIFF
+_JPEG_PIXELS = 512
+"""Most pixels of a JPEG by a byte of the file: 64 by every bit."""
+_OTHER_BITS = bytes.fromhex("5a3c91b7e4260f68") * 8
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientations, and what makes the picture upright."""
 
 
 def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
-    """Load an upright RGB image.
-
-    Transparent images are laid over white, as the Hugging Face image processors do.
-    Shapes: source ``[H, W]``.
-    """
+    """Load an upright RGB image; transparent ones are laid over white, as the Hugging Face image processors do."""
     if isinstance(source, Image.Image):
         return _rgb(source, f"The PIL image of size {source.size}", limits)
     if isinstance(source, np.ndarray):
@@ -31,7 +50,7 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
     if size := webp_size(data):
         _check_size(size, name, limits)
     if is_laborious(data):
-        raise InputError(f"{name} has far more parts than a picture needs; save it anew.")
+        raise InputError(f"{name} has far more parts than a picture needs; save it again.")
     # Pillow warns of images that it deems large, where a larger limit says otherwise.
     is_quiet = limits.image_pixels > (Image.MAX_IMAGE_PIXELS or 0)
     try:
@@ -48,17 +67,31 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
     return _rgb(image, name, limits, data)
 
 
+def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
+    """Pixels as uint8 from uint8, bool or floats between 0 and 1."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8) * 255
+    if np.issubdtype(array.dtype, np.floating):
+        if not bool(np.all((array >= 0) & (array <= 1))):
+            raise InputError(f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255.")
+        return np.round(array * 255).astype(np.uint8)
+    raise InputError(f"The {what} array is of type {array.dtype}; give uint8, or floats from 0 to 1.")
+
+
 def _too_many(name: str, limits: MediaLimits) -> InputError:
     return InputError(f"{name} has more than {limits.image_pixels} pixels; scale it down first.")
 
 
 def _check_size(size: tuple[int, int], name: str, limits: MediaLimits) -> None:
     width, height = size
-    if not width or not height:
+    short, long = sorted(size)
+    if not short:
         raise InputError(f"{name} has no pixels; give one of at least 1x1.")
     if width * height > limits.image_pixels:
         raise _too_many(name, limits)
-    if not is_fitting(width, height, limits):
+    if long > min(limits.longest_side, limits.aspect_ratio * short):
         raise InputError(
             f"{name} is {width} pixels wide and {height} high; give sides of at most {limits.longest_side} pixels, one "
             f"at most {limits.aspect_ratio:g} times as long as the other."
@@ -72,7 +105,7 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") 
         raise _too_many(name, limits)  # its decoder allocates a whole tile for any picture
     is_jpeg = data.startswith(b"\xff\xd8")
     try:
-        if is_jpeg and image.width * image.height > _MOST_PIXELS * len(data):
+        if is_jpeg and image.width * image.height > _JPEG_PIXELS * len(data):
             raise ValueError
         image.load()
         if image.format == "PNG" and is_cut_png(data, np.asarray(image.crop((0, image.height - 1, *image.size)))):
@@ -92,12 +125,6 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") 
         raise InputError(f"{name} is damaged; give a complete image file.") from None
 
 
-_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # of TIFF
-_MOST_PIXELS = 512
-"""Pixels of a JPEG by a byte of the file: 64 by every bit."""
-_OTHER_BITS = bytes.fromhex("5a3c91b7e4260f68") * 8
-
-
 def _is_cut_jpeg(data: bytes, image: Image.Image) -> bool:
     """Whether the compressed pixels of a JPEG end before its last block, which is then grey.
 
@@ -107,26 +134,13 @@ def _is_cut_jpeg(data: bytes, image: Image.Image) -> bool:
     last = np.asarray(image.crop((image.width - 1, image.height - 1, *image.size)), np.int16)
     if (abs(last - 128) > 1).any():
         return False
-    end = jpeg_end(data)
+    end = next((marker.start() for marker in _jpeg_markers(data) if marker[1] == b"\xd9"), len(data))
     other = Image.open(io.BytesIO(data[:end] + _OTHER_BITS + data[end:]), formats=("JPEG",))
     return other.tobytes() != image.tobytes()
 
 
-_ORIENTATION = 0x0112
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""EXIF orientations, and what makes the picture upright."""
-
-
 def _upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation; Pillow's own function also writes all other tags anew, and fails at odd ones."""
+    """Apply the EXIF orientation; Pillow's own function also rewrites all other tags, and fails at odd ones."""
     try:
         orientation = image.getexif().get(_ORIENTATION)
     except Exception:  # of damaged tags, anything; the pixels are whole
@@ -145,19 +159,95 @@ def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             "[H, W, 4], channels last."
         )
     array = to_uint8(array, "image")
-    if array.shape[2] == 4:
-        return array
-    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
+    return array if array.shape[2] == 4 else np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
 
 
-def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
-    """Pixels as uint8 from uint8, bool or floats between 0 and 1."""
-    if array.dtype == np.uint8:
-        return array
-    if array.dtype == np.bool_:
-        return array.astype(np.uint8) * 255
-    if np.issubdtype(array.dtype, np.floating):
-        if not bool(np.all((array >= 0) & (array <= 1))):
-            raise InputError(f"The {what} array has floats outside 0..1; scale them or give uint8 from 0 to 255.")
-        return np.round(array * 255).astype(np.uint8)
-    raise InputError(f"The {what} array is of type {array.dtype}; give uint8, or floats from 0 to 1.")
+PIECES = 1 << 16
+"""Markers, chunks or strips of a file; larger files may have one per 256 bytes."""
+SCANS = 64
+"""Scans of a JPEG; encoders write about ten."""
+_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])", re.DOTALL)
+_STRIPS = (273, 279, 324, 325)
+"""TIFF tags with one value per strip or tile."""
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""First column and row, and steps between columns and rows, of the passes of an interlaced PNG."""
+
+
+def webp_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height of a WebP file's canvas, which its decoder allocates at once; None for other files."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    kind, body = data[12:16], data[20:30].ljust(10, b"\0")
+    if kind == b"VP8X":
+        return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
+    if kind == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
+
+
+def is_laborious(data: bytes) -> bool:
+    """Whether a JPEG, PNG or TIFF has more scans, markers, chunks or strips than a picture needs."""
+    most = max(PIECES, len(data) // 256)
+    if data.startswith(b"\xff\xd8"):
+        scans = 0
+        for number, marker in enumerate(_jpeg_markers(data)):
+            scans += marker[1] == b"\xda"
+            if scans > SCANS or number == most:
+                return True
+    if data.startswith(b"\x89PNG"):
+        return next(islice(_png_chunks(data), most - 1, None), None) is not None
+    return data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") and _is_laborious_tiff(data, most)
+
+
+def _jpeg_markers(data: bytes) -> Iterator[re.Match[bytes]]:
+    """The markers of a JPEG up to its end."""
+    place = 2
+    while (marker := _MARKER.search(data, place)) is not None:
+        yield marker
+        if marker[1] == b"\xd9":
+            return
+        alone = marker[1] in (b"\x01", b"\xd8")
+        place = marker.end() + (0 if alone else int.from_bytes(data[marker.end() : marker.end() + 2], "big"))
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[int, int]]:
+    """Place and content length of every chunk of a PNG."""
+    place = 8
+    while place + 12 <= len(data):
+        size = int.from_bytes(data[place : place + 4], "big")
+        yield place, size
+        place += 12 + size
+
+
+def is_cut_png(data: bytes, last_row: Any) -> bool:
+    """Whether the compressed pixels of a PNG end before its last row, which Pillow then leaves at zero."""
+    width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data.ljust(29, b"\0"), 16)
+    if not data or (last_row.any() and not interlace):
+        return False
+    missing = 0
+    for x, y, dx, dy in _ADAM7 if interlace else ((0, 0, 1, 1),):
+        columns, rows = len(range(x, width, dx)), len(range(y, height, dy))
+        missing += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
+    decoder = zlib.decompressobj()
+    for place, size in _png_chunks(data):
+        piece = data[place + 8 : place + 8 + size] if data[place + 4 : place + 8] == b"IDAT" else b""
+        while piece and missing > 0:
+            missing -= len(decoder.decompress(piece, 1 << 16))
+            piece = decoder.unconsumed_tail
+    return missing > 0
+
+
+def _is_laborious_tiff(data: bytes, most: int) -> bool:
+    order, is_big = "<" if data[:1] == b"I" else ">", data[2:4] in (b"+\0", b"\0+")
+    entry = struct.Struct(order + ("HHQQ" if is_big else "HHII"))
+    try:
+        (start,) = struct.unpack_from(order + ("Q" if is_big else "I"), data, 8 if is_big else 4)
+        (count,) = struct.unpack_from(order + ("Q" if is_big else "H"), data, start)
+        entries = memoryview(data)[start + (8 if is_big else 2) :]
+        size = min(count, len(entries) // entry.size) * entry.size
+        tags = islice(entry.iter_unpack(entries[:size]), most)
+        return count > most or any(tag in _STRIPS and values > most for tag, _, values, _ in tags)
+    except struct.error:
+        return False  # damaged; Pillow says so
