@@ -83,7 +83,6 @@ def test_costs_survive_the_header() -> None:
     costs = Costs(kv=7, target={1: 0.5, 2: 0.6}, draft={})
     assert Costs.of({"kv": 7, "target": {"1": 0.5, "2": 0.6}, "draft": {}}) == costs
     assert Costs.of({}) is None
-    assert costs.ratio == 0.0
 
 
 def test_nothing_is_predicted_without_step_times() -> None:

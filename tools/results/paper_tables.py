@@ -67,10 +67,11 @@ def predictions(run: Run) -> list[Predicted]:
 def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
     """T_q / T_p; 1 for the target itself, None for a head without measurement."""
     if method["needs"] == "head":
-        return costs.head_ratio(str(method.get("head")))
+        step = costs.heads.get(str(method.get("head")))
+        return None if step is None else step / costs.target_seconds(1)
     if method.get("options", {}).get("draft_with") == "self":
         return 1.0
-    return costs.ratio if method["needs"] == "draft model" else 0.0
+    return costs.draft[1] / costs.target_seconds(1) if method["needs"] == "draft model" else 0.0
 
 
 def _drafts_in_prefill(records: Sequence[Record]) -> int:

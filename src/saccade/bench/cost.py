@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from statistics import median
 from typing import Any
@@ -55,20 +56,8 @@ class Costs:
 
     def target_seconds(self, tokens: float) -> float:
         """T_p(tokens), interpolated between measured sizes."""
-        return _between(self.target, tokens)
-
-    def draft_seconds(self, tokens: float) -> float:
-        """T_q(tokens), interpolated; 0 without a draft model."""
-        return _between(self.draft, tokens) if self.draft else 0.0
-
-    @property
-    def ratio(self) -> float:
-        """T_q / T_p, each for one token."""
-        return self.draft_seconds(1) / self.target_seconds(1)
-
-    def head_ratio(self, name: str) -> float | None:
-        """T_q / T_p of a head; None when not measured."""
-        return self.heads[name] / self.target_seconds(1) if name in self.heads else None
+        sizes = sorted(self.target)
+        return float(np.interp(tokens, sizes, [self.target[size] for size in sizes]))
 
 
 def measure(
@@ -99,26 +88,20 @@ def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[
     context = Context(model, 1)
     context.cache.reserve(0, len(prompt) + max(sizes))
     context.load(0, prompt)
-    calls = {size: _call(context, prompt.ids[-1], size) for size in sizes}
-    found: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(ROUNDS + WARM):
-        for size, call in calls.items():
-            spent = _timed(call, model.device)
-            if turn >= WARM:
-                found[size].append(spent)
-    return len(prompt), {size: median(times) for size, times in found.items()}
+    chains = {size: torch.full((1, size), prompt.ids[-1], device=model.device) for size in sizes}  # [1, size]
 
-
-def _call(context: Context, token: int, size: int) -> Callable[[], None]:
-    """Pass over a chain of ``size`` tokens that leaves the cache unchanged."""
-    device = context.target.device
-    tokens = torch.full((1, size), token, device=device)
-
-    def call() -> None:
+    def step(tokens: torch.Tensor) -> None:
+        """Pass over a chain that leaves the cache unchanged."""
         context.forward([0], tokens)
         context.cache.drop([0])
 
-    return call
+    found: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(ROUNDS + WARM):
+        for size, tokens in chains.items():
+            spent = _timed(partial(step, tokens), model.device)
+            if turn >= WARM:
+                found[size].append(spent)
+    return len(prompt), {size: median(times) for size, times in found.items()}
 
 
 @torch.inference_mode()
@@ -139,21 +122,13 @@ def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    """Seconds of a call, the device idle before and after it."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
     started = time.perf_counter()
     call()
-    _synchronize(device)
+    wait(device)
     return time.perf_counter() - started
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _between(measured: dict[int, float], tokens: float) -> float:
-    sizes = sorted(measured)
-    return float(np.interp(tokens, sizes, [measured[s] for s in sizes]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,6 @@ class MethodResult:
     decode_rate: Estimate | None  # tokens after prefill per second after prefill
     block_efficiency: Estimate | None  # tokens emitted per verification pass
     accepted_length: Estimate | None  # the same without the target's own token (LVSpec's, SAGE's tau)
-    block_efficiency_per_sample: float | None
-    accepted_length_per_sample: float | None
     acceptance_by_depth: list[float]  # entry d - 1
     reached: list[int]  # entry d is the number of passes that accepted at least d draft tokens
     verified_per_token: float | None  # positions that the target computed per token emitted; 1 for plain decoding
@@ -209,7 +207,6 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
             facts[fact].append(score)
     sums = [by_prompt(records, count, sum) for count in (emitted, accepted, passes)]
     tokens, extra, blocks = (list(each.values()) for each in sums)
-    efficiency = _mean(value for r in records if (value := block_efficiency(r)) is not None)
     verified = sum(r.stats["drafted_tokens"] + r.stats["target_passes"] for r in records)
     after_first = sum(r.stats["new_tokens"] - 1 for r in records)
     inputs = [r.stats["seconds"]["inputs"] for r in records if "inputs" in r.stats["seconds"]]
@@ -225,8 +222,6 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
         decode_rate=median_estimate(list(by_prompt(records, decode_rate, median).values())),
         block_efficiency=ratio_of_sums(tokens, blocks),
         accepted_length=ratio_of_sums(extra, blocks),
-        block_efficiency_per_sample=efficiency,
-        accepted_length_per_sample=None if efficiency is None else efficiency - 1,
         acceptance_by_depth=[b / a for a, b in pairwise(reached) if a],
         reached=reached,
         verified_per_token=verified / after_first if after_first > 0 else None,

@@ -58,7 +58,7 @@ class Prepared:
         for task in resolved["tasks"]:
             task.pop("media")  # places of files do not identify a run
         resolved["judge"] = judge.facts(self.suite.judge)
-        return as_json(resolved)
+        return _from_json(resolved)
 
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and used heads, with digests of their weights."""
@@ -67,8 +67,21 @@ class Prepared:
         found = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
         if self.vlm.draft_model is not None:
             found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
-        found["heads"] = {name: head_facts(head, name) for name, head in self.heads.items()}
-        return as_json(found)
+        found["heads"] = {
+            name: {
+                "name": name,
+                "type": head.kind,
+                "parameters": sum(p.numel() for p in head.parameters()),
+                "layers": head.blocks,
+                "width": head.config.hidden_size,
+                "vocabulary": head.config.vocab_size,
+                "options": dict(head.config.options),
+                "digest": fingerprint(head),
+                "dtype": dtype_name(head),
+            }
+            for name, head in self.heads.items()
+        }
+        return _from_json(found)
 
     @property
     def heads(self) -> dict[str, Head]:
@@ -78,7 +91,7 @@ class Prepared:
 
     def environment(self) -> dict[str, Any]:
         """Facts about software and machine."""
-        return as_json(environment(self.vlm.target.device))
+        return _from_json(environment(self.vlm.target.device))
 
 
 def prepare(
@@ -137,21 +150,6 @@ def lacking(entry: MethodEntry) -> str:
     return ""
 
 
-def head_facts(head: Head, name: str) -> dict[str, Any]:
-    """Kind, size, options, dtype and fingerprint of a head."""
-    return {
-        "name": name,
-        "type": head.kind,
-        "parameters": sum(p.numel() for p in head.parameters()),
-        "layers": head.blocks,
-        "width": head.config.hidden_size,
-        "vocabulary": head.config.vocab_size,
-        "options": dict(head.config.options),
-        "digest": fingerprint(head),
-        "dtype": dtype_name(head),
-    }
-
-
 def _refusal(vlm: VLM, group: list[Question]) -> str:
     """Reason why the model cannot take a question of a task, its prompt's length included; empty when it can."""
     try:
@@ -162,10 +160,10 @@ def _refusal(vlm: VLM, group: list[Question]) -> str:
     return ""
 
 
-def as_json(content: dict[str, Any]) -> dict[str, Any]:
+def _from_json(content: dict[str, Any]) -> dict[str, Any]:
     """Content as read back from JSON: tuples as lists, keys as strings."""
-    found: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    return found
+    read: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    return read
 
 
 def _resolved(entry: MethodEntry, vlm: VLM) -> dict[str, Any]:
