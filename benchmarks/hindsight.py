@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from saccade.bench import records
 from saccade.bench.claims import sums_by_prompt
+
+from saccade.bench import records
 from saccade.errors import InputError
 
 Sums = tuple[int, int]
