@@ -31,14 +31,7 @@ _LONGEST = 100
 
 
 def save(question: Question, run: Path) -> list[list[str]]:
-    """Save the pictures of every turn that are not saved yet.
-
-    Returns:
-        File names below ``media/``, by turn.
-
-    Raises:
-        SaccadeError: the disk is full or the folder cannot be written.
-    """
+    """Save the pictures of every turn that are not saved yet."""
     return [_save(question.turn_id(i), turn.images, run / FOLDER) for i, turn in enumerate(question.turns)]
 
 
@@ -56,21 +49,13 @@ def _save(prompt_id: str, sources: Iterable[Any], folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to the last message of a conversation.
+    """Answer to the last message of a conversation."""
 
-    Attributes:
-        record: not yet compared with plain decoding.
-        messages: the conversation up to and including the question, with its media.
-        seconds: wall time, tokenizing included.
-        traced_seconds: wall time of the extra answer whose trees are recorded.
-        reading: of its videos, as of the question.
-    """
-
-    record: Record
-    messages: list[Mapping[str, Any]]
-    seconds: float
-    traced_seconds: float
-    reading: Mapping[str, Any]
+    record: Record  # not yet compared with plain decoding
+    messages: list[Mapping[str, Any]]  # the conversation up to and including the question, with its media
+    seconds: float  # wall time, tokenizing included
+    traced_seconds: float  # wall time of the extra answer whose trees are recorded
+    reading: Mapping[str, Any]  # of its videos, as of the question
 
 
 def answer_turns(
@@ -84,15 +69,7 @@ def answer_turns(
     media: Sequence[Sequence[str]] = (),
     trace: bool = False,
 ) -> list[Answer]:
-    """Answer every turn of a question.
-
-    Args:
-        label: of the method, for the record.
-        options: generation options of the suite; the question's own take their place.
-        seed: of the suite; random draws depend on it, the turn and the repeat, not on the method.
-        media: names of the saved pictures, by turn.
-        trace: repeat the answer untimed to record its draft trees.
-    """
+    """Answer every turn of a question."""
     options = question.options(options)
     conversation = _Conversation(vlm, len(question.turns) > 1, options)
     traced_conversation = _Conversation(vlm, len(question.turns) > 1, {**options, "trace": True})

@@ -27,13 +27,7 @@ def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
 
 
 def compare_with_plain(record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]) -> Record:
-    """Complete a record with its comparison with plain decoding.
-
-    Args:
-        plain: the baseline's tokens for the same prompt and repeat.
-        target: computes the logits at the first difference.
-        prompt: makes the prompt; called only where tokens differ.
-    """
+    """Complete a record with its comparison with plain decoding."""
     position = first_difference(record.tokens, plain)
     if position is None:
         return replace(record, equal=True)

@@ -19,24 +19,15 @@ Judgement = Literal["holds", "reversed", "undecided"]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two methods on the same prompts.
-
-    Attributes:
-        above, below: labels; the paper ranks the first one higher.
-        by: a name of `MEASURES`.
-        ratio: of ``above`` over ``below`` with its paired 95 % interval.
-        least: value that the ratio must exceed.
-        tasks: number of tasks on which the ratio exceeds it, and of all tasks.
-        judgement: ``holds`` when the whole interval exceeds ``least``, ``reversed`` when it lies below.
-    """
+    """Two methods on the same prompts."""
 
     above: str
     below: str
-    by: str
-    ratio: Estimate
-    least: float
-    tasks: tuple[int, int]
-    judgement: Judgement
+    by: str  # a name of `MEASURES`
+    ratio: Estimate  # of `above` over `below` with its paired 95 % interval
+    least: float  # value that the ratio must exceed
+    tasks: tuple[int, int]  # number of tasks on which the ratio exceeds it, and of all tasks
+    judgement: Judgement  # `holds` when the whole interval exceeds `least`, `reversed` when it lies below
 
     def __str__(self) -> str:
         if self.least == 1 and self.below != BASELINE:
@@ -52,17 +43,11 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A paper's order, compared pair by pair.
+    """A paper's order, compared pair by pair."""
 
-    Attributes:
-        claim: as in the run's configuration (`saccade.bench.suite.Claim`).
-        comparisons: of neighbouring levels.
-        absent: labels of the claim that the run lacks.
-    """
-
-    claim: Mapping[str, Any]
-    comparisons: tuple[Comparison, ...]
-    absent: tuple[str, ...]
+    claim: Mapping[str, Any]  # as in the run's configuration (`saccade.bench.suite.Claim`)
+    comparisons: tuple[Comparison, ...]  # of neighbouring levels
+    absent: tuple[str, ...]  # labels of the claim that the run lacks
 
     @property
     def outcome(self) -> str:
@@ -83,11 +68,7 @@ class Verdict:
         return f" in {', '.join(tasks)}" if tasks else ""
 
     def sentence(self, paper: str) -> str:
-        """State whether the order holds, by how much, and on how many tasks.
-
-        Args:
-            paper: the table or figure that the order is taken from.
-        """
+        """State whether the order holds, by how much, and on how many tasks."""
         order = " > ".join(", ".join(level) for level in self.claim["order"])
         least = "" if self.claim["least"] == 1 else f" by a factor of at least {self.claim['least']:g}"
         lacks = f"; without {', '.join(self.absent)}" if self.absent else ""
@@ -200,11 +181,7 @@ _GRID = 9
 
 
 def _score_at_equal_tokens(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
-    """Ratio of the mean scores of two curves over the tokens per pass that both reach, linear between their points.
-
-    Args:
-        ours, theirs: records of all methods of a curve.
-    """
+    """Ratio of the mean scores of two curves over the tokens per pass that both reach, linear between their points."""
     curves = [_points(ours), _points(theirs)]
     answered = [set(point) for curve in curves for point in curve]
     prompts = sorted(set.intersection(*answered)) if answered else []

@@ -28,54 +28,31 @@ RESAMPLES = 5000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of one method from run A to run B.
+    """Change of one method from run A to run B."""
 
-    Attributes:
-        method: label in both runs.
-        verdict: on ``relative`` where runs are judged so, else on ``time``; ``yardstick`` for plain decoding when the
-            others are judged by it.
-        paired: whether prompts are compared with themselves.
-        prompts: compared; of the smaller run when they are not paired.
-        time: time per token of B over A, median over prompts.
-        relative: the same after division by plain decoding's time; None for plain decoding, or without it.
-        answers, equal: answers to the same prompt and repeat, and those whose tokens are the same.
-        accepted_length: in A and B, averaged per block.
-        score: in A and B; None without ground truth.
-    """
-
-    method: str
-    verdict: Verdict
-    paired: bool
-    prompts: int
-    time: Estimate | None
-    relative: Estimate | None
+    method: str  # label in both runs
+    verdict: Verdict  # on `relative` where runs are judged so, else on `time`
+    paired: bool  # whether prompts are compared with themselves
+    prompts: int  # compared; of the smaller run when they are not paired
+    time: Estimate | None  # time per token of B over A, median over prompts
+    relative: Estimate | None  # the same after division by plain decoding's time
     answers: int
     equal: int
-    accepted_length: tuple[float, float] | None
-    score: tuple[float, float] | None
+    accepted_length: tuple[float, float] | None  # in A and B, averaged per block
+    score: tuple[float, float] | None  # in A and B; None without ground truth
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs side by side.
+    """Two runs side by side."""
 
-    Attributes:
-        changes: by method, for those in both runs.
-        relative: whether methods are judged relative to plain decoding.
-        level: probability that all verdicts together are free of false differences.
-        margin: share below which a difference does not count.
-        fewest: prompts that a verdict needs.
-        settings: what differs in the headers: name, value in A, value in B.
-        only: methods that one run has and the other lacks, by run (``A``, ``B``).
-    """
-
-    changes: list[Change]
-    relative: bool
-    level: float
-    margin: float
-    fewest: int
-    settings: list[tuple[str, Any, Any]]
-    only: dict[str, list[str]]
+    changes: list[Change]  # by method, for those in both runs
+    relative: bool  # whether methods are judged relative to plain decoding
+    level: float  # probability that all verdicts together are free of false differences
+    margin: float  # share below which a difference does not count
+    fewest: int  # prompts that a verdict needs
+    settings: list[tuple[str, Any, Any]]  # what differs in the headers: name, value in A, value in B
+    only: dict[str, list[str]]  # methods that one run has and the other lacks, by run (`A`, `B`)
 
     @property
     def slower(self) -> list[str]:
@@ -88,11 +65,6 @@ def compare(a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margi
 
     A method is faster or slower when the whole interval of its time ratio lies beyond the margin. The intervals are
     as wide as it takes for all of them together to hold with probability ``level`` (Bonferroni).
-
-    Args:
-        relative: judge times relative to plain decoding; needs it in both runs, else seconds are judged.
-        level: between 0 and 1.
-        margin: smallest share of time that counts as a difference.
     """
     ours, theirs = _by_method(b.records), _by_method(a.records)
     relative = relative and BASELINE in ours and BASELINE in theirs

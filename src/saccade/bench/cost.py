@@ -35,20 +35,12 @@ HEAD_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Median seconds per pass at a fixed KV length, timed alone and synchronised.
+    """Median seconds per pass at a fixed KV length, timed alone and synchronised."""
 
-    Attributes:
-        kv: entries in the target's cache while measuring.
-        target: seconds by number of tokens in the pass.
-        draft: the draft model's seconds by number of tokens; empty without one.
-        heads: by name, a head's seconds per draft step, that is per token of a drafted chain; unlike those of
-            models, they include choosing the token.
-    """
-
-    kv: int
-    target: dict[int, float]
-    draft: dict[int, float]
-    heads: dict[str, float] = field(default_factory=dict)
+    kv: int  # entries in the target's cache while measuring
+    target: dict[int, float]  # seconds by number of tokens in the pass
+    draft: dict[int, float]  # the draft model's seconds by number of tokens; empty without one
+    heads: dict[str, float] = field(default_factory=dict)  # by name
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON (which turns keys into strings)."""
@@ -88,15 +80,7 @@ def measure(
     sizes: Iterable[int] = (),
     heads: Mapping[str, Head] | None = None,
 ) -> Costs:
-    """Time passes after a real prompt, all sizes in turn so that drift affects them alike.
-
-    Args:
-        prompt: for the target.
-        text: its text alone, which is repeated to the prompt's length or the drafter's context, to serve as its
-            prompt: only the number of KV entries matters.
-        sizes: numbers of tokens besides `SIZES`, such as those of the methods' trees.
-        heads: by name.
-    """
+    """Time passes after a real prompt, all sizes in turn so that drift affects them alike."""
     wanted = sorted({*SIZES, *sizes})
     kv, seconds = _passes(target, prompt, wanted)
     drafts: dict[int, float] = {}
@@ -175,17 +159,11 @@ def _between(measured: dict[int, float], tokens: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Expected size of a run.
+    """Expected size of a run."""
 
-    Attributes:
-        answers: records of the complete run.
-        traced: extra answers for the report's trees.
-        seconds: of the whole run, if every method were as slow as plain decoding.
-    """
-
-    answers: int
-    traced: int
-    seconds: float
+    answers: int  # records of the complete run
+    traced: int  # extra answers for the report's trees
+    seconds: float  # of the whole run, if every method were as slow as plain decoding
 
 
 def estimate(prepared: Prepared) -> Expected:

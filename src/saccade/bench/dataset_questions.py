@@ -21,11 +21,7 @@ _TURNS = "turns"
 
 
 def data_of(entry: TaskEntry) -> DataSet:
-    """Return the data set of a task, with what the task changes.
-
-    Raises:
-        SaccadeError: there is no such data set, or a value is wrong.
-    """
+    """Return the data set of a task, with what the task changes."""
     assert entry.dataset is not None
     changes = ("subset", "split", "prompt", "system", "num_frames", "fps", "shuffle", "media", "where")
     data = catalogue.find(entry.dataset)
@@ -38,14 +34,7 @@ def data_of(entry: TaskEntry) -> DataSet:
 
 
 def read_dataset(entry: TaskEntry, per_task: int) -> list[Question]:
-    """Read the questions of a task's data set; with a column of groups, so many of every group.
-
-    Args:
-        per_task: number of questions, where neither task nor data set says.
-
-    Raises:
-        SaccadeError: the package is missing, the data set cannot be loaded, lacks a column, or a row cannot be used.
-    """
+    """Read the questions of a task's data set; with a column of groups, so many of every group."""
     data = data_of(entry)
     count = entry.count or data.count or per_task
     found = _grouped(read(data), count) if data.category else read(data, count)
@@ -61,13 +50,6 @@ def read_turns_file(entry: TaskEntry, lines: Iterable[tuple[int, str]], count: i
     """Read a file of questions with ``turns``; ``question_id`` or ``id``, ``image`` and ``reference`` are optional.
 
     Questions are grouped by ``topic`` (MMSpec) or ``category`` (Spec-Bench).
-
-    Args:
-        lines: with their numbers.
-        count: of every group; None for all.
-
-    Raises:
-        SaccadeError: a line has another form, or a picture is missing.
     """
     assert entry.file is not None
     path = Path(entry.file).expanduser()

@@ -20,9 +20,6 @@ def digest(questions: Sequence[Question]) -> str:
     """Hash of ids, messages, the content of images and videos, and references (16 hex digits).
 
     Files count by content, not by path; every file is read once.
-
-    Raises:
-        InputError: a file is missing, or a source is neither image nor video.
     """
     files: dict[str, str] = {}
     content = [

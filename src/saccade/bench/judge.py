@@ -40,32 +40,19 @@ _TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A judge.
+    """A judge."""
 
-    Attributes:
-        url: base of the endpoint, such as ``https://api.openai.com/v1``.
-        model: its name there.
-        template: prompt with ``{question}``, ``{reference}``, ``{answer}``, ``{low}``, ``{high}``, fields of the row.
-        low, high: range of its numbers; scores are their place in it, from 0 to 1.
-        pictures: show it the pictures of the question.
-        key_env: environment variable of the key; no key is sent where it is not set.
-        max_tokens: longest reply.
-        concurrency: requests at once.
-        retries: further attempts after a passing fault.
-        timeout: seconds of one attempt.
-    """
-
-    url: str
-    model: str
-    template: str = TEMPLATE
+    url: str  # base of the endpoint, such as `https://api.openai.com/v1`
+    model: str  # its name there
+    template: str = TEMPLATE  # prompt with `{question}`
     low: float = 0
     high: float = 10
-    pictures: bool = False
-    key_env: str = "OPENAI_API_KEY"
-    max_tokens: int = 256
-    concurrency: int = 4
-    retries: int = 5
-    timeout: float = 120.0
+    pictures: bool = False  # show it the pictures of the question
+    key_env: str = "OPENAI_API_KEY"  # environment variable of the key; no key is sent where it is not set
+    max_tokens: int = 256  # longest reply
+    concurrency: int = 4  # requests at once
+    retries: int = 5  # further attempts after a passing fault
+    timeout: float = 120.0  # seconds of one attempt
 
     @property
     def needs_reference(self) -> bool:
@@ -73,21 +60,13 @@ class Judge:
         return "reference" in Template(self.template).names
 
     def messages(self, fields: Mapping[str, Any], pictures: Sequence[Path]) -> list[dict[str, Any]]:
-        """Return the request for one grade.
-
-        Raises:
-            InputError: the template names something that the row lacks.
-        """
+        """Return the request for one grade."""
         text = Template(self.template).fill({"low": f"{self.low:g}", "high": f"{self.high:g}", **fields})
         shown = [_picture(path) for path in pictures] if self.pictures else []
         return [{"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}]
 
     def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the reply; passing faults are tried again after 1, 2, 4, ... seconds, or when the endpoint says.
-
-        Raises:
-            SaccadeError: the endpoint cannot be reached or refuses the request.
-        """
+        """Return the reply; passing faults are tried again after 1, 2, 4, ... seconds, or when the endpoint says."""
         for attempt in range(self.retries + 1):
             try:
                 return self._ask_once(messages)
@@ -149,11 +128,7 @@ class _PassingFault(Exception):
 
 
 def parse(table: Mapping[str, Any], where: str) -> Judge:
-    """Make a judge of a table.
-
-    Raises:
-        SaccadeError: an unknown key, a missing one, or a wrong value.
-    """
+    """Make a judge of a table."""
     judge = make(Judge, table, where)
     Template(judge.template)
     if urlsplit(judge.url).scheme not in ("http", "https"):
@@ -166,11 +141,7 @@ def parse(table: Mapping[str, Any], where: str) -> Judge:
 
 
 def from_file(path: str) -> dict[str, Any]:
-    """Read the table of a judge from a TOML file, and check it.
-
-    Raises:
-        SaccadeError: the file cannot be read, or a value is wrong.
-    """
+    """Read the table of a judge from a TOML file, and check it."""
     try:
         table = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as problem:

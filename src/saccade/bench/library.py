@@ -24,11 +24,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Suite:
-    """Load a built-in suite by name, or one from a TOML or YAML file.
-
-    Raises:
-        SaccadeError: there is no such suite or file, or its content is wrong.
-    """
+    """Load a built-in suite by name, or one from a TOML or YAML file."""
     path = Path(name)
     if path.suffix in (".toml", ".yaml", ".yml"):
         return parse(_read(path), path.stem, str(path))
@@ -41,15 +37,7 @@ def load(name: str) -> Suite:
 
 
 def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
-    """Return the suite with some methods.
-
-    Args:
-        wanted: labels of its own, or names of `saccade methods`, either with options behind colons and a label of the
-            user's in front, such as ``small=sage:total=25``.
-
-    Raises:
-        SaccadeError: there is none, an option has another form, or two have the same label.
-    """
+    """Return the suite with some methods."""
     own = {m.label: m for m in suite.methods}
     chosen = [_with_options(name, own) for name in dict.fromkeys(wanted)]
     if not chosen:

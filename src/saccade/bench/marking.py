@@ -25,15 +25,10 @@ _MEDIA = "media"
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Records whose answers have no score yet, one of every distinct answer.
+    """Records whose answers have no score yet, one of every distinct answer."""
 
-    Attributes:
-        users: for the scorers of the user.
-        judged: for the judge.
-    """
-
-    users: list[Record]
-    judged: list[Record]
+    users: list[Record]  # for the scorers of the user
+    judged: list[Record]  # for the judge
 
 
 def open_answers(run: Run, judge: Judge | None, turns: Mapping[str, Turn]) -> Open:
@@ -66,13 +61,6 @@ def mark(
     """Complete the scores of a run, and return it with them.
 
     A score is stored as soon as it is there, so that another attempt asks for nothing twice.
-
-    Args:
-        groups: questions by task.
-        progress: called with the number of grades that the judge has given, and of all.
-
-    Raises:
-        SaccadeError: a scorer failed, or the judge cannot be asked; the answers and all scores so far are on disk.
     """
     turns = turns_by_id(groups)
     left = open_answers(run, judge, turns)
@@ -159,11 +147,7 @@ class _Scores:
         self._file.close()
 
     def add(self, key: Key, scores: Mapping[str, float], reply: str | None = None) -> None:
-        """Append the scores of an answer.
-
-        Raises:
-            SaccadeError: the disk is full or the file cannot be written.
-        """
+        """Append the scores of an answer."""
         by, prompt, answer = key
         row = {"by": by, "prompt_id": prompt, "answer": answer, "scores": dict(scores)}
         if reply is not None:

@@ -21,62 +21,32 @@ _STRICT = ("target", "draft")
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """One method over a set of prompts. Seconds are wall time; rates are tokens per second.
+    """One method over a set of prompts. Seconds are wall time; rates are tokens per second."""
 
-    Attributes:
-        method: label.
-        lossless: whether its output must equal plain decoding's.
-        prompts: distinct ones.
-        answers: records; prompts times repeats in a complete run.
-        tokens: emitted in all answers.
-        speedup: end-to-end, median over prompts of the throughput ratio to plain decoding of the same prompt and
-            repeat, that is of its seconds per token over the method's. Where token counts are equal, as those of
-            lossless methods, this is the ratio of wall times. None without the baseline.
-        decode_speedup: the same over the tokens and the seconds after prefill, the drafting of a draft that prefill's
-            pass verifies included.
-        rate: end-to-end throughput, median over prompts.
-        decode_rate: tokens after prefill per second after prefill.
-        block_efficiency: tokens emitted per verification pass, the target's own included (TABED's, HiViS's, DREAM's
-            tau); averaged per block. None without passes.
-        accepted_length: the same without the target's own token (LVSpec's, SAGE's tau).
-        block_efficiency_per_sample, accepted_length_per_sample: the same averaged per answer, as the papers do.
-        acceptance_by_depth: entry d - 1: share of the passes that accepted depth d among those that accepted d - 1,
-            tokens beyond the end of the answer included.
-        verified_per_token: positions that the target computed per token emitted; 1 for plain decoding.
-        shares: of the total seconds, by stage.
-        input_seconds: tokenizing and preparing images, median; not part of the total.
-        peak_bytes: largest of the answers; None when not measured.
-        compared, equal: number of answers compared with plain decoding's, and of those with equal tokens.
-        scores: ground truth by fact, mean over answers.
-        score: mean over facts and answers; None without ground truth.
-        retention: score over plain decoding's on the same prompts.
-        loosened: share of the tokens that a lossy rule accepted in place of the target's own.
-    """
-
-    method: str
-    lossless: bool
-    prompts: int
-    answers: int
-    tokens: int
-    speedup: Estimate | None
-    decode_speedup: Estimate | None
-    rate: Estimate | None
-    decode_rate: Estimate | None
-    block_efficiency: Estimate | None
-    accepted_length: Estimate | None
+    method: str  # label
+    lossless: bool  # whether its output must equal plain decoding's
+    prompts: int  # distinct ones
+    answers: int  # records; prompts times repeats in a complete run
+    tokens: int  # emitted in all answers
+    speedup: Estimate | None  # end-to-end
+    decode_speedup: Estimate | None  # the same over the tokens and the seconds after prefill
+    rate: Estimate | None  # end-to-end throughput, median over prompts
+    decode_rate: Estimate | None  # tokens after prefill per second after prefill
+    block_efficiency: Estimate | None  # tokens emitted per verification pass
+    accepted_length: Estimate | None  # the same without the target's own token (LVSpec's, SAGE's tau)
     block_efficiency_per_sample: float | None
     accepted_length_per_sample: float | None
-    acceptance_by_depth: list[float]
-    verified_per_token: float | None
-    shares: dict[str, float]
-    input_seconds: float | None
-    peak_bytes: int | None
+    acceptance_by_depth: list[float]  # entry d - 1
+    verified_per_token: float | None  # positions that the target computed per token emitted; 1 for plain decoding
+    shares: dict[str, float]  # of the total seconds, by stage
+    input_seconds: float | None  # tokenizing and preparing images, median; not part of the total
+    peak_bytes: int | None  # largest of the answers; None when not measured
     compared: int
     equal: int
-    scores: dict[str, float]
-    score: float | None
-    retention: Estimate | None
-    loosened: float = 0.0
+    scores: dict[str, float]  # ground truth by fact, mean over answers
+    score: float | None  # mean over facts and answers; None without ground truth
+    retention: Estimate | None  # score over plain decoding's on the same prompts
+    loosened: float = 0.0  # share of the tokens that a lossy rule accepted in place of the target's own
 
 
 def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:

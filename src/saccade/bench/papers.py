@@ -20,29 +20,17 @@ ALONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class PaperSetting:
-    """One pair of models with the methods, data sets and sizes of a paper's table.
+    """One pair of models with the methods, data sets and sizes of a paper's table."""
 
-    Attributes:
-        name: PAPER/TARGET.
-        source: section and table.
-        suite: built-in suite that mirrors the table.
-        methods: labels of the suite, or names of `saccade methods` with options.
-        tasks: data sets.
-        target: hub id.
-        drafter: hub id; `ALONE` for no draft model; empty where the paper trained its own.
-        max_new_tokens: longest answer; 0 where the paper states none.
-        note: what the paper leaves open.
-    """
-
-    name: str
-    source: str
-    suite: str
-    methods: list[str]
-    tasks: list[str]
-    target: str
-    drafter: str = ""
-    max_new_tokens: int = 0
-    note: str = ""
+    name: str  # PAPER/TARGET
+    source: str  # section and table
+    suite: str  # built-in suite that mirrors the table
+    methods: list[str]  # labels of the suite, or names of `saccade methods` with options
+    tasks: list[str]  # data sets
+    target: str  # hub id
+    drafter: str = ""  # hub id; `ALONE` for no draft model; empty where the paper trained its own
+    max_new_tokens: int = 0  # longest answer; 0 where the paper states none
+    note: str = ""  # what the paper leaves open
 
     def options(self) -> dict[str, Any]:
         """Options of `saccade bench` by the names of its parameters."""
@@ -59,12 +47,7 @@ class PaperSetting:
         return found
 
     def with_given(self, given: Mapping[str, Any], has_data: bool = False) -> dict[str, Any]:
-        """Return the options with those that a user gave in place of the setting's.
-
-        Args:
-            given: by name; None where the user gave nothing.
-            has_data: the user's own prompts replace the tasks.
-        """
+        """Return the options with those that a user gave in place of the setting's."""
         own = self.options()
         if has_data:
             del own["tasks"]
@@ -107,11 +90,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> PaperSetting:
-    """Return a setting.
-
-    Raises:
-        InputError: there is none of this name.
-    """
+    """Return a setting."""
     if name not in _table():
         raise InputError(f"There is no preset {name!r}; {nearest(name, names())}")
     return make(PaperSetting, {"name": name, **_table()[name]}, f"papers.toml, {name}", error=InputError)

@@ -17,13 +17,7 @@ def answer(
     batch: int = 32,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """Answers of a model as token ids, without the end token, in the order of the samples.
-
-    Args:
-        temperature: 0 for greedy answers.
-        seed: seed of the draws at other temperatures.
-        progress: called with the number of finished samples after each batch.
-    """
+    """Answers of a model as token ids, without the end token, in the order of the samples."""
     # Rows of a batch end at about the same step if their true answers have the same length.
     order = sorted(range(len(samples)), key=lambda i: (samples[i].task, len(samples[i].answer)))
     answers: list[list[int]] = [[] for _ in samples]
@@ -50,20 +44,13 @@ FIRST_SEED = 100_000
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Mean score of one kind of fact.
-
-    Attributes:
-        accuracy: score of the answers.
-        chance: score of the same answers against another sample's facts.
-        shuffled: score of answers to the same questions with another sample's media, for a quarter of the samples.
-            A model that uses its pictures is well above this and chance.
-    """
+    """Mean score of one kind of fact."""
 
     task: str
     fact: str
-    accuracy: float
-    chance: float
-    shuffled: float
+    accuracy: float  # score of the answers
+    chance: float  # score of the same answers against another sample's facts
+    shuffled: float  # score of answers to the same questions with another sample's media, for a quarter of the samples
 
 
 def _mean(task: str, fact: str, answers: Sequence[str], samples: Sequence[Sample]) -> float:
@@ -83,11 +70,7 @@ def measure(
     grammar: str = "dense",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Accuracy]:
-    """Score greedy answers to `per_task` fresh samples of each task.
-
-    Args:
-        progress: called with the number of finished answers and of all.
-    """
+    """Score greedy answers to `per_task` fresh samples of each task."""
     samples = {task: [draw(FIRST_SEED + i, task, grammar) for i in range(per_task)] for task in tasks}
     switched = [
         replace(mine, images=other.images, video=other.video)

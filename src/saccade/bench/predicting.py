@@ -15,29 +15,17 @@ from saccade.bench.suite import BASELINE
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Speed-ups of decoding alone, over plain decoding.
+    """Speed-ups of decoding alone, over plain decoding."""
 
-    Attributes:
-        method: label.
-        draft_cost: T_q / T_p, one step of the draft model or head; 0 for methods without one.
-        verify_cost: T_p(n) / T_p(1) for the mean number of tokens n in a verification pass.
-        nodes: mean draft tokens per pass.
-        tabed: TABED Eq. 1 with the measured verification cost.
-        tabed_free: the same as printed, with verification as cheap as one token.
-        sage: SAGE Eq. 6, one drafter step per node.
-        lvspec: LVSpec Eq. 3, without the bonus token.
-        measured: median over prompts; None without the baseline.
-    """
-
-    method: str
-    draft_cost: float
-    verify_cost: float
-    nodes: float
-    tabed: float
-    tabed_free: float
-    sage: float
-    lvspec: float
-    measured: float | None
+    method: str  # label
+    draft_cost: float  # T_q / T_p, one step of the draft model or head; 0 for methods without one
+    verify_cost: float  # T_p(n) / T_p(1) for the mean number of tokens n in a verification pass
+    nodes: float  # mean draft tokens per pass
+    tabed: float  # TABED Eq. 1 with the measured verification cost
+    tabed_free: float  # the same as printed, with verification as cheap as one token
+    sage: float  # SAGE Eq. 6, one drafter step per node
+    lvspec: float  # LVSpec Eq. 3, without the bonus token
+    measured: float | None  # median over prompts; None without the baseline
 
 
 def predictions(run: Run) -> list[Predicted]:

@@ -20,25 +20,15 @@ from saccade.vlm import VLM
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Suite ready to run.
+    """Suite ready to run."""
 
-    Attributes:
-        suite: as requested.
-        vlm: the loaded models.
-        methods: by label, the baseline first; all share the loaded models.
-        questions: by task.
-        missing: one sentence per omission.
-        names: of target and draft model, as given by the user.
-        places: as in `saccade.bench.records.Header`.
-    """
-
-    suite: Suite
-    vlm: VLM
-    methods: Mapping[str, VLM]
-    questions: Mapping[str, list[Question]]
-    missing: tuple[str, ...]
-    names: tuple[str, str | None]
-    places: Mapping[str, Any] = field(default_factory=dict)
+    suite: Suite  # as requested
+    vlm: VLM  # the loaded models
+    methods: Mapping[str, VLM]  # by label, the baseline first; all share the loaded models
+    questions: Mapping[str, list[Question]]  # by task
+    missing: tuple[str, ...]  # one sentence per omission
+    names: tuple[str, str | None]  # of target and draft model, as given by the user
+    places: Mapping[str, Any] = field(default_factory=dict)  # as in `saccade.bench.records.Header`
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,15 +89,7 @@ def prepare(
     places: Mapping[str, Any] | None = None,
     gathered: questions.Gathered | None = None,
 ) -> Prepared:
-    """Resolve a suite against the loaded models.
-
-    Args:
-        names, places: as in `Prepared`.
-        gathered: the suite's questions, where they were gathered before the models were loaded.
-
-    Raises:
-        SaccadeError: a method or task that is not optional is unavailable, or a prompt cannot be read.
-    """
+    """Resolve a suite against the loaded models."""
     found: dict[str, VLM] = {}
     missing: list[str] = []
     for entry in suite.methods:

@@ -34,11 +34,7 @@ Gathered = tuple[dict[str, list[Question]], dict[str, str]]
 
 
 def gather(suite: Suite) -> Gathered:
-    """Collect the questions of a suite; no model is needed.
-
-    Raises:
-        SaccadeError: a task that is not optional does not exist, or a file or dataset cannot be used.
-    """
+    """Collect the questions of a suite; no model is needed."""
     from saccade.pocket import lacks
 
     found: dict[str, list[Question]] = {}
@@ -98,12 +94,6 @@ def read_questions(entry: TaskEntry, turns: int = 1) -> list[Question]:
     list of them) are optional. The question is the first turn of a LLaVA conversation, or the last of messages with all
     that precede it; with more than one turn, turns follow in order without the answers of the file. A file whose first
     line has ``turns`` is one of Spec-Bench or MMSpec (`read_turns_file`).
-
-    Args:
-        turns: most turns of a conversation, where the entry does not say.
-
-    Raises:
-        SaccadeError: the file or one of its images or videos is missing, it is empty, or a line has another form.
     """
     assert entry.file is not None
     path = Path(entry.file).expanduser()

@@ -26,80 +26,44 @@ RESUME = "the records so far are intact, so free some space and run the same com
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """First line of a run: facts shared by all records.
+    """First line of a run: facts shared by all records."""
 
-    Attributes:
-        suite: name of the suite or file that was run.
-        config: the resolved configuration (methods, tasks, seeds, sizes, decoding options).
-        models: target and drafter, with parameter counts and dtypes.
-        environment: versions, device, threads, git revision, host-independent facts only.
-        started: UTC time, ISO 8601.
-        schema: version of this format.
-        costs: step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured.
-        places: suite, prompts, models and heads as the command line named them, to repeat the run; another attempt may
-            find them elsewhere; ``questions`` are the words of data sets and scorers, ``sizes`` those that were given.
-            Empty for runs from Python.
-    """
-
-    suite: str
-    config: dict[str, Any]
-    models: dict[str, Any]
-    environment: dict[str, Any]
-    started: str
-    schema: int = SCHEMA
+    suite: str  # name of the suite or file that was run
+    config: dict[str, Any]  # the resolved configuration (methods, tasks, seeds, sizes, decoding options)
+    models: dict[str, Any]  # target and drafter, with parameter counts and dtypes
+    environment: dict[str, Any]  # versions, device, threads, git revision, host-independent facts only
+    started: str  # UTC time, ISO 8601
+    schema: int = SCHEMA  # version of this format
+    # step times measured before the run (see `saccade.bench.cost.Costs`); empty when not measured
     costs: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, Any] = field(default_factory=dict)  # suite
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        prompt_id: unique within the suite, such as ``scene-17``.
-        task: group of prompts that is reported together.
-        method: label within the run (a method of `saccade methods`, perhaps with options).
-        repeat: 0, 1, ...
-        question: text of the question.
-        media: file names below ``media/`` of the run's folder.
-        text: the answer.
-        tokens: emitted ids.
-        marks: one per token (``target``, ``draft``, and those of lossy rules).
-        pieces: text of every token; reports need no tokenizer.
-        finish_reason: as in `saccade.output.Output`.
-        lossless: whether the method claims to be.
-        stats: `Stats.as_dict()`, and in ``seconds`` also ``inputs``: tokenizing and preparing images, which precede
-            the total.
-        scores: ground-truth scores by fact, 0 to 1; empty where there is no ground truth.
-        equal: whether the tokens equal plain decoding's; None for plain decoding itself or when not compared.
-        difference: at the first differing position: ``position``, ``ours``, ``plain`` (ids, None past the end of
-            the shorter answer) and ``logits``, the target's for both by the same names; None when equal or not
-            compared.
-        peak_bytes: peak memory of the process or device during the answer; None when not measured.
-        trees: per step the verified tree (``tokens``, ``parents``, ``path``, ``pieces``, and ``start``, the tokens
-            emitted before it, which old records lack); only of traced prompts.
-        warnings: Saccade's own during generation, each once.
-    """
-
-    prompt_id: str
-    task: str
-    method: str
-    repeat: int
-    question: str
-    media: list[str]
-    text: str
-    tokens: list[int]
-    marks: list[str]
-    pieces: list[str]
-    finish_reason: str
-    lossless: bool
-    stats: dict[str, Any]
-    scores: dict[str, float] = field(default_factory=dict)
-    equal: bool | None = None
-    difference: dict[str, Any] | None = None
-    peak_bytes: int | None = None
+    prompt_id: str  # unique within the suite, such as `scene-17`
+    task: str  # group of prompts that is reported together
+    method: str  # label within the run (a method of `saccade methods`, perhaps with options)
+    repeat: int  # 0, 1,
+    question: str  # text of the question
+    media: list[str]  # file names below `media/` of the run's folder
+    text: str  # the answer
+    tokens: list[int]  # emitted ids
+    marks: list[str]  # one per token (`target`, `draft`, and those of lossy rules)
+    pieces: list[str]  # text of every token; reports need no tokenizer
+    finish_reason: str  # as in `saccade.output.Output`
+    lossless: bool  # whether the method claims to be
+    stats: dict[str, Any]  # `Stats.as_dict()`, and in `seconds` also `inputs`
+    scores: dict[str, float] = field(default_factory=dict)  # ground-truth scores by fact, 0 to 1
+    equal: bool | None = None  # whether the tokens equal plain decoding's
+    difference: dict[str, Any] | None = None  # at the first differing position
+    peak_bytes: int | None = None  # peak memory of the process or device during the answer; None when not measured
+    # per step the verified tree (`tokens`, `parents`, `path`, `pieces`, and `start`, the tokens emitted before it,
+    # which old records lack); only of traced prompts
     trees: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # Saccade's own during generation, each once
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -119,30 +83,19 @@ def starts(trees: Sequence[dict[str, Any]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run as read from disk.
+    """Run as read from disk."""
 
-    Attributes:
-        folder: of the run.
-        header: first line.
-        records: readable records, in order.
-        problems: one sentence per unreadable line, with its number.
-    """
-
-    folder: Path
-    header: Header
-    records: list[Record]
-    problems: list[str]
+    folder: Path  # of the run
+    header: Header  # first line
+    records: list[Record]  # readable records, in order
+    problems: list[str]  # one sentence per unreadable line, with its number
 
 
 class Writer:
     """Holds a run's folder against other writers, appends whole lines and syncs each to disk before returning."""
 
     def __init__(self, folder: Path) -> None:
-        """Open and lock a folder, and drop what a kill left of a header.
-
-        Raises:
-            SaccadeError: another run writes there, or the folder cannot be written.
-        """
+        """Open and lock a folder, and drop what a kill left of a header."""
         path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -162,19 +115,11 @@ class Writer:
             _end_line(path)
 
     def begin(self, header: Header) -> None:
-        """Write the header of a new run.
-
-        Raises:
-            SaccadeError: as `add`.
-        """
+        """Write the header of a new run."""
         self._line({"kind": "run", **asdict(header)})
 
     def add(self, record: Record) -> None:
-        """Append a record.
-
-        Raises:
-            SaccadeError: the disk is full or the file cannot be written; earlier records are intact.
-        """
+        """Append a record."""
         self._line({"kind": "record", **asdict(record)})
 
     def close(self) -> None:
@@ -198,11 +143,7 @@ def lacks_header(path: Path) -> bool:
 
 
 def read(folder: Path) -> Run:
-    """Read a run; unreadable lines are reported and skipped.
-
-    Raises:
-        SaccadeError: there is no run in the folder, or its header is unreadable or of another schema.
-    """
+    """Read a run; unreadable lines are reported and skipped."""
     path = folder / FILE if folder.is_dir() else folder
     if not path.is_file():
         raise SaccadeError(f"{folder} holds no run; expected a folder with {FILE}, made by `saccade bench`.")

@@ -18,10 +18,6 @@ def commands(header: Header, labels: Iterable[str]) -> str:
 
     What was left to defaults that depend on the machine (number formats, threads) is written out. Files, models and
     heads are named as they were on the command line; a run that was started from Python names them by what it knows.
-
-    Args:
-        header: of the run.
-        labels: methods of the run.
     """
     config, places = header.config, header.places
     words = ["saccade", "bench", "--suite", str(places.get("suite") or header.suite)]

@@ -26,11 +26,7 @@ from saccade.formats import differences, shortened
 
 
 def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
-    """Run of an earlier attempt in a folder; None without one.
-
-    Raises:
-        SaccadeError: the folder holds a run of another configuration, other models or another environment.
-    """
+    """Run of an earlier attempt in a folder; None without one."""
     if lacks_header(folder / FILE):
         return None
     run = read(folder)
@@ -60,34 +56,21 @@ def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a run.
+    """Progress of a run."""
 
-    Attributes:
-        done: answers on disk, including those of earlier attempts.
-        total: answers of the complete run.
-        doing: current work, for display.
-    """
-
-    done: int
-    total: int
-    doing: str
+    done: int  # answers on disk, including those of earlier attempts
+    total: int  # answers of the complete run
+    doing: str  # current work, for display
 
 
 @dataclass(slots=True)
 class Spent:
-    """Wall time of a run, in seconds.
+    """Wall time of a run, in seconds."""
 
-    Attributes:
-        warmup: untimed answers and step costs at the start.
-        answers: timed answers.
-        traced: extra answers whose trees are recorded.
-        total: from the first timed answer to the end.
-    """
-
-    warmup: float = 0.0
-    answers: float = 0.0
-    traced: float = 0.0
-    total: float = 0.0
+    warmup: float = 0.0  # untimed answers and step costs at the start
+    answers: float = 0.0  # timed answers
+    traced: float = 0.0  # extra answers whose trees are recorded
+    total: float = 0.0  # from the first timed answer to the end
 
     @property
     def harness(self) -> float:
@@ -106,19 +89,10 @@ def balanced(labels: Sequence[str], row: int) -> list[str]:
 
 
 class Runner:
-    """Runs a prepared suite into a folder, or resumes an earlier attempt.
-
-    Args:
-        prepared: the suite.
-        folder: of the records.
-        progress: called between answers, never during one.
-
-    Attributes:
-        spent: wall time.
-    """
+    """Runs a prepared suite into a folder, or resumes an earlier attempt."""
 
     def __init__(self, prepared: Prepared, folder: Path, progress: Callable[[Progress], None] = lambda _: None) -> None:
-        self.spent = Spent()
+        self.spent = Spent()  # wall time
         self._prepared = prepared
         self._folder = folder
         self._progress = progress
@@ -128,13 +102,7 @@ class Runner:
         self._traced = {q.id for group in prepared.questions.values() for q in group[: prepared.suite.trace]}
 
     def run(self) -> Run:
-        """Answer all questions that have no record yet, then let the user's scorers and the judge score the answers.
-
-        Raises:
-            Mismatch: a lossless method differs from plain decoding in float32 or exact mode; its record is on disk.
-            SaccadeError: the folder holds another run, the disk is full, or a scorer or the judge failed; records so
-                far are intact.
-        """
+        """Answer all questions that have no record yet, then let the user's scorers and the judge score the answers."""
         table = self._prepared.suite.judge
         judge = parse_judge(table, self._prepared.suite.name) if table else None
 

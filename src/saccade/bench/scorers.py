@@ -35,11 +35,7 @@ def check(name: str) -> None:
 
 
 def users(name: str) -> UserScorer:
-    """Import a scorer of the user; its module is also looked for in the current folder.
-
-    Raises:
-        InputError: there is no such module or function.
-    """
+    """Import a scorer of the user; its module is also looked for in the current folder."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -58,11 +54,7 @@ def users(name: str) -> UserScorer:
 
 
 def apply(name: str, scorer: UserScorer, answer: str, reference: Any, row: Mapping[str, Any]) -> dict[str, float]:
-    """Score an answer by a scorer of the user.
-
-    Raises:
-        InputError: the scorer failed, or returned something else than numbers from 0 to 1; the sentence names it.
-    """
+    """Score an answer by a scorer of the user."""
     try:
         found = scorer(answer, reference, row)
     except Exception as problem:  # the user's own code runs
@@ -74,12 +66,7 @@ def apply(name: str, scorer: UserScorer, answer: str, reference: Any, row: Mappi
 
 
 def against(name: str, reference: Any, choices: Sequence[str] = ()) -> Score | None:
-    """Return a built-in scorer of answers to one question; None without a reference.
-
-    Args:
-        reference: right answer, or a list of them.
-        choices: texts of the choices; the reference is then a letter.
-    """
+    """Return a built-in scorer of answers to one question; None without a reference."""
     right = [str(r) for r in (reference if isinstance(reference, (list, tuple)) else [reference]) if r is not None]
     if not name or not right:
         return None

@@ -18,18 +18,12 @@ _FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weight of an ensemble's first view over one answer (TABED, Figures 3 and 4).
-
-    Attributes:
-        method, prompt: label and id.
-        tokens: emitted before each step.
-        first: weight of the first view in it.
-    """
+    """Weight of an ensemble's first view over one answer (TABED, Figures 3 and 4)."""
 
     method: str
     prompt: str
-    tokens: tuple[int, ...]
-    first: tuple[float, ...]
+    tokens: tuple[int, ...]  # emitted before each step
+    first: tuple[float, ...]  # weight of the first view in it
 
 
 def weights(run: Run) -> list[Weights]:
@@ -49,18 +43,11 @@ def weights(run: Run) -> list[Weights]:
 
 @dataclass(frozen=True, slots=True)
 class Persistence:
-    """Correlation of a drafter's confidence with itself some steps later (SAGE, Figure 2).
+    """Correlation of a drafter's confidence with itself some steps later (SAGE, Figure 2)."""
 
-    Attributes:
-        method: label.
-        answers: traced answers that were long enough.
-        lags: by distance in steps, Pearson's coefficient over all pairs of steps of the same answer, each answer about
-            its own mean; intervals by resampling answers.
-    """
-
-    method: str
-    answers: int
-    lags: tuple[Estimate, ...]
+    method: str  # label
+    answers: int  # traced answers that were long enough
+    lags: tuple[Estimate, ...]  # by distance in steps
 
 
 def persistence(run: Run) -> list[Persistence]:

@@ -16,14 +16,9 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic over prompts and its bootstrap percentile interval.
+    """A statistic over prompts and its bootstrap percentile interval."""
 
-    Attributes:
-        value: on the prompts of the run.
-        low, high: bounds of the 95 % interval; None when there is only one prompt to resample.
-    """
-
-    value: float
+    value: float  # on the prompts of the run
     low: float | None = None
     high: float | None = None
 
@@ -36,10 +31,7 @@ class Estimate:
 def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0) -> Estimate:
     """Estimate by resampling prompts (Efron 1979, percentile interval).
 
-    Args:
-        statistic: from indices ``[R, count]`` of the prompts taken to ``[R]`` numbers.
-        count: number of prompts, at least 1.
-        seed: of the resampling; equal input yields equal intervals.
+    Shapes: statistic ``[R, count]``.
     """
     value = float(statistic(np.arange(count)[None])[0])
     if count < 2:

@@ -16,138 +16,78 @@ BASELINE = "plain"
 
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
-    """Group of prompts reported together; exactly one of ``task``, ``file`` and ``dataset`` is set.
+    """Group of prompts reported together; exactly one of ``task``, ``file`` and ``dataset`` is set."""
 
-    Attributes:
-        name: of the group in records and reports.
-        task: a task of the pocket world.
-        grammar: of the pocket task: ``dense`` or ``verbose``.
-        file: JSON lines with LLaVA conversations, OpenAI messages, or questions with turns (Spec-Bench, MMSpec).
-        media: folder of the images and videos that rows name; that of the file or data set when None.
-        dataset: a data set (needs the package ``datasets``): a name of `saccade datasets`, a hub id, or a folder or
-            file of this machine.
-        subset, split, prompt, system, where, shuffle: as in `saccade.data.dataset.DataSet`, in place of the data set's
-            own.
-        columns: of the data set, by part (`saccade.data.dataset.PARTS`).
-        num_frames, fps: frames taken of a video; the data set's, or the checkpoint's, when None.
-        scorer: name of a scorer or ``module:function`` (`saccade.bench.scorers`); the data set's, or ``match`` for a
-            file, when None; empty for none.
-        max_new_tokens: longest answer; the data set's, or the suite's, when None.
-        count: number of prompts, of every category where there are some; the data set's, or the suite's ``per_task``,
-            when None.
-        turns: most user turns per conversation; the suite's when None, but all that a row's ``turns`` hold.
-        optional: omit the task, and report that, where this version of Saccade lacks it.
-    """
-
-    name: str
-    task: str | None = None
-    grammar: str = "dense"
-    file: str | None = None
-    media: str | None = None
-    dataset: str | None = None
+    name: str  # of the group in records and reports
+    task: str | None = None  # a task of the pocket world
+    grammar: str = "dense"  # of the pocket task: `dense` or `verbose`
+    file: str | None = None  # JSON lines with LLaVA conversations
+    media: str | None = None  # folder of the images and videos that rows name; that of the file or data set when None
+    dataset: str | None = None  # a data set (needs the package `datasets`)
     subset: str | None = None
     split: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)  # of the data set, by part (`saccade.data.dataset.PARTS`)
     prompt: str | None = None
     system: str | None = None
     where: dict[str, Any] = field(default_factory=dict)
     shuffle: int | None = None
     num_frames: int | None = None
     fps: float | None = None
-    scorer: str | None = None
-    max_new_tokens: int | None = None
-    count: int | None = None
-    turns: int | None = None
-    optional: bool = False
+    scorer: str | None = None  # name of a scorer or `module:function` (`saccade.bench.scorers`)
+    max_new_tokens: int | None = None  # longest answer; the data set's, or the suite's, when None
+    count: int | None = None  # number of prompts, of every category where there are some
+    turns: int | None = None  # most user turns per conversation
+    optional: bool = False  # omit the task, and report that, where this version of Saccade lacks it
 
 
 @dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """Method with options.
+    """Method with options."""
 
-    Attributes:
-        name: as in `saccade methods`.
-        label: in records and reports.
-        options: overrides of the method's defaults.
-        head: name of its head; the head of its kind when None (see `VLM.using`).
-        optional: omit the method, and report that, where this version of Saccade lacks it or its drafter is not loaded.
-    """
-
-    name: str
-    label: str
-    options: dict[str, Any] = field(default_factory=dict)
-    optional: bool = False
-    head: str | None = None
+    name: str  # as in `saccade methods`
+    label: str  # in records and reports
+    options: dict[str, Any] = field(default_factory=dict)  # overrides of the method's defaults
+    optional: bool = False  # omit the method
+    head: str | None = None  # name of its head; the head of its kind when None (see `VLM.using`)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Order of methods in the paper's table or figure, for `saccade.bench.claims` to judge.
+    """Order of methods in the paper's table or figure, for `saccade.bench.claims` to judge."""
 
-    Attributes:
-        order: levels of labels, the best one first; each method of a level is above each of the next. A label that
-            ends in ``*`` is the curve through all methods whose labels begin so, for quantities that compare curves.
-        by: name of the compared quantity.
-        least: ratio that every comparison must exceed.
-        tasks: names of the tasks that are compared; empty for all.
-    """
-
-    order: tuple[tuple[str, ...], ...]
-    by: str = "block efficiency"
-    least: float = 1.0
-    tasks: tuple[str, ...] = ()
+    order: tuple[tuple[str, ...], ...]  # levels of labels, the best one first
+    by: str = "block efficiency"  # name of the compared quantity
+    least: float = 1.0  # ratio that every comparison must exceed
+    tasks: tuple[str, ...] = ()  # names of the tasks that are compared; empty for all
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Benchmark suite.
+    """Benchmark suite."""
 
-    Attributes:
-        name: of the built-in suite, or of the file without its suffix.
-        title: one line.
-        mirrors: the paper's table that this suite repeats; empty for others.
-        note: differences from the paper, or advice for reading the result.
-        claims: what the paper reports about the order of these methods.
-        tasks: groups of prompts.
-        methods: the baseline first.
-        per_task: prompts per task.
-        seed: of the pictures and, when sampling, of the draws; equal seeds produce equal prompts.
-        repeats: timed answers per prompt and method.
-        warmup: untimed answers per method before the first timed one.
-        trace: prompts per task whose draft trees are recorded for the report, in an extra, untimed answer.
-        turns: most user turns per conversation.
-        max_new_tokens: longest answer.
-        sampling: options such as ``temperature``; empty for greedy decoding.
-        judge: table of `saccade.bench.judge.Judge`, which grades the answers; empty without one.
-    """
-
-    name: str
-    title: str
-    tasks: tuple[TaskEntry, ...]
-    methods: tuple[MethodEntry, ...]
-    mirrors: str = ""
-    note: str = ""
-    claims: tuple[Claim, ...] = ()
-    per_task: int = 8
-    seed: int = 0
-    repeats: int = 1
-    warmup: int = 1
-    trace: int = 1
-    turns: int = 1
-    max_new_tokens: int = 128
-    sampling: dict[str, Any] = field(default_factory=dict)
-    judge: dict[str, Any] = field(default_factory=dict)
+    name: str  # of the built-in suite, or of the file without its suffix
+    title: str  # one line
+    tasks: tuple[TaskEntry, ...]  # groups of prompts
+    methods: tuple[MethodEntry, ...]  # the baseline first
+    mirrors: str = ""  # the paper's table that this suite repeats; empty for others
+    note: str = ""  # differences from the paper, or advice for reading the result
+    claims: tuple[Claim, ...] = ()  # what the paper reports about the order of these methods
+    per_task: int = 8  # prompts per task
+    seed: int = 0  # of the pictures and, when sampling, of the draws; equal seeds produce equal prompts
+    repeats: int = 1  # timed answers per prompt and method
+    warmup: int = 1  # untimed answers per method before the first timed one
+    trace: int = 1  # prompts per task whose draft trees are recorded for the report, in an extra, untimed answer
+    turns: int = 1  # most user turns per conversation
+    max_new_tokens: int = 128  # longest answer
+    sampling: dict[str, Any] = field(default_factory=dict)  # options such as `temperature`; empty for greedy decoding
+    judge: dict[str, Any] = field(default_factory=dict)  # table of `saccade.bench.judge.Judge`
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
         return asdict(self)
 
     def with_(self, **changes: Any) -> Suite:
-        """Return the suite with some fields replaced.
-
-        Raises:
-            SaccadeError: a value is out of range.
-        """
+        """Return the suite with some fields replaced."""
         changed = replace(self, **changes)
         _check_sizes(changed, "The command line")
         return changed
@@ -159,15 +99,7 @@ _SIZES = {"per_task": 1, "seed": 0, "repeats": 1, "warmup": 0, "trace": 0, "turn
 
 
 def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:
-    """Make a suite of the content of a file.
-
-    Args:
-        name: of the suite.
-        where: the file, for messages.
-
-    Raises:
-        SaccadeError: an unknown key, a missing one, or a value of the wrong type.
-    """
+    """Make a suite of the content of a file."""
     check_keys(content, {f.name for f in fields(Suite)} - {"name"}, where)
     parts: dict[str, Any] = {
         "name": name,

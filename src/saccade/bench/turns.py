@@ -12,44 +12,26 @@ Score = Callable[[str], dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user turn of a conversation.
+    """A user turn of a conversation."""
 
-    Attributes:
-        messages: of the turn, media included; the last one is the user's.
-        text: the question, for reports.
-        images: sources of its pictures.
-        score: of an answer; None without ground truth.
-        reference: ground truth of the score: right answers, or the facts of a picture.
-        row: fields of the data set's row, for scorers of the user and templates of judges.
-        scorer: ``module:function`` of the user that scores it once all answers are there; None without one.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    text: str
-    images: tuple[Any, ...] = ()
-    score: Score | None = None
-    reference: Any = None
-    row: Mapping[str, Any] = field(default_factory=dict)
-    scorer: str | None = None
+    messages: tuple[Mapping[str, Any], ...]  # of the turn, media included; the last one is the user's
+    text: str  # the question, for reports
+    images: tuple[Any, ...] = ()  # sources of its pictures
+    score: Score | None = None  # of an answer; None without ground truth
+    reference: Any = None  # ground truth of the score: right answers, or the facts of a picture
+    row: Mapping[str, Any] = field(default_factory=dict)  # fields of the data set's row
+    scorer: str | None = None  # `module:function` of the user that scores it once all answers are there
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One conversation.
+    """One conversation."""
 
-    Attributes:
-        id: unique within a run.
-        task: group in which it is reported.
-        turns: in order; each follows the answer to the one before.
-        reading: ``num_frames`` or ``fps`` of its videos; empty for the checkpoint's own.
-        max_new_tokens: longest answer; the suite's when None.
-    """
-
-    id: str
-    task: str
-    turns: tuple[Turn, ...]
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    max_new_tokens: int | None = None
+    id: str  # unique within a run
+    task: str  # group in which it is reported
+    turns: tuple[Turn, ...]  # in order; each follows the answer to the one before
+    reading: Mapping[str, Any] = field(default_factory=dict)  # `num_frames` or `fps` of its videos
+    max_new_tokens: int | None = None  # longest answer; the suite's when None
 
     def turn_id(self, turn: int) -> str:
         """Return the ``prompt_id`` of a turn (0, 1, ...)."""

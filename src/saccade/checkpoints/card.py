@@ -17,12 +17,7 @@ _RUN = {
 
 
 def model_card(head: Head, to: str, target_name: str) -> str:
-    """Return the README.md of a head in another engine's layout.
-
-    Args:
-        to: one of `saccade.checkpoints.EXPORTS`.
-        target_name: folder or hub id of the target.
-    """
+    """Return the README.md of a head in another engine's layout."""
     config = head.config
     base = [f"base_model: {target_name}", "base_model_relation: adapter"] if is_on_hub(target_name) else []
     front = ["---", f"library_name: {to}", *base, "tags:", "- speculative-decoding", f"- {head.kind}", "---"]

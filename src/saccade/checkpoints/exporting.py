@@ -30,18 +30,7 @@ _TOKENS = 5
 
 
 def export_head(head: Head, target: Target, folder: str | Path, to: str, *, target_name: str) -> None:
-    """Write a head in another engine's layout, with a model card.
-
-    Args:
-        head: of any kind.
-        target: that it was trained for; its LM head and embedding are copied where the layout needs them.
-        folder: new or empty.
-        to: one of `EXPORTS`.
-        target_name: folder or hub id of the target, which speculators and the card name.
-
-    Raises:
-        ModelError: the layout is unknown or cannot hold the head, or the folder is not empty.
-    """
+    """Write a head in another engine's layout, with a model card."""
     check_export(folder, to)
     place = Path(folder)
     reason = obstacle(head, target, to)
@@ -63,11 +52,7 @@ def export_head(head: Head, target: Target, folder: str | Path, to: str, *, targ
 
 
 def check_export(folder: str | Path, to: str) -> None:
-    """Check what needs neither head nor target; arguments as of `export_head`.
-
-    Raises:
-        ModelError: the layout is unknown, or the folder is not empty.
-    """
+    """Check what needs neither head nor target; arguments as of `export_head`."""
     if to not in EXPORTS:
         raise ModelError(f"There is no layout {to!r} to export to; choose one of {', '.join(EXPORTS)}.")
     place = Path(folder)

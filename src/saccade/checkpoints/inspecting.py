@@ -23,43 +23,26 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison of a head with a target.
+    """One comparison of a head with a target."""
 
-    Attributes:
-        what: is compared.
-        head, target: values.
-        fits: whether they agree; None where only a person can tell.
-        note: what follows.
-    """
-
-    what: str
+    what: str  # is compared
     head: Any
     target: Any
-    fits: bool | None
-    note: str = ""
+    fits: bool | None  # whether they agree; None where only a person can tell
+    note: str = ""  # what follows
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a folder holds.
+    """What a folder holds."""
 
-    Attributes:
-        path: as given.
-        holds: ``head`` or ``model``.
-        layout: ``saccade``, another engine's, or ``transformers``.
-        kind: of the head, or the model's class.
-        facts: name -> value, for a person and for programs.
-        problem: why a head cannot be loaded; None if it can.
-        checks: of a head against a given target.
-    """
-
-    path: str
-    holds: str
-    layout: str
-    kind: str
-    facts: Mapping[str, Any]
-    problem: str | None = None
-    checks: list[Check] = field(default_factory=list)
+    path: str  # as given
+    holds: str  # `head` or `model`
+    layout: str  # `saccade`, another engine's, or `transformers`
+    kind: str  # of the head, or the model's class
+    facts: Mapping[str, Any]  # name -> value, for a person and for programs
+    problem: str | None = None  # why a head cannot be loaded; None if it can
+    checks: list[Check] = field(default_factory=list)  # of a head against a given target
 
     @property
     def fits(self) -> bool | None:
@@ -70,15 +53,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> Inspection:
-    """Describe a head or a model; no model is run, and of a target only the configuration is read.
-
-    Args:
-        path: folder or hub id.
-        target: folder or hub id of the target that a head is to be used with.
-
-    Raises:
-        ModelError: the folder holds neither a head nor a model, or the target no model.
-    """
+    """Describe a head or a model; no model is run, and of a target only the configuration is read."""
     values = read_values(path)
     form = form_of(path, values)
     if form is None and MARK not in values:
@@ -100,11 +75,7 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
 
 
 def shape_of(target: str | Path) -> TargetShape:
-    """Return the shape of a target by its configuration alone.
-
-    Raises:
-        ModelError: it holds no model that generates text.
-    """
+    """Return the shape of a target by its configuration alone."""
     config = check_checkpoint(target)
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}

@@ -84,9 +84,6 @@ def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = 
 
     Exit codes: 0; 2 and one sentence on stderr for what the user got wrong; 130 after Ctrl-C; 1 when the reader
     of a pipe has gone.
-
-    Args:
-        arguments: those of the process when None.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # the prompt's check says it in a sentence

@@ -87,11 +87,7 @@ SPLITTING = {"tp": "generate", "fsdp": "train"}
 
 
 def _device(context: typer.Context, device: str | None) -> str | None:
-    """Check that the command can share its target with other processes, of which the first one alone speaks.
-
-    Raises:
-        InputError: it cannot.
-    """
+    """Check that the command can share its target with other processes, of which the first one alone speaks."""
     if device in SPLITTING:
         name = context.command.name
         if name != SPLITTING[device]:
@@ -167,11 +163,7 @@ Stop = Annotated[list[str] | None, _decoding(help="End the answer after this str
 
 
 def settings(pairs: list[str] | None) -> dict[str, Any]:
-    """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans.
-
-    Raises:
-        InputError: a pair has another form.
-    """
+    """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans."""
     found: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")

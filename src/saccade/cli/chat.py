@@ -135,12 +135,7 @@ class _Talk:
         self._images, self._videos = images, list[str]()
 
     def take(self, line: str) -> None:
-        """Run a command, or send the line as a message and print the answer.
-
-        Raises:
-            SaccadeError: there is no such command, a file cannot be used, or the message does not fit; the
-                conversation is as it was before.
-        """
+        """Run a command, or send the line as a message and print the answer."""
         name, _, argument = line.partition(" ")
         if not line:
             return

@@ -97,11 +97,7 @@ class RowOptions:
     media_root: MediaRoot = None
 
     def changes(self) -> dict[str, Any]:
-        """Fields of a `saccade.data.dataset.DataSet` in place of its own, ``columns`` among them.
-
-        Raises:
-            InputError: an option has another form.
-        """
+        """Fields of a `saccade.data.dataset.DataSet` in place of its own, ``columns`` among them."""
         found = {
             "subset": self.subset,
             "split": self.split,
@@ -115,11 +111,7 @@ class RowOptions:
         return {name: value for name, value in found.items() if value not in (None, {})}
 
     def data(self, name: str) -> DataSet:
-        """Return the data set of a name, with these changes.
-
-        Raises:
-            SaccadeError: there is no such data set, or a value is wrong.
-        """
+        """Return the data set of a name, with these changes."""
         from saccade.data import catalogue
 
         changes = self.changes()
@@ -169,15 +161,7 @@ def _pairs(given: Sequence[str] | None, option: str, form: str) -> dict[str, str
 def tasks_of(
     tasks: Sequence[TaskEntry], datasets: Sequence[str], reading: DataOptions, sizes: Mapping[str, Any]
 ) -> tuple[TaskEntry, ...]:
-    """Return the data sets that the command line names, or else the tasks, with the options in place of their own.
-
-    Args:
-        tasks: of the suite.
-        sizes: of the suite, as the command line gives them.
-
-    Raises:
-        SaccadeError: options fit none of the tasks, contradict each other, or there is no such data set.
-    """
+    """Return the data sets that the command line names, or else the tasks, with the options in place of their own."""
     from saccade.bench import scorers
     from saccade.bench.suite import TaskEntry
 

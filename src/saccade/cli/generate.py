@@ -93,11 +93,7 @@ def generate(
 
 
 def _configuration(vlm: VLM, given: str | None) -> dict[str, Any]:
-    """Return the drafter's folder or hub id, its head's name, every option of the method, and the dtypes.
-
-    Args:
-        given: the drafter as the user named it.
-    """
+    """Return the drafter's folder or hub id, its head's name, every option of the method, and the dtypes."""
     from saccade import methods
     from saccade.loading import name_of
     from saccade.pocket import head_path

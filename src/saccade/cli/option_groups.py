@@ -89,9 +89,6 @@ class Decoding:
         """Return the given generation options, seed left out; the checkpoint fills the others.
 
         Temperature 0 is greedy decoding.
-
-        Raises:
-            InputError: temperature 0 together with --sample.
         """
         is_greedy = self.temperature == 0
         if is_greedy and self.sample:
@@ -109,11 +106,7 @@ class Decoding:
         return {**found, **drawn, **({"do_sample": True} if self.sample or drawn else {})}
 
     def check(self) -> None:
-        """Check what needs no model, before one is loaded.
-
-        Raises:
-            InputError: a value with which no model decodes.
-        """
+        """Check what needs no model, before one is loaded."""
         from saccade.engine.generation import check_given
         from saccade.inputs.requests import seeds_of
 

@@ -90,11 +90,7 @@ def inflate_model() -> None:
 
 
 def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
-    """Return the tasks, all by default.
-
-    Raises:
-        SaccadeError: unknown task, or a grammar that one of them does not have.
-    """
+    """Return the tasks, all by default."""
     from saccade.pocket import WORLD, lacks
 
     chosen = tasks or list(WORLD)

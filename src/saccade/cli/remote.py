@@ -22,19 +22,7 @@ KEY_VARIABLE = "SACCADE_API_KEY"
 
 
 class RemoteChat:
-    """A conversation with an OpenAI-compatible server.
-
-    Args:
-        url: of the server, with or without ``/v1``.
-        model: name of a served model; None for the server's first one.
-        speculation: method; None for the server's default.
-        system: system message; None for none.
-        options: generation options of every answer.
-        marked: whether accepted draft tokens are marked (Saccade's servers only).
-
-    Raises:
-        InputError: the address is not one of a server.
-    """
+    """A conversation with an OpenAI-compatible server."""
 
     def __init__(
         self,
@@ -75,12 +63,7 @@ class RemoteChat:
             self._messages.append({"role": "system", "content": self._system})
 
     def send(self, text: str, images: Sequence[str], videos: Sequence[str]) -> str:
-        """Send a message, print the answer as it comes, and return a line of statistics; Ctrl-C ends it early.
-
-        Raises:
-            InputError: a file cannot be read, or the server cannot be reached or refuses; the conversation is as
-                before.
-        """
+        """Send a message, print the answer as it comes, and return a line of statistics; Ctrl-C ends it early."""
         content = [_medium("image", file) for file in images] + [_medium("video", file) for file in videos]
         turn = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
         body = {**self._body, "messages": [*self._messages, turn], "stream_options": {"include_usage": True}}

@@ -105,11 +105,7 @@ def _logged() -> Callable[[int, int, str], None]:
 
 
 def check_media(images: list[str], videos: list[str]) -> None:
-    """Check files before models are loaded for them.
-
-    Raises:
-        InputError: a file cannot be used.
-    """
+    """Check files before models are loaded for them."""
     from saccade.inputs.media import load_image, read_source
 
     for image in images:
@@ -121,11 +117,7 @@ def check_media(images: list[str], videos: list[str]) -> None:
 def load_models(
     target: str, drafter: str | None, method: str | None, *, heads: list[str] | None = None, **options: Any
 ) -> VLM:
-    """Call `saccade.load` behind a spinner.
-
-    Args:
-        heads: FOLDER or NAME=FOLDER each, to choose from.
-    """
+    """Call `saccade.load` behind a spinner."""
     if not sys.warnoptions:
         _show_own_warnings()
     with waiting(f"Loading {target}"):
@@ -170,11 +162,7 @@ def _show_own_warnings() -> None:
 
 
 def heads_by_name(given: list[str]) -> dict[str, str]:
-    """Return the folders by name, of FOLDER or NAME=FOLDER each.
-
-    Raises:
-        InputError: two have the same name.
-    """
+    """Return the folders by name, of FOLDER or NAME=FOLDER each."""
     found: dict[str, str] = {}
     for text in given:
         name, equals, folder = text.partition("=")

@@ -74,11 +74,7 @@ def tune(
 
 
 def choose(prepared: Prepared, run: Run, target: str, drafter: str | None, heads: list[str]) -> Profile:
-    """Return the profile of the fastest method of a run of the suite ``tune``.
-
-    Raises:
-        SaccadeError: the run has no answers.
-    """
+    """Return the profile of the fastest method of a run of the suite ``tune``."""
     from saccade.bench.metrics import by_method
     from saccade.methods import needs, options
 

@@ -22,23 +22,14 @@ _NO_CHOICE = ("", "N/A")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Question of a row.
+    """Question of a row."""
 
-    Attributes:
-        id: as given; None without a column of ids.
-        turns: messages of every turn of the user, media included: bytes, or paths.
-        reference: right answer, or a list of them; a letter where there are choices; None without one.
-        choices: texts, in order.
-        category: group that the row belongs to; None without a column of groups.
-        fields: of the row, without media.
-    """
-
-    id: str | None
-    turns: tuple[Messages, ...]
-    reference: Any = None
-    choices: tuple[str, ...] = ()
-    category: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    id: str | None  # as given; None without a column of ids
+    turns: tuple[Messages, ...]  # messages of every turn of the user, media included: bytes, or paths
+    reference: Any = None  # right answer, or a list of them; a letter where there are choices; None without one
+    choices: tuple[str, ...] = ()  # texts, in order
+    category: str | None = None  # group that the row belongs to; None without a column of groups
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the row, without media
 
 
 def check_columns(data: DataSet, columns: Sequence[str]) -> None:
@@ -59,15 +50,7 @@ def check_columns(data: DataSet, columns: Sequence[str]) -> None:
 
 
 def ask(data: DataSet, row: Mapping[str, Any], root: Path) -> Asked:
-    """Make the question of a row.
-
-    Args:
-        row: with images and videos as bytes, ``{bytes, path}``, or paths.
-        root: folder to which its paths are relative.
-
-    Raises:
-        InputError: the row cannot be used; the sentence names neither row nor data set.
-    """
+    """Make the question of a row."""
     media = _Media(data, row, root)
     fields = {name: value for name, value in row.items() if not media.holds(name)}
     choices = tuple(_choices(data, row))
@@ -241,11 +224,7 @@ class _Media:
                     yield source
 
     def _opened(self, value: Any, kind: str) -> Any:
-        """Bytes or the path of a medium.
-
-        Raises:
-            InputError: the row names a file that does not exist, or holds something else.
-        """
+        """Bytes or the path of a medium."""
         if isinstance(value, Mapping):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes):

@@ -29,9 +29,6 @@ def find(name: str) -> DataSet:
     ``textvqa`` is a ready mapping, ``textvqa@hivis`` the same with what a paper changes (prompt, number of questions,
     frames, longest answer). Any other name is an id on the hub (``OWNER/NAME``) or a path; ``./textvqa`` is a folder
     in spite of a mapping of its name. Nothing is read or downloaded here.
-
-    Raises:
-        InputError: there is no such mapping, and the name is neither a path nor an id.
     """
     base, at, paper = name.partition("@")
     if base in _table():

@@ -16,71 +16,39 @@ PARTS = ("question", "images", "videos", "choices", "reference", "id", "category
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A data set and how its rows become questions. A column is given by its name; ``a.b`` is ``b`` of every ``a``.
+    """A data set and how its rows become questions. A column is given by its name; ``a.b`` is ``b`` of every ``a``."""
 
-    Attributes:
-        name: as the user named it, for messages and reports.
-        path: id on the Hugging Face hub, or a folder or file of this machine.
-        title: one line.
-        subset, split: of the data set; a subset is what the hub calls a configuration.
-        prompt: template with ``{COLUMN}`` fields; ``{question}`` is the question's column, ``{choices}`` the lettered
-            choices. ``<image>`` and ``<video>`` mark places; media without a mark precede the text.
-        open_prompt: template of rows without choices; ``prompt`` when None.
-        system: system message.
-        question, id, category, turns: columns. ``turns`` holds a list of texts, the user's turns of a conversation.
-        images, videos: columns with media or paths, in order; ``image_*`` are all whose names begin so, by number.
-            Text with fields, such as ``{video_name}.mp4``, is a path in the folder of the media.
-        choices: columns of the choices, or one column with a list.
-        choice_form: of a choice in the prompt, with ``{letter}`` and ``{choice}``.
-        reference: column of the right answer, or of several; with choices a letter, an index from 0 or a choice.
-        scorer: name of a scorer (`saccade.bench.scorers`) or ``module:function``; empty: answers are not scored.
-        where: values that rows must have, by column.
-        join: ``subset``, ``column`` and ``key`` of a second table whose row with ``key`` equal to this ``column`` gives
-            its columns, too.
-        shuffle: seed of a random order; None keeps the data set's own, of which only the first rows are loaded.
-        count: number of questions; None: as many as the run asks for.
-        max_new_tokens: longest answer; the run's when None.
-        num_frames, fps: frames taken of a video, in all or a second; the checkpoint's own when None.
-        media: folder of the media that rows name; the data set's own when None.
-        source: origin of the names of its columns.
-        papers: what papers change, by paper; their own fields, and ``note``.
-    """
-
-    name: str
-    path: str
-    title: str = ""
+    name: str  # as the user named it, for messages and reports
+    path: str  # id on the Hugging Face hub, or a folder or file of this machine
+    title: str = ""  # one line
     subset: str | None = None
     split: str = "test"
-    prompt: str = "{question}"
-    open_prompt: str | None = None
-    system: str | None = None
+    prompt: str = "{question}"  # template with `{COLUMN}` fields
+    open_prompt: str | None = None  # template of rows without choices; `prompt` when None
+    system: str | None = None  # system message
     question: str = "question"
     id: str | None = None
     category: str | None = None
     turns: str | None = None
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    choice_form: str = "{letter}. {choice}"
-    reference: str | None = None
-    scorer: str = "match"
-    where: Mapping[str, Any] = field(default_factory=dict)
-    join: Mapping[str, str] = field(default_factory=dict)
-    shuffle: int | None = None
-    count: int | None = None
-    max_new_tokens: int | None = None
+    choices: tuple[str, ...] = ()  # columns of the choices, or one column with a list
+    choice_form: str = "{letter}. {choice}"  # of a choice in the prompt, with `{letter}` and `{choice}`
+    reference: str | None = None  # column of the right answer, or of several
+    scorer: str = "match"  # name of a scorer (`saccade.bench.scorers`) or `module:function`
+    where: Mapping[str, Any] = field(default_factory=dict)  # values that rows must have, by column
+    join: Mapping[str, str] = field(default_factory=dict)  # `subset`
+    shuffle: int | None = None  # seed of a random order
+    count: int | None = None  # number of questions; None: as many as the run asks for
+    max_new_tokens: int | None = None  # longest answer; the run's when None
     num_frames: int | None = None
     fps: float | None = None
-    media: str | None = None
-    source: str = ""
-    papers: Mapping[str, Any] = field(default_factory=dict)
+    media: str | None = None  # folder of the media that rows name; the data set's own when None
+    source: str = ""  # origin of the names of its columns
+    papers: Mapping[str, Any] = field(default_factory=dict)  # what papers change, by paper
 
     def with_(self, **changes: Any) -> DataSet:
-        """Return the same with some fields replaced; those that are None or empty remain.
-
-        Raises:
-            SaccadeError: a value is wrong.
-        """
+        """Return the same with some fields replaced; those that are None or empty remain."""
         changed = replace(self, **{name: value for name, value in changes.items() if value not in (None, (), {})})
         _check(changed)
         return changed
@@ -90,11 +58,7 @@ class DataSet:
         return replace(self, num_frames=None, fps=None)
 
     def with_columns(self, columns: Mapping[str, str]) -> DataSet:
-        """Return the same with other columns; ``+`` separates those of one part, and an empty text is none.
-
-        Raises:
-            InputError: a part does not exist.
-        """
+        """Return the same with other columns; ``+`` separates those of one part, and an empty text is none."""
         unknown = sorted(set(columns) - set(PARTS))
         if unknown:
             raise InputError(f"{self.name}: unknown column {unknown[0]!r}; expected {', '.join(PARTS)}.")
@@ -113,11 +77,7 @@ class DataSet:
 
 
 def parse(table: Mapping[str, Any], name: str, where: str) -> DataSet:
-    """Make a data set of a table.
-
-    Raises:
-        SaccadeError: an unknown key, a missing one, or a value of the wrong type.
-    """
+    """Make a data set of a table."""
     listed = {
         key: tuple([value] if isinstance(value, str) else value)
         for key, value in table.items()

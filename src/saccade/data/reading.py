@@ -30,12 +30,6 @@ def read(data: DataSet, limit: int | None = None) -> Iterator[Asked]:
 
     Without a shuffle rows are streamed: no more is downloaded than the questions need, up to the readers' blocks. A
     shuffle loads the whole split first.
-
-    Args:
-        limit: maximum number of questions; None for all.
-
-    Raises:
-        SaccadeError: the package is missing, the data set cannot be read, lacks a column, or a row cannot be used.
     """
     root, count = media_root(data), 0
     for number, row in rows(data):
@@ -53,11 +47,7 @@ def read(data: DataSet, limit: int | None = None) -> Iterator[Asked]:
 
 
 def rows(data: DataSet) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield number (from 0) and content of the rows that the mapping chooses, images and videos not decoded.
-
-    Raises:
-        SaccadeError: as in `read`.
-    """
+    """Yield number (from 0) and content of the rows that the mapping chooses, images and videos not decoded."""
     found = _loaded(data, data.subset)
     second: dict[Any, Mapping[str, Any]] | None = None
     checked = False

@@ -10,14 +10,7 @@ from saccade.errors import InputError
 
 
 class Template:
-    """Prompt with fields of the items, such as ``Describe {name}``; ``{{`` and ``}}`` are braces.
-
-    Attributes:
-        names: of its fields, in order.
-
-    Raises:
-        InputError: a field is not a plain name.
-    """
+    """Prompt with fields of the items, such as ``Describe {name}``; ``{{`` and ``}}`` are braces."""
 
     def __init__(self, text: str) -> None:
         if not text.strip():
@@ -32,14 +25,10 @@ class Template:
                     f"The prompt has the field {{{name}}}, which is no plain name; write {{{{ and }}}} for braces."
                 )
         self._pieces = [(before, name) for before, name, _, _ in found]
-        self.names = [name for _, name in self._pieces if name is not None]
+        self.names = [name for _, name in self._pieces if name is not None]  # of its fields, in order
 
     def fill(self, fields: Mapping[str, Any]) -> str:
-        """Return the prompt of an item.
-
-        Raises:
-            InputError: the item lacks a field, or it is not a text or a number.
-        """
+        """Return the prompt of an item."""
         filled = []
         for before, name in self._pieces:
             filled.append(before)

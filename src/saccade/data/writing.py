@@ -27,16 +27,6 @@ def write(
     """Write ``prompts.jsonl`` (OpenAI messages, ``id``, ``reference``) and the media that are not files yet.
 
     The file appears when it is complete; media of a broken attempt are written again.
-
-    Args:
-        limit: maximum number of questions; when None that of the data set, or all.
-        progress: called with the number of questions after each.
-
-    Returns:
-        Number of questions.
-
-    Raises:
-        SaccadeError: there is such a file already, the data set cannot be read, or its rows have several turns.
     """
     path = folder / FILE
     if path.exists():

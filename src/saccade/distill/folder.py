@@ -23,26 +23,13 @@ _COMPARED = ("source", "options", "target", "processor", "drafter")
 
 
 class Folder(Journal):
-    """Output of one run.
-
-    Args:
-        path: of the folder; it need not exist yet.
-        header: what makes the run: ``source``, ``options``, ``target``, ``processor`` and ``drafter`` must be the same
-            in every attempt.
-
-    Raises:
-        SaccadeError: the folder holds something else, or a run whose header differs.
-    """
+    """Output of one run."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         super().__init__(path, header, NAMES, _COMPARED, later=("processor",), inputs=(DRAWN,))
 
     def answers(self) -> Iterator[tuple[str, str]]:
-        """Id and text of every answer; an unfinished last line is skipped.
-
-        Raises:
-            SaccadeError: a line is damaged, or two are about the same question.
-        """
+        """Id and text of every answer; an unfinished last line is skipped."""
         found: set[str] = set()
         for number, _, row in self.rows():
             name, text = row.get("id"), row.get("answer")
@@ -69,39 +56,23 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A question with the target's answer.
+    """A question with the target's answer."""
 
-    Attributes:
-        id: of the question, unique in its run.
-        messages: the conversation up to the question, media as paths that can be opened.
-        answer: text.
-        answer_ids: emitted tokens without the one that ends the answer.
-        finish: ``eos`` when the target ended the answer itself; otherwise it was cut (``length``, ``stop``, or
-            ``visual`` before a placeholder of an image), and nothing is known about what comes next.
-        temperature: 0 for a greedy answer.
-        eos_id: the token that ended the answer, where ``finish`` is ``eos``; None in files of older versions.
-        prompt_tokens: of the prompt, visual ones counted; None in files of older versions.
-    """
-
-    id: str
-    messages: Messages
-    answer: str
-    answer_ids: list[int]
-    finish: str
-    temperature: float
-    eos_id: int | None = None
-    prompt_tokens: int | None = None
+    id: str  # of the question, unique in its run
+    messages: Messages  # the conversation up to the question, media as paths that can be opened
+    answer: str  # text
+    answer_ids: list[int]  # emitted tokens without the one that ends the answer
+    finish: str  # `eos` when the target ended the answer itself
+    temperature: float  # 0 for a greedy answer
+    eos_id: int | None = None  # the token that ended the answer, where `finish` is `eos`
+    prompt_tokens: int | None = None  # of the prompt, visual ones counted; None in files of older versions
 
 
 class Answers(Sequence[Answered]):
-    """The answers of a run; only the offsets of lines are held, 8 bytes each.
-
-    Attributes:
-        header: content of ``distill.json``.
-    """
+    """The answers of a run; only the offsets of lines are held, 8 bytes each."""
 
     def __init__(self, path: Path, media_root: Path, header: dict[str, Any]) -> None:
-        self.header = header
+        self.header = header  # content of `distill.json`
         self._path = path
         self._root = media_root
         self._ends = _line_ends(path)
@@ -114,12 +85,7 @@ class Answers(Sequence[Answered]):
     @overload
     def __getitem__(self, index: slice) -> list[Answered]: ...
     def __getitem__(self, index: int | slice) -> Answered | list[Answered]:
-        """One answer, or several.
-
-        Raises:
-            IndexError: there are not so many.
-            SaccadeError: the line is not an answer.
-        """
+        """One answer, or several."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         number = index + len(self) if index < 0 else index
@@ -140,15 +106,7 @@ class Answers(Sequence[Answered]):
 
 
 def read_answers(path: str | Path, media_root: str | Path | None = None) -> Answers:
-    """The answers of a run, finished or not; a last line that is still being written is left out.
-
-    Args:
-        path: the run's folder, or its ``answers.jsonl``.
-        media_root: where the media lie now, if not where the run found them.
-
-    Raises:
-        SaccadeError: there is no such run.
-    """
+    """The answers of a run, finished or not; a last line that is still being written is left out."""
     folder = Path(path).expanduser()
     folder = folder.parent if folder.name == ANSWERS else folder
     try:

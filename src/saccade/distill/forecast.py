@@ -23,21 +23,13 @@ LINE = 12
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of a run.
+    """Forecast of a run."""
 
-    Attributes:
-        preset: the GPU.
-        size: of the target.
-        lengths: of its prompts; answers are as long as allowed.
-        plan: every question; None where there are no prompts yet.
-        options: of the run.
-    """
-
-    preset: Preset
-    size: ModelSize
-    lengths: Lengths
-    plan: Plan | None
-    options: Options
+    preset: Preset  # the GPU
+    size: ModelSize  # of the target
+    lengths: Lengths  # of its prompts; answers are as long as allowed
+    plan: Plan | None  # every question; None where there are no prompts yet
+    options: Options  # of the run
 
     @property
     def memory(self) -> dict[str, float]:
@@ -101,17 +93,7 @@ def forecast(
     dtype: str = "auto",
     **options: Any,
 ) -> Forecast:
-    """Compute what `saccade.distill.distill` needs on a preset's GPU; weights are not read and need not be there.
-
-    Args:
-        source: a file of conversations; where it does not exist, typical questions are assumed.
-        dtype: of the target's weights; as stored for ``auto``.
-        options: see `saccade.distill.Options`.
-
-    Raises:
-        InputError: a pocket source, whose samples are drawn by a run alone.
-        SaccadeError: as `saccade.distill.distill`.
-    """
+    """Compute what `saccade.distill.distill` needs on a preset's GPU; weights are not read and need not be there."""
     if source.startswith(pocket_source.PREFIX):
         raise InputError(
             "A forecast is for prompts in a file; leave out --preset to have a pocket source planned by a few answers."

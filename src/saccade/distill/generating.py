@@ -18,30 +18,19 @@ from saccade.vlm import VLM
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """Generates answers by the target.
+    """Generates answers by the target."""
 
-    Attributes:
-        vlm: with a lossless method.
-        prompts: the prompt set.
-        options: of the run.
-        answers: text of the target's earlier answers by id, for later turns whose history includes them.
-        refuse: called with a question that cannot be used and the reason; it may raise.
-    """
-
-    vlm: VLM
-    prompts: Prompts
-    options: Options
-    answers: Mapping[str, str]
-    refuse: Callable[[Item, str], None]
+    vlm: VLM  # with a lossless method
+    prompts: Prompts  # the prompt set
+    options: Options  # of the run
+    answers: Mapping[str, str]  # text of the target's earlier answers by id
+    refuse: Callable[[Item, str], None]  # called with a question that cannot be used and the reason; it may raise
 
     def answer(self, batch: Sequence[Item], wanted: Sequence[Item]) -> list[tuple[Item, dict[str, Any]]]:
         """Answer a batch of questions.
 
         The whole batch is generated even if only some of it is wanted: in floating point an answer may depend, at ties,
         on the number of rows that are computed together, and a resumed run must repeat the answers of an unbroken one.
-
-        Returns:
-            Lines of all usable questions; empty if no wanted question is usable.
         """
         rows: list[tuple[Item, Messages]] = []
         for item in batch:

@@ -16,34 +16,18 @@ FIRST_SEED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Choice of questions and decoding.
+    """Choice of questions and decoding."""
 
-    Attributes:
-        sampled_share: share of the questions answered by sampling; the others are answered greedily.
-        temperature: of the sampled answers, whose distribution is cut nowhere (no top-p, no top-k).
-        max_new_tokens: longest answer.
-        batch: questions per batch.
-        seed: decides which questions are sampled, and their draws.
-        history: content of earlier assistant turns: ``reference`` (of the prompt set) or ``own`` (the target's).
-        limit: number of questions, the first ones; None for all.
-        count: of a pocket source, samples of every task.
-        first_seed: of a pocket source, number of the first sample.
-        grammar: of a pocket source, ``dense`` or ``verbose``.
-
-    Raises:
-        InputError: a value is out of range.
-    """
-
-    sampled_share: float = 0.5
-    temperature: float = 1.0
-    max_new_tokens: int = 256
-    batch: int = 8
-    seed: int = 0
-    history: str = "reference"
-    limit: int | None = None
-    count: int = 1000
-    first_seed: int = FIRST_SEED
-    grammar: str = "dense"
+    sampled_share: float = 0.5  # share of the questions answered by sampling; the others are answered greedily
+    temperature: float = 1.0  # of the sampled answers, whose distribution is cut nowhere (no top-p, no top-k)
+    max_new_tokens: int = 256  # longest answer
+    batch: int = 8  # questions per batch
+    seed: int = 0  # decides which questions are sampled, and their draws
+    history: str = "reference"  # content of earlier assistant turns
+    limit: int | None = None  # number of questions, the first ones; None for all
+    count: int = 1000  # of a pocket source, samples of every task
+    first_seed: int = FIRST_SEED  # of a pocket source, number of the first sample
+    grammar: str = "dense"  # of a pocket source, `dense` or `verbose`
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch", "count", "limit"):

@@ -31,10 +31,6 @@ class Duplicates:
 
     Two questions are equal when their messages are equal and their media have the same bytes. Bytes are read only where
     the texts and the sizes of all files agree.
-
-    Args:
-        root: folder of the media.
-        digest: hash of a source's content.
     """
 
     def __init__(self, root: Path, digest: Callable[[str], str] | None = None) -> None:
@@ -95,42 +91,26 @@ WINDOW = 32
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question.
+    """One question."""
 
-    Attributes:
-        id: unique in the run: the conversation's own, followed by ``/1``, ``/2``, ... when it has several questions.
-        line: number of its line in the prompt set, from 1.
-        offset: of that line, in bytes.
-        message: index of the user message to be answered.
-        sampled: answered by sampling, not greedily.
-        length: of the expected answer and of the prompt, in characters.
-        before: message index and question id of every answer of the target in its history.
-    """
-
-    id: str
-    line: int
-    offset: int
-    message: int
-    sampled: bool
-    length: tuple[int, int]
+    id: str  # unique in the run: the conversation's own, followed by `/1`, `/2`, ... when it has several questions
+    line: int  # number of its line in the prompt set, from 1
+    offset: int  # of that line, in bytes
+    message: int  # index of the user message to be answered
+    sampled: bool  # answered by sampling, not greedily
+    length: tuple[int, int]  # of the expected answer and of the prompt, in characters
+    # message index and question id of every answer of the target in its history
     before: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(slots=True)
 class Plan:
-    """Questions of a run.
+    """Questions of a run."""
 
-    Attributes:
-        batches: in their order of generation; a batch is sampled or greedy as a whole.
-        conversations: number of usable lines.
-        duplicates: number of questions left out because an equal one is planned.
-        problems: one sentence per line that cannot be used.
-    """
-
-    batches: list[list[Item]] = field(default_factory=list)
-    conversations: int = 0
-    duplicates: int = 0
-    problems: list[str] = field(default_factory=list)
+    batches: list[list[Item]] = field(default_factory=list)  # in their order of generation
+    conversations: int = 0  # number of usable lines
+    duplicates: int = 0  # number of questions left out because an equal one is planned
+    problems: list[str] = field(default_factory=list)  # one sentence per line that cannot be used
 
     @property
     def items(self) -> Iterator[Item]:
@@ -139,19 +119,11 @@ class Plan:
 
 
 class Prompts:
-    """A file of conversations: one JSON object per line, or one array of them.
-
-    Args:
-        path: of the file.
-        root: folder to which the paths of its media are relative.
-
-    Raises:
-        SaccadeError: the file cannot be read.
-    """
+    """A file of conversations: one JSON object per line, or one array of them."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self.path = path
-        self.root = root
+        self.path = path  # of the file
+        self.root = root  # folder to which the paths of its media are relative
         try:
             with path.open("rb") as file:
                 self.digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -184,14 +156,7 @@ def check_source(source: str, options: Options) -> None:
 
 
 def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
-    """Read the prompt set once, and plan its batches.
-
-    Args:
-        on_bad_line: ``stop`` at a line that cannot be used, or ``skip`` it.
-
-    Raises:
-        SaccadeError: no question is usable, or a line cannot be used and ``on_bad_line`` is ``stop``.
-    """
+    """Read the prompt set once, and plan its batches."""
     plan, known, names = Plan(), Duplicates(prompts.root), set[str]()
     rounds: dict[int, list[Item]] = {}
     planned = 0
@@ -288,11 +253,7 @@ def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
 
 
 def messages_of(item: Item, conversation: Conversation, answers: Mapping[str, str]) -> Messages:
-    """Return the conversation up to the question, with the target's answers in the places that the item names.
-
-    Raises:
-        InputError: an earlier answer is missing because its question was not usable.
-    """
+    """Return the conversation up to the question, with the target's answers in the places that the item names."""
     messages: Messages = [*conversation.messages[: item.message + 1]]
     for index, earlier in item.before:
         if earlier not in answers:

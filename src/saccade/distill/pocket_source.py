@@ -21,11 +21,7 @@ MEDIA = "media"
 
 
 def tasks_of(source: str, grammar: str) -> list[str]:
-    """Tasks named by ``pocket:TASK,TASK``; ``pocket:all`` names all that the built-in heads were trained on.
-
-    Raises:
-        InputError: a task or its grammar does not exist.
-    """
+    """Tasks named by ``pocket:TASK,TASK``; ``pocket:all`` names all that the built-in heads were trained on."""
     named = [name.strip() for name in source.removeprefix(PREFIX).split(",") if name.strip()]
     tasks = [task for task in WORLD if task not in UNSEEN_BY_HEADS] if named == ["all"] else list(dict.fromkeys(named))
     if not tasks:
@@ -40,9 +36,6 @@ def write_prompts(folder: Path, tasks: Sequence[str], options: Options) -> Path:
     """Draw the samples into ``prompts.jsonl`` and ``media/``, unless an earlier attempt did.
 
     Videos are saved as single frames, which need no decoder and lose nothing.
-
-    Raises:
-        SaccadeError: the folder cannot be written.
     """
     path = folder / FILE
     if path.is_file():

@@ -18,11 +18,7 @@ _AHEAD = 2
 
 
 class DistillActor(EngineActor):
-    """Actor: generates batches of a run.
-
-    Args:
-        arguments: of `Setup`, without the models.
-    """
+    """Actor: generates batches of a run."""
 
     def __init__(self, models: Models, arguments: Mapping[str, Any]) -> None:
         super().__init__(models)
@@ -62,14 +58,6 @@ def distill_on_ray(
 
     Batches are those of one process, so that every answer is computed in the same company; they are written in their
     order. With ``history="own"`` a turn waits for the turn before, of all conversations.
-
-    Args:
-        ray: the module, connected.
-        places: of the engines.
-        models: with a lossless method.
-
-    Raises:
-        SaccadeError: as `saccade.distill.distill`, or the cluster cannot do it.
     """
     arguments: dict[str, Any] = {
         "source": source,

@@ -24,11 +24,7 @@ _POCKET_ONLY = ("count", "first_seed", "grammar")
 
 
 def models_of(vlm: VLM) -> dict[str, Any]:
-    """Facts about a run's models, which decide its answers.
-
-    Raises:
-        MethodError: the method is lossy.
-    """
+    """Facts about a run's models, which decide its answers."""
     if not vlm.lossless:
         raise MethodError(f"Method {vlm.method} is lossy, so its answers are not the target's; choose a lossless one.")
     drafts = vlm.draft_model if vlm.method != "plain" else None
@@ -47,14 +43,7 @@ def header(
     options: Options,
     method_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Content of ``distill.json``.
-
-    Args:
-        models: as in `models_of`.
-        prompts: name of the prompt set.
-        source: what identifies the prompt set.
-        method_options: those that differ from the method's defaults.
-    """
+    """Content of ``distill.json``."""
     chosen = asdict(options)
     if "pocket" not in source:
         chosen = {name: value for name, value in chosen.items() if name not in _POCKET_ONLY}
@@ -74,11 +63,7 @@ def _facts(target: Target) -> dict[str, Any]:
 
 
 def check_options(on_bad_line: str, options: Mapping[str, Any]) -> Options:
-    """Return the options of a run.
-
-    Raises:
-        InputError: one is unknown or out of range.
-    """
+    """Return the options of a run."""
     if on_bad_line not in ("stop", "skip"):
         raise InputError(f"on_bad_line must be stop or skip, not {on_bad_line!r}.")
     unknown = sorted(set(options) - set(Options.__slots__))
@@ -88,11 +73,7 @@ def check_options(on_bad_line: str, options: Mapping[str, Any]) -> Options:
 
 
 class Setup:
-    """The arguments of `saccade.distill.distill`, with `models_of` in place of the models.
-
-    Raises:
-        SaccadeError: one of them cannot be used.
-    """
+    """The arguments of `saccade.distill.distill`, with `models_of` in place of the models."""
 
     def __init__(
         self,

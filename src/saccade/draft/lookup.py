@@ -23,18 +23,12 @@ class PromptLookup:
     """Copies the tokens that followed the latest earlier occurrence of the last tokens.
 
     Where the text ends before the draft does, the copy repeats itself.
-
-    Attributes:
-        gamma: draft tokens.
-        max_ngram: longest n-gram that is matched; shorter ones are tried in turn.
-        device: of the trees; the target's device.
-        vocab_size: ids from here on are never drafted; for prompts of a drafter with a larger vocabulary.
     """
 
-    gamma: int = 10
-    max_ngram: int = 3
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    vocab_size: int | None = None
+    gamma: int = 10  # draft tokens
+    max_ngram: int = 3  # longest n-gram that is matched; shorter ones are tried in turn
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the trees; the target's device
+    vocab_size: int | None = None  # ids from here on are never drafted
 
     def __post_init__(self) -> None:
         if self.gamma < 1 or self.max_ngram < 1:

@@ -23,26 +23,14 @@ class MergedDrafter:
 
     Children are the likeliest tokens of each drafter, never draws: no one residual rule verifies draws and point masses
     among the children of a node. Under sampling each is verified as a point mass, which stays exact.
-
-    Args:
-        first: any drafter; among one node's children its own are verified first.
-        second: any other.
-        total: most draft tokens that are verified; the deepest are cut first.
-
-    Raises:
-        ValueError: ``total`` is below 1.
-
-    Attributes:
-        model: the adapter of the draft model, if one of the drafters has one.
-        views: of an ensemble, if one of the drafters is one.
     """
 
     def __init__(self, first: Drafter, second: Drafter, total: int = 64) -> None:
         if total < 1:
             raise ValueError(f"total must be at least 1, not {total}.")
-        self.first = first
-        self.second = second
-        self.total = total
+        self.first = first  # any drafter; among one node's children its own are verified first
+        self.second = second  # any other
+        self.total = total  # most draft tokens that are verified; the deepest are cut first
         self.max_nodes = min(first.max_nodes + second.max_nodes - 1, total + 1)
         self.max_depth = max(first.max_depth, second.max_depth)
         self.max_children, self.draws = first.max_children + second.max_children, False
@@ -59,12 +47,7 @@ class MergedDrafter:
 
 
 class MergedSession:
-    """Two draft sessions over the same rows.
-
-    Args:
-        total: as in `MergedDrafter`.
-        depth: upper bound of the merged trees' depth.
-    """
+    """Two draft sessions over the same rows."""
 
     def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int, depth: int) -> None:
         self._sessions = sessions
@@ -98,16 +81,7 @@ class MergedSession:
 
 
 def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
-    """Merge two trees under their common root: common prefixes once, nodes in the order of their depth.
-
-    Args:
-        first: of B rows; among the nodes of one depth its own come first.
-        second: of the same rows, on the same device.
-        total: most draft tokens; the deepest are cut first, of one depth the last.
-
-    Returns:
-        The merged trees; ``first`` itself where ``second`` has no draft token in any row.
-    """
+    """Merge two trees under their common root: common prefixes once, nodes in the order of their depth."""
     if second.size == 1 and first.size <= total + 1:
         return first
     batch, device = first.tokens.shape[0], first.tokens.device
@@ -147,8 +121,7 @@ def _size(real: Tensor) -> int:
 def _same_prefix(first: DraftTree, second: DraftTree, above_first: Tensor, above_second: Tensor) -> Tensor:
     """``[B, N2, N1]`` pairs of nodes of second and first with equal tokens from the root down to them.
 
-    Args:
-        above_first, above_second: ``[B, N1]`` and ``[B, N2]`` parents.
+    Shapes: above_first, above_second ``[B, N1]``.
     """
     alike = second.tokens[:, :, None] == first.tokens[:, None]
     alike &= second.valid[..., None] & first.valid[:, None]

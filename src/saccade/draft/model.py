@@ -21,20 +21,13 @@ from saccade.verify.rule import Verdict
 
 
 class ModelDrafter(TreeDrafter):
-    """A draft VLM or LLM.
-
-    Args:
-        model: the adapter of the draft model.
-        policy: which draft tokens are verified.
-        vocab_size: number of tokens that target and drafter share (a padded vocabulary is cut to it); the
-            drafter's own when None.
-    """
+    """A draft VLM or LLM."""
 
     early = True
 
     def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
         super().__init__(policy)
-        self.model = model
+        self.model = model  # the adapter of the draft model
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
 
     def open(self, rows: int, target: Context) -> ModelDraftSession:
@@ -115,11 +108,7 @@ class ModelDraftSession:
         every: bool = False,
         others: Sequence[tuple[int, ...]] = (),
     ) -> list[Tensor]:
-        """Run and commit the tokens that rows emitted; arguments and result as for `run`.
-
-        Args:
-            others: host integers that later forwards need on the device, sent with those of drafting.
-        """
+        """Run and commit the tokens that rows emitted; arguments and result as for `run`."""
         roots = tuple(tokens[-1] for tokens in new)
         behind = self.context.numbers_of(rows, [len(tokens) for tokens in new])
         logits = self.run(rows, new, every, [roots, *behind, *others])
@@ -135,12 +124,7 @@ class ModelDraftSession:
     ) -> list[Tensor]:
         """Run the tokens that rows emitted; their entries stay pending.
 
-        Args:
-            every: return logits after every token, not only after the last one of each row.
-            others: as in `run_and_commit`.
-
-        Returns:
-            Per row logits ``[n, V]`` with its own n, or ``[1, V]``.
+        Shapes: returns ``[n, V]``.
         """
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):

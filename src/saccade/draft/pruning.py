@@ -29,23 +29,13 @@ from saccade.target.prefill import PrefillResult
 
 @dataclass(frozen=True)
 class Pruning:
-    """Share and choice of the visual tokens that are retained.
+    """Share and choice of the visual tokens that are retained."""
 
-    Attributes:
-        select: ``uniform``: evenly spread over every frame; ``attention``: those with the highest attention from the
-            target's text tokens; ``specvlm``: the fewest that get ``mass`` of that attention, and the rest of the
-            share evenly spread over the others.
-        keep_images: share of an image's tokens that is retained.
-        keep_videos: share of a video's tokens that is retained; also where the family takes its frames as images.
-        mass: share of the attention for the first stage of ``specvlm`` (0.4 in its authors' released code).
-        layers: layers of the target whose attention counts, None for all (as there); ``(-1,)`` is the last one.
-    """
-
-    select: Literal["uniform", "attention", "specvlm"] = "specvlm"
-    keep_images: float = 0.2
-    keep_videos: float = 0.1
-    mass: float = 0.4
-    layers: tuple[int, ...] | None = None
+    select: Literal["uniform", "attention", "specvlm"] = "specvlm"  # `uniform`: evenly spread over every frame
+    keep_images: float = 0.2  # share of an image's tokens that is retained
+    keep_videos: float = 0.1  # share of a video's tokens that is retained
+    mass: float = 0.4  # share of the attention for the first stage of `specvlm` (0.4 in its authors' released code)
+    layers: tuple[int, ...] | None = None  # layers of the target whose attention counts, None for all (as there)
 
     def __post_init__(self) -> None:
         if self.select not in ("uniform", "attention", "specvlm"):
@@ -69,9 +59,7 @@ class Pruning:
     def retained(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
         """Choose the tokens of one medium that are retained; return their indices, ascending.
 
-        Args:
-            config: of the model whose tokens they are.
-            scores: ``[n_tokens]`` attention to each; None spreads evenly.
+        Shapes: scores ``[n_tokens]``.
         """
         share = self.keep_videos if medium.is_of_video else self.keep_images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
@@ -89,11 +77,7 @@ class Pruning:
     ) -> list[int]:
         """Choose the visual tokens that a drafter's prompt loses; return their positions, ascending.
 
-        Args:
-            config: configuration of the drafter.
-            target_prompt: the target's form of the prompt.
-            columns: ``[S]`` attention to each of its positions; None spreads evenly.
-            target: configuration of the target.
+        Shapes: columns ``[S]``.
         """
         if not prompt.media:
             return []
@@ -194,21 +178,13 @@ def _warn(why: str) -> None:
 
 
 class PrunedDrafter(ModelDrafter):
-    """A draft VLM behind pruned visual tokens (SpecVLM, Ji et al. 2025).
-
-    Args:
-        model: the adapter of the draft model. The target's own makes it self-speculation: the weights are shared,
-            drafting is cheaper by a second, pruned context, and the vision tower runs once for both.
-        policy: which draft tokens are verified.
-        vocab_size: as in `ModelDrafter`.
-        pruning: choice of the visual tokens that are retained.
-    """
+    """A draft VLM behind pruned visual tokens (SpecVLM, Ji et al. 2025)."""
 
     def __init__(
         self, model: Target, policy: TreePolicy, vocab_size: int | None = None, pruning: Pruning | None = None
     ) -> None:
         super().__init__(model, policy, vocab_size)
-        self.pruning = pruning or Pruning()
+        self.pruning = pruning or Pruning()  # choice of the visual tokens that are retained
         self.early = not self.pruning.needs_attention
 
     def open(self, rows: int, target: Context) -> PrunedDraftSession:
@@ -240,11 +216,7 @@ class PrunedDraftSession(ModelDraftSession):
 
 
 def request_attention(pruning: Pruning, target: Context) -> None:
-    """Request the attention of the target's text tokens where it decides what is retained.
-
-    Raises:
-        ModelError: other layers or tokens were requested before.
-    """
+    """Request the attention of the target's text tokens where it decides what is retained."""
     if pruning.needs_attention:
         target.requirements.add_attention(pruning.layers, "words")
 

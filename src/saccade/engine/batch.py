@@ -34,22 +34,6 @@ class RunningBatch:
     """Rows of one target, drafter and rule, each with its own options, in one set of caches.
 
     A row's tokens never depend on its neighbours. The first thread that uses a batch owns it.
-
-    Args:
-        engine: target, drafter and rules.
-        max_rows: rows that run at once; further ones wait in order.
-        kv_memory: bytes of keys and values of target and draft model; None for no limit. Not counted are entries that a
-            draft model's row has beyond the target's (draft tokens, captions longer than their pictures), trained
-            heads' own layers and, while a cache grows, the old one, which stays until its entries are copied.
-        prefill_chunk: most prompt tokens per step. Images are never split.
-        longest_step: length of a step with a part of a prompt, over one without: beside the other rows' trees, prompts
-            are read in parts that keep to it.
-        media_cache: bytes of features of images and videos that are cached by digest.
-
-    Attributes:
-        engine: as given.
-        trace: whether every step returns the verified trees (costs a few transfers).
-        steps: number of steps so far.
     """
 
     def __init__(
@@ -66,8 +50,8 @@ class RunningBatch:
             if value < 1:
                 raise InputError(f"{name} must be at least 1, not {value}.")
         self.engine, self.target, self.drafter = engine, engine.target, engine.drafter
-        self.trace = False
-        self.steps = 0
+        self.trace = False  # whether every step returns the verified trees (costs a few transfers)
+        self.steps = 0  # number of steps so far
         if kv_memory is not None and self.target.ranks is not None:
             kv_memory = self.target.ranks.numbers([kv_memory])[0]
         self._max_rows, self._kv_memory = max_rows, kv_memory
@@ -110,12 +94,7 @@ class RunningBatch:
         return not self._state.active and not self._waiting
 
     def add(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
-        """Queue a row, which enters as slots and memory allow.
-
-        Raises:
-            InputError: the row has ids that the model lacks, does not fit its context, can never fit the KV memory, or
-                samples where the rule is for greedy decoding.
-        """
+        """Queue a row, which enters as slots and memory allow."""
         row = self.prepare(request, plan, do_sample)
         self.queue(row)
         return row
@@ -190,9 +169,6 @@ class RunningBatch:
 
         A row that fails ends with its error and the others continue; an error that belongs to no row (memory, the
         model) ends all active rows.
-
-        Returns:
-            Rows with their new tokens, which are also appended to `Row.steps`.
         """
         self._check_owner()
         while self._dropped:

@@ -22,14 +22,10 @@ class ChunkSizes:
 
     A chunk that is too small costs more per token than the right one, so that the next one is larger, and none on the
     way is too large.
-
-    Args:
-        most: tokens of a chunk, where nobody waits for it or it takes no time.
-        longest: length of a step with a chunk, over one without; infinite for the largest chunks.
     """
 
     def __init__(self, most: int, longest: float = LONGEST_STEP) -> None:
-        self.most = most
+        self.most = most  # tokens of a chunk, where nobody waits for it or it takes no time
         self._extra = longest * _SAFE - 1
         self._steps: dict[int, Recent] = {}
         self._costs = Recent(deque(maxlen=_LAST))

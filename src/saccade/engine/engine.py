@@ -18,14 +18,7 @@ from saccade.verify.rule import Rule
 
 
 class Engine:
-    """A target, optionally a drafter, and the rule that decides between them.
-
-    Args:
-        target: the model whose output is reproduced.
-        drafter: proposes draft trees; None for plain decoding, one target pass per token.
-        rule: acceptance rule that replaces the lossless pair (greedy rule, speculative sampling).
-        pacer: chooses the number of draft tokens of every step; None for as many as the drafter drafts.
-    """
+    """A target, optionally a drafter, and the rule that decides between them."""
 
     def __init__(
         self,
@@ -34,9 +27,9 @@ class Engine:
         rule: Rule | None = None,
         pacer: Pacer | None = None,
     ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.pacer = pacer
+        self.target = target  # the model whose output is reproduced
+        self.drafter = drafter  # proposes draft trees; None for plain decoding, one target pass per token
+        self.pacer = pacer  # chooses the number of draft tokens of every step; None for as many as the drafter drafts
         self._rule = rule
 
     @property
@@ -45,11 +38,7 @@ class Engine:
         return self._rule is None or self._rule.lossless
 
     def rule(self, do_sample: bool) -> Rule:
-        """Return the acceptance rule of greedy decoding or sampling.
-
-        Raises:
-            InputError: ``do_sample`` with a rule for greedy decoding only.
-        """
+        """Return the acceptance rule of greedy decoding or sampling."""
         if self._rule is not None and do_sample and not self._rule.samples:
             raise InputError(
                 f"The rule {type(self._rule).__name__} is for greedy decoding, but the options or the checkpoint's "
@@ -83,15 +72,7 @@ class Engine:
         session: RunningBatch | None = None,
         trace: bool = False,
     ) -> Run:
-        """Begin a generation, whose steps are computed when they are iterated.
-
-        Args:
-            session: a batch of this engine, which may have other rows; None opens one.
-            trace: whether every step returns the verified trees (for reports; costs a few transfers a step).
-
-        Raises:
-            InputError: no request, one that does not fit the model's context, or a batch of another engine.
-        """
+        """Begin a generation, whose steps are computed when they are iterated."""
         if not requests:
             raise InputError("There is nothing to generate; give at least one request.")
         if session is not None and session.engine is not self:

@@ -57,32 +57,20 @@ RANGES: dict[str, tuple[type, float, float, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Decoding options of one row.
+    """Decoding options of one row."""
 
-    Attributes:
-        max_new_tokens: hard limit.
-        eos: ids that end the row.
-        processors: logits processors in `generate`'s order.
-        criteria: stopping criteria besides length and EOS, called after every token as in `generate`.
-    """
-
-    max_new_tokens: int
-    eos: frozenset[int]
-    processors: tuple[Any, ...]
-    criteria: tuple[Any, ...]
+    max_new_tokens: int  # hard limit
+    eos: frozenset[int]  # ids that end the row
+    processors: tuple[Any, ...]  # logits processors in `generate`'s order
+    criteria: tuple[Any, ...]  # stopping criteria besides length and EOS, called after every token as in `generate`
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decoding options of a batch.
+    """Decoding options of a batch."""
 
-    Attributes:
-        do_sample: sampling instead of greedy decoding.
-        rows: one plan per row.
-    """
-
-    do_sample: bool
-    rows: tuple[RowPlan, ...]
+    do_sample: bool  # sampling instead of greedy decoding
+    rows: tuple[RowPlan, ...]  # one plan per row
 
 
 _RESOLVING = threading.Lock()
@@ -107,19 +95,7 @@ def plan(
     tokenizer: Any = None,
     **options: Any,
 ) -> Plan:
-    """Resolve options against the checkpoint's defaults, by the model's own code where it has some; in any thread.
-
-    Args:
-        generation_config: a Hugging Face GenerationConfig; ``options`` override it, the checkpoint's
-            ``generation_config`` fills the rest.
-        logits_processor, stopping_criteria: see `saccade.processors` for the supported ones.
-        tokenizer: needed for ``stop_strings``.
-        options: any option of GenerationConfig.
-
-    Raises:
-        InputError: an unknown or unsupported option, a value out of range, or a processor or criterion that may have
-            state between its calls.
-    """
+    """Resolve options against the checkpoint's defaults, by the model's own code where it has some; in any thread."""
     model = target.model
     with _refusals():
         config, unknown = model._prepare_generation_config(generation_config, **_check_ranges(options))

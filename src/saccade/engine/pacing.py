@@ -78,13 +78,9 @@ class Trials:
 
 @dataclass(slots=True)
 class Ledger:
-    """What drafting lost against plain decoding, over the last tokens of every row.
+    """What drafting lost against plain decoding, over the last tokens of every row."""
 
-    Attributes:
-        tokens: emitted so far, by a row on average.
-    """
-
-    tokens: float = 0.0
+    tokens: float = 0.0  # emitted so far, by a row on average
     _entries: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, loss: float) -> None:
@@ -108,23 +104,13 @@ class Ledger:
 
 @dataclass(slots=True)
 class Pacer:
-    """Draft length of every step, and whether a new row's drafter is prefilled at all.
+    """Draft length of every step, and whether a new row's drafter is prefilled at all."""
 
-    Args:
-        max_length: most draft tokens of a row and step.
-        draft_cost: time of a drafter's forward in units, until it is measured: the ratio of their parameters.
-
-    Attributes:
-        forward: the target's forwards.
-        drafts: units of one level of drafting by number of rows.
-        ledger: losses in units.
-    """
-
-    max_length: int
-    draft_cost: float
-    forward: Forwards = field(default_factory=Forwards)
-    drafts: dict[int, Recent] = field(default_factory=dict)
-    ledger: Ledger = field(default_factory=Ledger)
+    max_length: int  # most draft tokens of a row and step
+    draft_cost: float  # time of a drafter's forward in units, until it is measured: the ratio of their parameters
+    forward: Forwards = field(default_factory=Forwards)  # the target's forwards
+    drafts: dict[int, Recent] = field(default_factory=dict)  # units of one level of drafting by number of rows
+    ledger: Ledger = field(default_factory=Ledger)  # losses in units
     _all: Trials = field(default_factory=Trials)
     _answers: Recent = field(default_factory=Recent)
     _prefill: Recent = field(default_factory=Recent)
@@ -139,12 +125,7 @@ class Pacer:
     # -- decisions -----------------------------------------------------------------------------------------
 
     def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
-        """Return the number of tokens to draft for each of these rows in this step; 0 for none.
-
-        Args:
-            rows: the rows' own trials so far.
-            others: rows of the step that have no drafter.
-        """
+        """Return the number of tokens to draft for each of these rows in this step; 0 for none."""
         count, nothing = len(rows), [0] * len(rows)
         self._steps[count] = self._steps.get(count, 0) + 1
         if (self.drafts and not self.forward.knows(count + others)) or self._steps[count] > _REFRESH:
@@ -165,13 +146,7 @@ class Pacer:
         return nothing
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
-        """Whether a row's drafter is to be prefilled: its expected gain exceeds the time that takes.
-
-        Args:
-            others: rows that run.
-            prompt: tokens of the drafter's prompt.
-            remaining: most tokens that the row may still emit.
-        """
+        """Whether a row's drafter is to be prefilled: its expected gain exceeds the time that takes."""
         self._prompts.add(prompt)
         rows, expected = others + 1, min(remaining, self._answers.or_else(_ANSWER))
         cost = prompt * self._prefill_cost()
@@ -268,16 +243,7 @@ class Pacer:
     def observe_step(
         self, tokens: int, forward: float, rows: int, emitted: int, drafting: int = 0, length: int = 0, draft: float = 0
     ) -> None:
-        """Record a step without prefill.
-
-        Args:
-            tokens: number in the target's forward.
-            forward: seconds of the target's forward.
-            rows: in the step.
-            emitted: tokens of all rows.
-            drafting, length: rows that drafted, and tokens drafted for each; 0 for none.
-            draft: seconds of drafting.
-        """
+        """Record a step without prefill."""
         self.forward.observe(tokens, forward)
         plain = emitted * self._plain(rows)
         if length and forward > 0:

@@ -21,13 +21,7 @@ _LATE = 8
 
 
 class PromptRunner:
-    """Prefill of one step.
-
-    Args:
-        state: rows and caches.
-        clock: of the step.
-        sizes: of chunks of the target's prompts, and of the drafter's.
-    """
+    """Prefill of one step."""
 
     def __init__(self, state: BatchState, clock: Clock, sizes: tuple[ChunkSizes, ChunkSizes]) -> None:
         self._state, self._target, self._clock = state, state.target, clock

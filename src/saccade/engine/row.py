@@ -18,19 +18,12 @@ from saccade.verify.processing import RowProcessing
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request of one row.
+    """Request of one row."""
 
-    Attributes:
-        prompt: the target's prompt.
-        draft_prompt: the drafter's; the target's prompt when None.
-        seed: of the row's random generator, when sampling.
-        salt: what caches hold is reused by requests of the same salt alone; see `salted`.
-    """
-
-    prompt: Prompt
-    draft_prompt: Prompt | None = None
-    seed: int = 0
-    salt: str = ""
+    prompt: Prompt  # the target's prompt
+    draft_prompt: Prompt | None = None  # the drafter's; the target's prompt when None
+    seed: int = 0  # of the row's random generator, when sampling
+    salt: str = ""  # what caches hold is reused by requests of the same salt alone; see `salted`
 
     def salted(self, salt: str) -> Request:
         """The same request with a salt, which keeps its prefixes and the features of its media apart."""
@@ -45,62 +38,34 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RowStep:
-    """Tokens that one step added to a row.
-
-    Attributes:
-        tokens, marks: of equal length; empty only for a row that failed or was cancelled.
-        finished: whether the row has ended.
-        tree: the verified tree, where traced.
-    """
+    """Tokens that one step added to a row."""
 
     tokens: tuple[int, ...]
     marks: tuple[Mark, ...]
-    finished: bool
-    tree: TreeTrace | None = None
+    finished: bool  # whether the row has ended
+    tree: TreeTrace | None = None  # the verified tree, where traced
 
 
 class Row:
-    """A row from its request to its end.
-
-    Args:
-        device: of the ids passed to stopping criteria; `generate` passes them on the model's device.
-
-    Attributes:
-        request, plan, do_sample: as requested.
-        ids: prompt and emitted tokens; the last one is the root of the next tree.
-        output: emitted tokens.
-        marks: origin of each.
-        stats: counts so far.
-        error: cause of the row's failure; None without one.
-        slot: of the batch's caches; None before admission and after the row's end.
-        steps: unread steps, oldest first; readers remove them.
-        generator: random generator, on the host.
-        drafter_prefilled: whether the drafter has cached its prompt ahead of the target.
-        drafter_begun: whether it has cached a part of it.
-        drafter_seconds: that this took.
-        drafter_lacks_end: whether the drafter has cached its prompt without the last token.
-        drafts: whether the drafter drafts for the row at all; None until that is decided.
-        trials: acceptance of the row's draft tokens, where a pacer chooses their number.
-        submitted: `time.perf_counter` of its submission; earlier than its own where it waited elsewhere before.
-    """
+    """A row from its request to its end."""
 
     def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
         self.request, self.plan, self.do_sample = request, plan, do_sample
-        self.ids = list(request.prompt.ids)
-        self.output: list[int] = []
-        self.marks: list[Mark] = []
-        self.stats = Stats(prompt_tokens=len(self.ids))
-        self.error: BaseException | None = None
-        self.slot: int | None = None
-        self.steps: list[RowStep] = []
+        self.ids = list(request.prompt.ids)  # prompt and emitted tokens; the last one is the root of the next tree
+        self.output: list[int] = []  # emitted tokens
+        self.marks: list[Mark] = []  # origin of each
+        self.stats = Stats(prompt_tokens=len(self.ids))  # counts so far
+        self.error: BaseException | None = None  # cause of the row's failure; None without one
+        self.slot: int | None = None  # of the batch's caches; None before admission and after the row's end
+        self.steps: list[RowStep] = []  # unread steps, oldest first; readers remove them
         self.processing = RowProcessing(plan.processors, plan.eos)
-        self.generator = torch.Generator().manual_seed(request.seed)
-        self.drafter_prefilled = False
-        self.drafter_begun = False
-        self.drafter_seconds = 0.0
-        self.drafter_lacks_end = False
-        self.drafts: bool | None = None
-        self.trials = Trials()
+        self.generator = torch.Generator().manual_seed(request.seed)  # random generator, on the host
+        self.drafter_prefilled = False  # whether the drafter has cached its prompt ahead of the target
+        self.drafter_begun = False  # whether it has cached a part of it
+        self.drafter_seconds = 0.0  # that this took
+        self.drafter_lacks_end = False  # whether the drafter has cached its prompt without the last token
+        self.drafts: bool | None = None  # whether the drafter drafts for the row at all; None until that is decided
+        self.trials = Trials()  # acceptance of the row's draft tokens, where a pacer chooses their number
         self._device = device
         self._reason: FinishReason | None = None
         self._num_proposed = 0

@@ -22,13 +22,7 @@ MIN_SHARED_PREFIX = 16
 
 
 class SlotAllocator:
-    """Slots of the caches. A freed slot's content stays cached until its memory is needed.
-
-    Args:
-        context: the target's caches.
-        drafter, drafting: drafter and its session, None without one.
-        limit: bytes of keys and values of target and draft model together; None for no limit.
-    """
+    """Slots of the caches. A freed slot's content stays cached until its memory is needed."""
 
     def __init__(
         self, context: Context, drafter: Drafter | None, drafting: DraftSession | None, limit: int | None
@@ -55,11 +49,7 @@ class SlotAllocator:
         return used / self._limit if self._limit else 0.0
 
     def check(self, row: Row) -> None:
-        """Refuse a row that can never fit.
-
-        Raises:
-            InputError: the row needs more than the limit.
-        """
+        """Refuse a row that can never fit."""
         needed = self._bytes(row)
         if self._limit is not None and needed > self._limit:
             raise InputError(

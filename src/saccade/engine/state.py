@@ -28,42 +28,26 @@ class Components(Protocol):
 
 
 class BatchState:
-    """Caches of a batch and the rows that use them.
-
-    Args:
-        components: target, drafter and rules.
-        max_rows: cache slots.
-        kv_memory: bytes of keys and values; None for no limit.
-        media_cache: bytes of features of images and videos.
-
-    Attributes:
-        context: the target's caches.
-        pacer: chooses the number of draft tokens; None for as many as the drafter drafts.
-        drafting: the drafter's session; None without a drafter.
-        models: target and draft model, each once.
-        slots: allocator of cache slots.
-        active: admitted rows, prefilling ones included.
-        prefills: prefills under way, by slot.
-    """
+    """Caches of a batch and the rows that use them."""
 
     def __init__(self, components: Components, max_rows: int, kv_memory: int | None, media_cache: int) -> None:
         self.target, self.drafter, self.pacer = components.target, components.drafter, components.pacer
         self._components = components
         most = most_slots(kv_memory, self.target, self.drafter)  # drafters limit their own caches by the target's
-        self.context = Context(self.target, max_rows, MediaCache(media_cache), most)
-        self.drafting: DraftSession | None = None
-        self.models = [self.target]
+        self.context = Context(self.target, max_rows, MediaCache(media_cache), most)  # the target's caches
+        self.drafting: DraftSession | None = None  # the drafter's session; None without a drafter
+        self.models = [self.target]  # target and draft model, each once
         if self.drafter is not None:
-            self.drafting = self.drafter.open(max_rows, self.context)
+            self.drafting = self.drafter.open(max_rows, self.context)  # the drafter's session; None without a drafter
             model = getattr(self.drafter, "model", None)
             if isinstance(model, Target) and model is not self.target:
                 self.models.append(model)
                 self.context.media.share(self.models)
         self._judges: dict[bool, tuple[Rule, Judge]] = {}
         self.judge(False)  # which adds its requirements to every forward
-        self.slots = SlotAllocator(self.context, self.drafter, self.drafting, kv_memory)
-        self.active: list[Row] = []
-        self.prefills: dict[int, Prefill] = {}
+        self.slots = SlotAllocator(self.context, self.drafter, self.drafting, kv_memory)  # allocator of cache slots
+        self.active: list[Row] = []  # admitted rows, prefilling ones included
+        self.prefills: dict[int, Prefill] = {}  # prefills under way, by slot
 
     @property
     def decoding(self) -> list[Row]:

@@ -29,19 +29,12 @@ class Clock:
 
     Beside them the stages' costs, by which drafts are paced. On the CPU they are processor time of this thread, which
     has its share of every product and does not run on while other programs and threads have the processor.
-
-    Args:
-        waits: whether forwards wait for other processes, which processor time leaves out.
-
-    Attributes:
-        timer: of costs; for stages outside of a context.
-        costs: so far, by stage; on a GPU `read` has them.
     """
 
     def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device = device
         self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
-        self.costs: defaultdict[str, float] = defaultdict(float)
+        self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage; on a GPU `read` has them
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -86,9 +79,7 @@ def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | No
 
     Per row: accepted count, token, whether logits are not finite, whether the token was sampled from scores without a
     finite maximum, path nodes, path tokens, nodes of at most each depth without padding, path marks.
-
-    Args:
-        sampled: scores ``[A, N, V]`` that tokens were sampled from; None for greedy decoding.
+    Shapes: sampled ``[A, N, V]``.
     """
     unsound = _not_finite(logits.amax((1, 2)))
     barred = torch.zeros_like(unsound)
@@ -122,11 +113,7 @@ def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
 def traces(
     tree: DraftTree, paths: Sequence[Sequence[int]], signals: Sequence[Mapping[str, tuple[float, ...]]]
 ) -> list[TreeTrace | None]:
-    """Copy every row's tree to the host without padding nodes, which are last; None for rows without a path.
-
-    Args:
-        signals: per row, what shaped it.
-    """
+    """Copy every row's tree to the host without padding nodes, which are last; None for rows without a path."""
     batch = tree.tokens.shape[0]
     rows = zip(
         tree.tokens.tolist(),
@@ -144,21 +131,13 @@ def traces(
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """Part of a row's prompt that runs in this step.
+    """Part of a row's prompt that runs in this step."""
 
-    Attributes:
-        row: the row.
-        prefill: of its prompt.
-        stop: prompt tokens that are computed once it has run.
-        has_tree: whether the row's first tree runs behind it.
-        block: its tokens; None where it runs in a pass of its own.
-    """
-
-    row: Row
-    prefill: Prefill
-    stop: int
-    has_tree: bool = False
-    block: TokenBlock | None = None
+    row: Row  # the row
+    prefill: Prefill  # of its prompt
+    stop: int  # prompt tokens that are computed once it has run
+    has_tree: bool = False  # whether the row's first tree runs behind it
+    block: TokenBlock | None = None  # its tokens; None where it runs in a pass of its own
 
     @property
     def is_last(self) -> bool:
@@ -168,28 +147,19 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class VerificationGroup:
-    """Rows that one rule judges together, with their trees and the target's outputs.
+    """Rows that one rule judges together, with their trees and the target's outputs."""
 
-    Attributes:
-        rows: decoding rows first, then those whose prompts end in this step.
-        tree: one tree per row.
-        drafted: whether a drafter proposed the trees and observes the outcome.
-        output: logits ``[A, N, V]`` and hidden states ``[A, N, d]`` of the trees' nodes.
-        scores, verdict: set by `decide`.
-        failed: errors of logits processors by index of the row.
-    """
-
-    rows: list[Row]
-    tree: DraftTree
+    rows: list[Row]  # decoding rows first, then those whose prompts end in this step
+    tree: DraftTree  # one tree per row
     rule: Rule
     judge: Judge
     processing: Processing
     uniforms: Uniforms | None
-    drafted: bool
-    output: ForwardOutput | None = None
+    drafted: bool  # whether a drafter proposed the trees and observes the outcome
+    output: ForwardOutput | None = None  # logits `[A, N, V]` and hidden states `[A, N, d]` of the trees' nodes
     scores: Tensor | None = None
     verdict: Verdict | None = None
-    failed: dict[int, Exception] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)  # errors of logits processors by index of the row
 
     @property
     def slots(self) -> list[int]:

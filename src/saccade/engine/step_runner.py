@@ -38,14 +38,7 @@ Commit = tuple[int, list[int], list[int]]
 
 
 class StepRunner:
-    """One step of a running batch.
-
-    Args:
-        state: rows and caches.
-        sizes: of chunks of the target's prompts, and of the drafter's.
-        number: of the step, for error messages.
-        trace: whether row steps carry the verified trees.
-    """
+    """One step of a running batch."""
 
     def __init__(self, state: BatchState, sizes: tuple[ChunkSizes, ChunkSizes], number: int, trace: bool) -> None:
         self._state, self._context, self._target = state, state.context, state.target
@@ -288,12 +281,7 @@ class StepRunner:
     def _emit(
         self, group: VerificationGroup, numbers: Sequence[Sequence[int]], with_tree: dict[int, PrefillChunk]
     ) -> int:
-        """Emit every row's tokens up to its end, commit their entries, and return the number of emitted tokens.
-
-        Args:
-            numbers: packed verdicts of the rows.
-            with_tree: chunks whose trees were verified, by row.
-        """
+        """Emit every row's tokens up to its end, commit their entries, and return the number of emitted tokens."""
         before = sum(len(row.output) for row in group.rows)
         paths: list[list[int]] = []
         commits: list[Commit] = []

@@ -13,14 +13,10 @@ _FACTOR = 1.5
 
 @dataclass(slots=True)
 class Recent:
-    """The last values, of which the median is typical: steps that other programs interrupted do not count.
-
-    Attributes:
-        typical: the median; not a number without values.
-    """
+    """The last values, of which the median is typical: steps that other programs interrupted do not count."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    typical: float = float("nan")
+    typical: float = float("nan")  # the median; not a number without values
 
     def add(self, value: float) -> None:
         """Add a value."""
@@ -37,16 +33,10 @@ class Forwards:
     """Time of the target's forwards by number of tokens, in units.
 
     Two numbers of tokens are compared where a step of one follows steps of the other: both met the same machine.
-
-    Args:
-        slope: time of one more token over that of the first, until it is measured.
-
-    Attributes:
-        unit: seconds of a unit, by the last steps; None before the first.
     """
 
-    slope: float = 0.1
-    unit: float | None = None
+    slope: float = 0.1  # time of one more token over that of the first, until it is measured
+    unit: float | None = None  # seconds of a unit, by the last steps; None before the first
     _relative: dict[int, Recent] = field(default_factory=dict)
     _anchor: int | None = None
     _found: dict[int, float] = field(default_factory=dict)

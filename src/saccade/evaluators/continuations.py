@@ -17,9 +17,6 @@ class Scorer:
     """Scores continuations of prompts by the target alone.
 
     Prompts that share a beginning, such as the choices of one question, share its prefill, pictures included.
-
-    Args:
-        vlm: its target and tokenizer are used.
     """
 
     def __init__(self, vlm: VLM) -> None:
@@ -28,19 +25,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, prompt: Prompt, continuation: str) -> tuple[float, bool]:
-        """Score a continuation as an answer to a prompt.
-
-        Args:
-            prompt: of the question, ready for an answer.
-            continuation: the answer; white space in front is no part of it, since a chat template ends where an
-                answer begins.
-
-        Returns:
-            Mean negative log-probability of its tokens, and whether each of them is the likeliest one.
-
-        Raises:
-            InputError: the continuation is empty, or both are longer than the model's context.
-        """
+        """Score a continuation as an answer to a prompt."""
         ids = self._tokenizer(continuation.lstrip(), add_special_tokens=False)["input_ids"]
         if not ids:
             raise InputError("The continuation is empty, so it has no probability; give one of at least one token.")

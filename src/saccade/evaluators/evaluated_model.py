@@ -29,81 +29,39 @@ ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One question of an evaluator.
+    """One question of an evaluator."""
 
-    Attributes:
-        task: name of the task or data set.
-        name: of the question, for messages.
-        messages: makes the conversation; called when the question joins the batch, so that few media are in memory.
-        settings: generation settings of the task.
-        num_frames, fps: sampling of videos, where the evaluator chooses it.
-    """
-
-    task: str
-    name: str
-    messages: Callable[[], Messages]
-    settings: Mapping[str, Any]
+    task: str  # name of the task or data set
+    name: str  # of the question, for messages
+    messages: Callable[[], Messages]  # makes the conversation
+    settings: Mapping[str, Any]  # generation settings of the task
     num_frames: int | None = None
     fps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to an `Ask`.
+    """Answer to an `Ask`."""
 
-    Attributes:
-        text: up to the first stop string; empty for a question that failed.
-        prompt_tokens, new_tokens: their numbers.
-        failure: one sentence where the question could not be used; empty otherwise.
-    """
-
-    text: str
+    text: str  # up to the first stop string; empty for a question that failed
     prompt_tokens: int = 0
     new_tokens: int = 0
-    failure: str = ""
+    failure: str = ""  # one sentence where the question could not be used; empty otherwise
 
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A question in the batch.
-
-    Attributes:
-        row: None where it could not join.
-        seconds: its share of the wall time so far.
-        reply: once it has ended.
-    """
+    """A question in the batch."""
 
     ask: Ask
-    row: Row | None
+    row: Row | None  # None where it could not join
     decoding: Decoding
-    seconds: float
-    reply: Reply | None = None
+    seconds: float  # its share of the wall time so far
+    reply: Reply | None = None  # once it has ended
 
 
 class EvaluatedModel:
-    """A target and a method behind an evaluator's interface.
-
-    Args:
-        given: arguments of the plug-in by name: those of `saccade.load` (``target``, ``drafter``, ``method``,
-            ``heads``, ``head``, ``dtype``, ``draft_dtype``, ``device`` or ``device_map``, ``threads``, ``exact``,
-            options of the method), generation settings for tasks that set none, and ``batch_size`` (rows of the
-            running batch), ``system`` (a system prompt), ``num_frames`` or ``fps`` (of videos), ``speed`` (a JSON
-            file), ``skip_failed`` (leave the answer to an unusable question empty instead of ending the
-            evaluation) and ``paragraphs`` (ignore stop strings of white space alone, which end an answer at its first
-            blank line).
-        target_names: names for the target.
-        report: takes sentences for the evaluator's log.
-        rank: number of this process among those that share the evaluation.
-
-    Raises:
-        SaccadeError: an argument is unknown, or the models cannot be used.
-
-    Attributes:
-        vlm: the models and the method.
-        max_rows: of the running batch.
-        speed: tallies by task.
-        report: the given function, called once for each sentence.
-    """
+    """A target and a method behind an evaluator's interface."""
 
     def __init__(
         self,
@@ -117,13 +75,13 @@ class EvaluatedModel:
         size = own.get("batch_size", 1)
         self.max_rows: int = ROWS if size == "auto" else int(size) if str(size).isdecimal() else size
         check_whole(self.max_rows, 1, "batch_size", error=InputError)
-        self.report = _once(report)
+        self.report = _once(report)  # takes sentences for the evaluator's log
         self._defaults = arguments.generation
         self._paragraphs = bool(own.get("paragraphs", False))
         decoding({}, self._defaults, self._paragraphs, self.report)
         path = speed_file(own.get("speed"), rank)
         warnings.filterwarnings("default", category=SaccadeWarning)  # evaluators silence all warnings
-        self.vlm: VLM = load(**arguments.loading)
+        self.vlm: VLM = load(**arguments.loading)  # the models and the method
         self._skips = bool(own.get("skip_failed", False))
         self._system = own.get("system")
         self._reading = {"num_frames": own.get("num_frames"), "fps": own.get("fps")}
@@ -131,7 +89,7 @@ class EvaluatedModel:
         self._batch = self.vlm.engine.open(self.max_rows, kv_memory=kv_memory)
         self._running: list[Running] = []
         self._scorer: Scorer | None = None
-        self.speed = Speed(self._facts(), path)
+        self.speed = Speed(self._facts(), path)  # tallies by task
 
     def _facts(self) -> dict[str, Any]:
         vlm = self.vlm
@@ -148,17 +106,7 @@ class EvaluatedModel:
         }
 
     def replies(self, asks: Sequence[Ask], ended: Callable[[], object] = lambda: None) -> list[Reply]:
-        """Answer questions, as many at once as the batch has rows, and write the speed file.
-
-        Args:
-            ended: called after every answer.
-
-        Returns:
-            Replies in the order of the questions.
-
-        Raises:
-            SaccadeError: a question cannot be used, and ``skip_failed`` is not set.
-        """
+        """Answer questions, as many at once as the batch has rows, and write the speed file."""
         for ask in asks:
             self._decoding(ask)  # a mistake in the settings shows before the first answer
         all_running: list[Running] = []
@@ -181,11 +129,7 @@ class EvaluatedModel:
         return len(self._running) < self.max_rows
 
     def start(self, ask: Ask) -> Running:
-        """Put a question into the batch.
-
-        Raises:
-            SaccadeError: it cannot be used, and ``skip_failed`` is not set; otherwise its reply is empty.
-        """
+        """Put a question into the batch."""
         chosen, started = self._decoding(ask), time.perf_counter()
         try:
             row = self._added(ask, chosen)
@@ -221,11 +165,7 @@ class EvaluatedModel:
         self._running = []
 
     def score(self, task: str, name: str, messages: Callable[[], Messages], continuation: str) -> tuple[float, bool]:
-        """Return the mean negative log-probability of a continuation's tokens, and whether it is the greedy answer.
-
-        Raises:
-            SaccadeError: the question cannot be used, also with ``skip_failed``: no score would be neutral.
-        """
+        """Return the mean negative log-probability of a continuation's tokens, and whether it is the greedy answer."""
         started = time.perf_counter()
         if self._scorer is None:
             self._scorer = Scorer(self.vlm)

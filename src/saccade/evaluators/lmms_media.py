@@ -21,15 +21,7 @@ Part = Mapping[str, Any]
 
 
 def part_of(visual: Any) -> Part:
-    """Message part of one picture or video.
-
-    Args:
-        visual: a PIL image, an array of pixels or frames, a list of frames, the path of a picture (by its ending) or of
-            a video, or a table with ``url`` or ``path``.
-
-    Raises:
-        InputError: it is audio, part of a video, or of another kind.
-    """
+    """Message part of one picture or video."""
     if isinstance(visual, Mapping):
         return _of_table(visual)
     if isinstance(visual, (str, PurePath)):
@@ -76,10 +68,6 @@ def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
 
     Pictures go where the text has ``<image>``, once for each, or ``<image 1>``, ``<image 2>`` and so on, at their first
     mention; all others come first.
-
-    Returns:
-        The conversation, and whether ``<image>`` was taken out of the text because it occurs more or less often than
-        there are pictures.
     """
     parts = [part_of(visual) for visual in visuals]
     pictures = [part for part in parts if part["type"] == "image"]
@@ -115,11 +103,7 @@ def _interleaved(text: str, places: Sequence[tuple[re.Match[str], Part]]) -> Ite
 
 
 def conversation(messages: Any) -> Messages:
-    """A conversation from the messages of a task, in lmms-eval's form.
-
-    Raises:
-        InputError: the messages have another form, or hold what `part_of` refuses.
-    """
+    """A conversation from the messages of a task, in lmms-eval's form."""
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
         raise InputError(
             f"The task's messages are of type {type(messages).__name__}; expected a list of tables with role and "

@@ -30,12 +30,7 @@ NO_TEMPLATE = (
 
 
 class _Saccade(lmms):
-    """Base of the chat and the simple model.
-
-    Args:
-        given: arguments of `EvaluatedModel`; the target is ``target`` or ``pretrained``. ``max_batch_size`` has no
-            meaning and is ignored, because lmms-eval always passes it.
-    """
+    """Base of the chat and the simple model."""
 
     def __init__(self, max_batch_size: Any = None, **given: Any) -> None:
         super().__init__()
@@ -70,12 +65,7 @@ class _Saccade(lmms):
         return replies
 
     def _rounds(self, requests: Sequence[Any], ask: Callable[..., Any]) -> list[list[str]]:
-        """Run multi-round requests: all questions of a round share the batch.
-
-        Args:
-            ask: (request, number of the round, earlier answers, the task's notes on them) -> the question, or None
-                after the last round, and the task's notes.
-        """
+        """Run multi-round requests: all questions of a round share the batch."""
         answers: list[list[str]] = [[] for _ in requests]
         notes: list[Any] = [None] * len(requests)
         active, number = list(range(len(requests))), 0
@@ -145,13 +135,7 @@ class SaccadeSimple(_Saccade):
         return self._rounds([request.args for request in requests], self._round)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Score continuations.
-
-        Returns:
-            Per request the mean **negative** log-probability of its tokens, and whether they are the greedy answer.
-            lmms-eval's documentation says log-probability, but its `multiple_choice` takes the smallest of these
-            numbers, because its own models return this loss.
-        """
+        """Score continuations."""
         found = []
         for given in tqdm([request.args for request in requests], disable=self.rank != 0, desc="Scoring"):
             context, wanted, doc_to_visual, doc_id, task, split = given

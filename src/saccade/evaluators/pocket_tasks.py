@@ -66,16 +66,6 @@ def write_lmms_tasks(folder: Path, tasks: Sequence[str], count: int, seed: int =
 
     ``saccade_NAME`` generates answers, scored by the share of right facts; ``saccade_NAME_choice`` selects the right
     one of four answers by its log-probability (simple models only).
-
-    Args:
-        count: samples of each task, at least `CHOICES`.
-        seed: number of the first sample.
-
-    Returns:
-        Paths of the task files.
-
-    Raises:
-        SaccadeError: a task does not exist or has several turns, there are too few samples, or the disk is full.
     """
     if count < CHOICES:
         raise InputError(f"--count must be at least {CHOICES} for lmms-eval, whose wrong choices are other answers.")
@@ -96,9 +86,6 @@ def write_vlmevalkit_tables(folder: Path, tasks: Sequence[str], count: int, seed
     """Write one table ``saccade_NAME.tsv`` per task of the pocket world, for VLMEvalKit's data folder.
 
     VLMEvalKit takes a table with questions and answers as a custom VQA data set, for which it has no scores.
-
-    Raises:
-        SaccadeError: as in `write_lmms_tasks`, or a task has videos, or pictures between its words.
     """
     written = []
     for name in tasks:

@@ -15,30 +15,20 @@ from saccade.output import Output
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the answers of a task, or of all.
+    """Sums over the answers of a task, or of all."""
 
-    Attributes:
-        answers: that were generated.
-        failed: answers left empty because their question could not be used.
-        cut: answers that ended at their limit of tokens.
-        prompt_tokens, new_tokens, decoded_tokens, target_passes, drafted_tokens, accepted_tokens: as in `Stats`.
-        seconds: wall time, reading of media and tokenization included; a step of several rows counts in equal parts.
-        scored: continuations whose log-probability was computed; they take no drafts.
-        scoring_seconds: wall time for them.
-    """
-
-    answers: int = 0
-    failed: int = 0
-    cut: int = 0
+    answers: int = 0  # that were generated
+    failed: int = 0  # answers left empty because their question could not be used
+    cut: int = 0  # answers that ended at their limit of tokens
     prompt_tokens: int = 0
     new_tokens: int = 0
     decoded_tokens: int = 0
     target_passes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    seconds: float = 0.0
-    scored: int = 0
-    scoring_seconds: float = 0.0
+    seconds: float = 0.0  # wall time, reading of media and tokenization included
+    scored: int = 0  # continuations whose log-probability was computed; they take no drafts
+    scoring_seconds: float = 0.0  # wall time for them
 
     def add(self, output: Output, seconds: float) -> None:
         """Add an answer."""
@@ -82,17 +72,11 @@ class Tally:
 
 @dataclass(slots=True)
 class Speed:
-    """Tallies of all tasks of an evaluation.
+    """Tallies of all tasks of an evaluation."""
 
-    Attributes:
-        run: facts about models, method and settings.
-        path: JSON file that `save` writes; None for none.
-        tasks: one tally per task.
-    """
-
-    run: dict[str, Any]
-    path: Path | None = None
-    tasks: dict[str, Tally] = field(default_factory=dict)
+    run: dict[str, Any]  # facts about models, method and settings
+    path: Path | None = None  # JSON file that `save` writes; None for none
+    tasks: dict[str, Tally] = field(default_factory=dict)  # one tally per task
 
     def of(self, task: str) -> Tally:
         """Tally of a task."""
@@ -105,11 +89,7 @@ class Speed:
         return Tally(**{name: sum(row[name] for row in rows) for name in asdict(Tally())})
 
     def save(self) -> None:
-        """Write the file, where one is named.
-
-        Raises:
-            SaccadeError: the disk is full or the folder cannot be written.
-        """
+        """Write the file, where one is named."""
         if self.path is not None:
             tasks = {name: tally.as_dict() for name, tally in self.tasks.items()}
             content = {"run": self.run, "total": self.total.as_dict(), "tasks": tasks}
@@ -117,11 +97,7 @@ class Speed:
 
 
 def speed_file(given: str | None, rank: int) -> Path | None:
-    """Path of the speed file of one process; those of further processes get their number.
-
-    Raises:
-        SaccadeError: it is a folder.
-    """
+    """Path of the speed file of one process; those of further processes get their number."""
     if given is None:
         return None
     path = Path(given).expanduser()

@@ -42,29 +42,15 @@ GENERATION = {*GenerationOptions.__annotations__, *UNSUPPORTED, *ALIASES, "until
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A plug-in's arguments by purpose.
+    """A plug-in's arguments by purpose."""
 
-    Attributes:
-        loading: of `saccade.load`, the method's options included.
-        generation: settings of answers, where the task gives none.
-        own: of the plug-in.
-    """
-
-    loading: dict[str, Any]
-    generation: dict[str, Any]
-    own: dict[str, Any]
+    loading: dict[str, Any]  # of `saccade.load`, the method's options included
+    generation: dict[str, Any]  # settings of answers, where the task gives none
+    own: dict[str, Any]  # of the plug-in
 
 
 def sort_arguments(given: Mapping[str, Any], target_names: tuple[str, ...]) -> Arguments:
-    """Sort arguments by purpose; those of no other purpose are options of the method, which `saccade.load` checks.
-
-    Args:
-        given: None values count as not given.
-        target_names: names for the target, of which one is needed.
-
-    Raises:
-        InputError: there is no target, or there are two.
-    """
+    """Sort arguments by purpose; those of no other purpose are options of the method, which `saccade.load` checks."""
     values = {name: value for name, value in given.items() if value is not None}
     targets = [name for name in target_names if name in values]
     if len(targets) != 1:
@@ -94,30 +80,15 @@ def _heads(text: str) -> list[str] | dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Settings of one answer.
+    """Settings of one answer."""
 
-    Attributes:
-        options: generation options of `saccade.VLM.generate`.
-        stops: strings that end the answer and are no part of it.
-        seed: of its random generator; None: drawn from torch's global generator, which evaluators seed.
-    """
-
-    options: dict[str, Any]
-    stops: tuple[str, ...]
-    seed: int | None
+    options: dict[str, Any]  # generation options of `saccade.VLM.generate`
+    stops: tuple[str, ...]  # strings that end the answer and are no part of it
+    seed: int | None  # of its random generator; None: drawn from torch's global generator, which evaluators seed
 
 
 def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, report: Report) -> Decoding:
-    """Resolve a task's generation settings; greedy decoding where neither temperature nor do_sample says otherwise.
-
-    Args:
-        settings: of the task.
-        defaults: of the caller, for those that the task leaves out.
-        paragraphs: leave out stop strings of white space alone.
-
-    Raises:
-        InputError: a setting is not known here, or its value cannot be used.
-    """
+    """Resolve a task's generation settings; greedy decoding where neither temperature nor do_sample says otherwise."""
     chosen = {**_named(defaults), **_named(settings)}
     for name in [name for name in chosen if name in ELSEWHERE]:
         report(f"The task's setting {name}={chosen.pop(name)!r} is left out: {ELSEWHERE[name]}.")

@@ -33,11 +33,7 @@ _LOG = logging.getLogger("saccade")
 
 
 class _Owner:
-    """The thread that owns a model's batch, for questions from several threads.
-
-    Args:
-        model: whose batch it is.
-    """
+    """The thread that owns a model's batch, for questions from several threads."""
 
     def __init__(self, model: EvaluatedModel) -> None:
         self._model = model
@@ -81,15 +77,7 @@ class _Owner:
 
 
 class SaccadeModel:
-    """The part of VLMEvalKit's model that is Saccade's; `model_class` joins it with VLMEvalKit's base class.
-
-    Args:
-        given: arguments of `EvaluatedModel`; the target is ``target`` or ``model_path``. With a ``batch_size`` above 1
-            the model declares itself an API, whose questions VLMEvalKit asks in ``--api-nproc`` threads at once.
-
-    Attributes:
-        nframe, fps: sampling of videos, which VLMEvalKit overwrites by the data set's.
-    """
+    """The part of VLMEvalKit's model that is Saccade's; `model_class` joins it with VLMEvalKit's base class."""
 
     INTERLEAVE = True
     VIDEO_LLM = True
@@ -110,12 +98,7 @@ class SaccadeModel:
         atexit.register(self.report_speed)
 
     def generate_inner(self, message: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
-        """Answer one question.
-
-        Args:
-            message: parts with ``type`` (text, image or video), ``value`` and, where it is not the user, ``role``.
-            dataset: its data set, for the speed by task.
-        """
+        """Answer one question."""
         return self._answer(partial(_by_role, message), message, dataset)
 
     def chat_inner(self, messages: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
@@ -166,11 +149,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def model_class() -> type:
-    """Class of Saccade's models below VLMEvalKit's ``BaseModel``.
-
-    Raises:
-        SaccadeError: VLMEvalKit is not installed.
-    """
+    """Class of Saccade's models below VLMEvalKit's ``BaseModel``."""
     if find_spec("vlmeval") is None:
         raise SaccadeError("VLMEvalKit is not installed here; install it from its repository, into this environment.")
     from vlmeval.vlm.base import BaseModel
@@ -179,15 +158,7 @@ def model_class() -> type:
 
 
 def register(name: str | None = None, **given: Any) -> type:
-    """Make VLMEvalKit know the class ``Saccade``, and a model of a name where one is given.
-
-    Args:
-        name: for ``run.py --model NAME``.
-        given: arguments of that model.
-
-    Returns:
-        The class, which ``run.py --config`` finds as ``"class": "Saccade"``.
-    """
+    """Make VLMEvalKit know the class ``Saccade``, and a model of a name where one is given."""
     import vlmeval.config
     import vlmeval.vlm
 
@@ -199,11 +170,7 @@ def register(name: str | None = None, **given: Any) -> type:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run VLMEvalKit's ``run.py`` with its own arguments, the class registered before.
-
-    Raises:
-        SaccadeError: no script is named.
-    """
+    """Run VLMEvalKit's ``run.py`` with its own arguments, the class registered before."""
     if not arguments or arguments[0].startswith("-"):
         raise SaccadeError(
             "Name VLMEvalKit's run.py first, then its own arguments: "

@@ -24,12 +24,7 @@ def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
 
     Entries of padding and of columns behind a row's end are zeros; `generate` has padding tokens' entries there, which
     every mask hides.
-
-    Args:
-        theirs: a `Cache` of transformers without content.
-        ours: the rows' cache, row i in slot i.
-        mask: ``[B, S]``, 0 on padding.
-        width: columns of prompts and answers; as in `generate`, the last one is not in the cache.
+    Shapes: mask ``[B, S]``.
     """
     rows = [ours.export(row) for row in range(len(mask))]
     for layer in range(len(rows[0])):
@@ -53,11 +48,7 @@ def _placed(held: Tensor, kept: Tensor, width: int) -> Tensor:
 class Sheet:
     """New tokens of all rows; a column is complete when every unfinished row has reached it.
 
-    Args:
-        rows: number of rows.
-        streamer: a Hugging Face `BaseStreamer`, given each complete column ``[B]``.
-        pad: id behind the end of a row.
-        run_on: rows end together (see `Rows.run_on`); tokens beyond the shortest row do not count.
+    Shapes: streamer ``[B]``.
     """
 
     def __init__(self, rows: int, streamer: Any, pad: int, run_on: bool) -> None:
@@ -91,20 +82,11 @@ class Sheet:
 
 
 class Recorder:
-    """Recorder of the logits behind every emitted token, wrapped around an engine's rule.
-
-    Args:
-        engine: the engine to record; it stays unchanged.
-        do_sample: selects the rule.
-        rows: number of rows.
-
-    Attributes:
-        engine: the recorded equivalent of the given one, for one batch of these rows.
-    """
+    """Recorder of the logits behind every emitted token, wrapped around an engine's rule."""
 
     def __init__(self, engine: Engine, do_sample: bool, rows: int) -> None:
         self._rule = _Rule(engine.rule(do_sample))
-        self.engine = Engine(engine.target, engine.drafter, self._rule)
+        self.engine = Engine(engine.target, engine.drafter, self._rule)  # the engine to record; it stays unchanged
         self._scores: list[list[Tensor]] = [[] for _ in range(rows)]
         self._logits: list[list[Tensor]] = [[] for _ in range(rows)]
 

@@ -31,18 +31,7 @@ class Rows:
     Processors and criteria count the padding, as they do in `generate`: lengths measured on the padded prompt stay
     valid. Those that read ids see padding on the left, as in `generate`, but none on the right, where `generate` has no
     right answer: a row's tokens are those of its prompt alone.
-
-    Args:
-        ids: ``[B, S]``, repeated for several returned sequences.
-        mask: ``[B, S]``, 0 on padding.
-        each: returned sequences per prompt.
-        processors: the prepared logits processors.
-        criteria: the prepared stopping criteria.
-        with_scores: whether `generate` would pass the scores so far to criteria.
-
-    Attributes:
-        run_on: whether a stopped row runs on until all have stopped, as in `generate` when there is no
-            end-of-sequence token (it pads stopped rows only if there is one).
+    Shapes: ids ``[B, S]``; mask ``[B, S]``.
     """
 
     def __init__(

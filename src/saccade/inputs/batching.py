@@ -21,13 +21,6 @@ def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
 
     Tensors are concatenated along their first dimension (Idefics3, SmolVLM: along the second, the tiles);
     where a family's images differ in size, the smaller ones are padded with zeros as its processor does.
-
-    Args:
-        config: the model's Hugging Face configuration.
-        media: the media in prompt order; none gives ``{}``.
-
-    Raises:
-        InputError: the media do not fit into one forward pass together.
     """
     return family_of(config).join(media)
 
@@ -35,16 +28,7 @@ def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
 def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
     """The prompts of a batch as a Hugging Face processor makes it for ``model.generate(**inputs)``.
 
-    Args:
-        config: the model's Hugging Face configuration.
-        tensors: ``input_ids [B, S]``, padded on either side; ``attention_mask [B, S]`` where there is
-            padding; and the family's forward arguments for the images and videos of all rows, in order.
-
-    Returns:
-        One prompt per row: ids without padding, and the row's own media without padding.
-
-    Raises:
-        InputError: ids are missing, the padding is inside a row, or placeholders and media do not match.
+    Shapes: tensors ``input_ids [B, S]``.
     """
     rows, family = _rows(tensors), family_of(config)
     visual = {name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None}
@@ -54,13 +38,7 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
 def type_ids(config: Any, ids: Ids) -> dict[str, Tensor]:
     """The forward argument that distinguishes image tokens from text, where the family needs one.
 
-    Args:
-        config: the model's Hugging Face configuration.
-        ids: one row's ids, or a tensor ``[B, S]``.
-
-    Returns:
-        ``mm_token_type_ids`` (Qwen-VL; 0 text, 1 image, 2 video) or ``token_type_ids`` (Gemma 3; 0 text,
-        1 image), int64 ``[1, S]`` or ``[B, S]``; nothing for other families.
+    Shapes: ids ``[B, S]``; returns ``[1, S]``.
     """
     family = family_of(config)
     if family.types is None:
@@ -83,15 +61,7 @@ def visual_mask(config: Any, ids: Ids) -> Tensor:
 
 
 def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
-    """Spans of a prompt's media in its ids.
-
-    Returns:
-        ``[start, end)`` per medium, from its first placeholder to behind its last one. Tokens between
-        the placeholders (row breaks, tile tags, timestamps) are inside, wrapper tokens are not.
-
-    Raises:
-        InputError: the number of placeholders differs from the tokens of the media.
-    """
+    """Spans of a prompt's media in its ids."""
     tokens = visual_ids(config)
     places = {kind: [i for i, t in enumerate(prompt.ids) if t == token] for kind, token in tokens.items()}
     used = dict.fromkeys(places, 0)
@@ -121,9 +91,6 @@ def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
     """Refuse Hugging Face inputs with images but without the token types that their model needs.
 
     Qwen2.5-VL and Gemma 3 would accept such inputs and generate wrong answers.
-
-    Raises:
-        InputError: there are images or videos but no ``mm_token_type_ids`` or ``token_type_ids``.
     """
     family = family_of(config)
     if family.types is None or model_inputs.get(family.types) is not None:

@@ -23,15 +23,10 @@ _SOURCES = ("url", "path", "base64", "data")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for an image or a video in a conversation.
+    """A place for an image or a video in a conversation."""
 
-    Attributes:
-        kind: image or video.
-        source: from the message itself; None when it comes from the list of images or videos.
-    """
-
-    kind: Literal["image", "video"]
-    source: Any
+    kind: Literal["image", "video"]  # image or video
+    source: Any  # from the message itself; None when it comes from the list of images or videos
 
 
 def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Slot]]:
@@ -40,12 +35,6 @@ def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[S
     Understands content as a string or a list of ``{"type": "text"}``, ``{"type": "image"}`` with ``image``,
     ``url``, ``path`` or ``base64``, ``{"type": "image_url", "image_url": {"url": ...}}``, the same for videos, and
     ``input_text``, ``input_image``.
-
-    Returns:
-        The messages, and the places for media in order.
-
-    Raises:
-        InputError: the messages have another form.
     """
     if not messages:
         raise InputError("The list of messages is empty; give at least one message with role and content.")
@@ -103,9 +92,6 @@ def render(
 
     Some templates drop content that is a plain string; it is then passed as a list. (Thoughts in earlier answers are
     for the template to drop.)
-
-    Raises:
-        InputError: the template refuses the messages, or a role is neither usual nor in the template.
     """
     for role in (m["role"] for m in messages):
         if role not in ROLES and role not in template:

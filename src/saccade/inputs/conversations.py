@@ -24,16 +24,10 @@ _ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Content of a line.
+    """Content of a line."""
 
-    Attributes:
-        id: as given; None without one.
-        messages: with lists of parts as content; an image part is ``{"type": "image", "image": source}``, a video
-            part likewise, where the source may also be a list of frames. Sources are as given.
-    """
-
-    id: str | None
-    messages: Messages
+    id: str | None  # as given; None without one
+    messages: Messages  # with lists of parts as content
 
     @property
     def questions(self) -> list[int]:
@@ -48,20 +42,12 @@ class Conversation:
 
 
 def parse_conversation(line: str) -> Conversation:
-    """Parse a line: `parse_row`, then `read_conversation`.
-
-    Raises:
-        InputError: the line has another form; the message does not name the line.
-    """
+    """Parse a line: `parse_row`, then `read_conversation`."""
     return read_conversation(parse_row(line))
 
 
 def parse_row(line: str) -> dict[str, Any]:
-    """Parse a line as an object with either ``conversations`` or ``messages``.
-
-    Raises:
-        InputError: as in `parse_conversation`.
-    """
+    """Parse a line as an object with either ``conversations`` or ``messages``."""
     row = parse_json(line)
     if not isinstance(row, dict) or ("conversations" in row) == ("messages" in row):
         raise InputError("expected an object with either conversations (LLaVA) or messages (OpenAI)")
@@ -69,11 +55,7 @@ def parse_row(line: str) -> dict[str, Any]:
 
 
 def parse_json(line: str) -> Any:
-    """Parse a line, whose texts must be whole characters.
-
-    Raises:
-        InputError: as in `parse_conversation`.
-    """
+    """Parse a line, whose texts must be whole characters."""
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
@@ -91,9 +73,6 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
     ``image`` and ``video`` may be lists and precede the text unless ``<image>`` marks their place, and answers ahead of
     the first question, with which some of ShareGPT's rows begin, are left out;
     ``{"messages": [...]}`` is OpenAI's or Hugging Face's form. Other keys are ignored.
-
-    Raises:
-        InputError: as in `parse_conversation`.
     """
     messages = _openai(row["messages"]) if "messages" in row else _llava(row)
     for part in media_parts(messages):
@@ -105,11 +84,7 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
 
 
 def id_of(row: Mapping[str, Any], key: str = "id") -> str | None:
-    """Id of a row; None without one.
-
-    Raises:
-        InputError: as in `parse_conversation`.
-    """
+    """Id of a row; None without one."""
     given = row.get(key)
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
         raise InputError(f"the {key} must be a text or a whole number, not {given!r}")

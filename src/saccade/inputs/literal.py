@@ -35,16 +35,11 @@ class Controls:
 
     These are its special tokens, the placeholders and wrappers of media, and other added tokens that the template
     writes, such as ``<think>`` or ``<tool_call>``. The last keep their meaning in messages of the assistant.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        template: source of the chat template; None without one.
-        words: placeholders and wrappers of media.
     """
 
-    tokenizer: Any
-    template: str | None
-    words: tuple[str, ...]
+    tokenizer: Any  # a Hugging Face tokenizer
+    template: str | None  # source of the chat template; None without one
+    words: tuple[str, ...]  # placeholders and wrappers of media
 
     @cached_property
     def special(self) -> dict[str, int | None]:
@@ -124,13 +119,6 @@ class LiteralText:
     `mark` puts a noncharacter into every control token in the text of messages, so that neither the chat template
     nor the search for placeholders meets it; `encode` takes the marks out again. Text without control tokens passes
     unchanged, and has the ids that it has without this class.
-
-    Args:
-        controls: of the tokenizer and chat template.
-        messages: of the prompt, media taken out, or a string.
-
-    Raises:
-        InputError: the text has every noncharacter that could mark it.
     """
 
     def __init__(self, controls: Controls, messages: Any) -> None:
@@ -142,11 +130,7 @@ class LiteralText:
             raise InputError("The text has all 32 noncharacters of Unicode; take them out.")
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with the control tokens in their text marked.
-
-        Raises:
-            InputError: a control token is a single character, which cannot be marked.
-        """
+        """Messages with the control tokens in their text marked."""
         return [_map_strings(m, partial(self.mark_text, role=m["role"])) for m in messages]
 
     def mark_text(self, text: str, role: str = "user") -> str:
@@ -160,15 +144,7 @@ class LiteralText:
         raise self._refusal(text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a rendered prompt.
-
-        Args:
-            text: with its marks.
-            add_special_tokens: whether the tokenizer adds its own.
-
-        Raises:
-            InputError: the tokenizer cannot encode a control token as text.
-        """
+        """Ids of a rendered prompt."""
         clean = text.replace(self.character, "")
         breaks = [(place - n, place - n) for n, place in enumerate(self._places(text))]
         if not self._tokenizer.is_fast:  # without the places of tokens

@@ -15,36 +15,19 @@ from saccade.inputs.families import family_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything of a checkpoint that makes its inputs.
+    """Everything of a checkpoint that makes its inputs."""
 
-    Attributes:
-        config: the model's Hugging Face configuration.
-        tokenizer: its tokenizer.
-        image_processor: its image processor; None for language models.
-        video_settings: content of its video configuration file; empty without one.
-        chat_template: Jinja source, where it is not the tokenizer's own.
-        eos_token_ids: ids that end an answer, where the generation configuration names them.
-        composite: its whole Hugging Face processor, for families outside the registry only.
-    """
-
-    config: Any
-    tokenizer: Any
-    image_processor: Any = None
-    video_settings: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
-    eos_token_ids: tuple[int, ...] | None = None
-    composite: Any = None
+    config: Any  # the model's Hugging Face configuration
+    tokenizer: Any  # its tokenizer
+    image_processor: Any = None  # its image processor; None for language models
+    video_settings: Mapping[str, Any] = field(default_factory=dict)  # content of its video configuration file
+    chat_template: str | None = None  # Jinja source, where it is not the tokenizer's own
+    eos_token_ids: tuple[int, ...] | None = None  # ids that end an answer
+    composite: Any = None  # its whole Hugging Face processor, for families outside the registry only
 
 
 def load_parts(path: str) -> Parts:
-    """Read a checkpoint's parts.
-
-    Args:
-        path: a local directory, or a model id of the Hugging Face hub.
-
-    Raises:
-        ModelError: a part is missing or cannot be read.
-    """
+    """Read a checkpoint's parts."""
     from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     if not path:

@@ -14,14 +14,6 @@ def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
 
     A medium is removed with everything between its placeholders (row breaks, tile tags, timestamps) and with its
     wrapper tokens.
-
-    Args:
-        config: the Hugging Face configuration of the model that the prompt is for.
-        tokenizer: its tokenizer.
-        prompt: ids and media.
-
-    Returns:
-        The remaining ids, no media.
     """
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     ids: list[int] = []

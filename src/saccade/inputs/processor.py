@@ -31,20 +31,13 @@ from saccade.inputs.visuals import Visuals, composite_prompt, load_slots
 
 
 class InputProcessor:
-    """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision.
-
-    Attributes:
-        config: the model's Hugging Face configuration.
-        tokenizer: the model's tokenizer.
-        eos_token_ids: ids that end an answer.
-        parts: everything in the checkpoint besides the weights.
-    """
+    """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config = parts.config
-        self.tokenizer = parts.tokenizer
-        self.eos_token_ids: tuple[int, ...] = read_eos(parts)
-        self.parts = parts
+        self.config = parts.config  # the model's Hugging Face configuration
+        self.tokenizer = parts.tokenizer  # the model's tokenizer
+        self.eos_token_ids: tuple[int, ...] = read_eos(parts)  # ids that end an answer
+        self.parts = parts  # everything in the checkpoint besides the weights
         self._family = family_of(parts.config)
         self._words = self._family.words(parts.tokenizer)
         self._known_controls: dict[str | None, Controls] = {}
@@ -56,14 +49,7 @@ class InputProcessor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
-        """Read tokenizer, image and video settings and chat template of a checkpoint.
-
-        Args:
-            path: a local directory, or a model id of the Hugging Face hub.
-
-        Raises:
-            ModelError: the checkpoint lacks a part, or cannot be reached.
-        """
+        """Read tokenizer, image and video settings and chat template of a checkpoint."""
         return cls(load_parts(os.fspath(path)))
 
     @classmethod
@@ -76,16 +62,7 @@ class InputProcessor:
         chat_template: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> InputProcessor:
-        """Build from loaded parts.
-
-        Args:
-            config: the model's Hugging Face configuration.
-            tokenizer: a Hugging Face tokenizer.
-            image_processor: a Hugging Face image processor; not needed for language models.
-            video_settings: content of ``video_preprocessor_config.json``, over the family's defaults.
-            chat_template: Jinja source; the tokenizer's own when None.
-            eos_token_ids: ids that end an answer; those of the configuration or the tokenizer when None.
-        """
+        """Build from loaded parts."""
         eos = None if eos_token_ids is None else tuple(eos_token_ids)
         return cls(
             Parts(
@@ -111,30 +88,7 @@ class InputProcessor:
         limits: MediaLimits = LOCAL,
         text_as_text: bool = False,
     ) -> Prompt:
-        """Make one row's prompt.
-
-        Args:
-            text_or_messages: chat messages in Hugging Face or OpenAI form; or a string, which becomes one
-                user message, images first, then videos, then the text. A string for a model without chat
-                template is taken as it is, the placeholders in front.
-            images: for the places of messages that carry no image themselves, in order; see
-                :func:`~saccade.inputs.media.load_image` for what each can be.
-            videos: likewise; see :func:`~saccade.inputs.media.load_video`.
-            add_generation_prompt: whether an answer follows.
-            num_frames: frames taken of a video file, in place of the checkpoint's own setting.
-            fps: frames a second taken of a video file, likewise.
-            template_options: further variables of the chat template.
-            limits: accepted places, formats and sizes of images and videos.
-            text_as_text: whether control tokens and placeholders in the text of messages are encoded as text.
-
-        Returns:
-            ids with every placeholder expanded, and the media in the order of their placeholders. Families
-            that take a video as images (InternVL, SmolVLM) get one medium of kind "image" per frame.
-
-        Raises:
-            InputError: messages, images or videos cannot be used, do not match in number, or are not for
-                this model.
-        """
+        """Make one row's prompt."""
         sampling = sampling_of(num_frames, fps)
         images, videos = _listed(images, "images"), _listed(videos, "videos")
         messages, slots = self._conversation(text_or_messages, len(images), len(videos))
@@ -175,19 +129,7 @@ class InputProcessor:
         num_frames: int | None = None,
         fps: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Load the images and videos of messages, beside the thread that runs the batch.
-
-        Args:
-            messages: as in `prompt`, every place with a source of its own.
-            limits: accepted places, formats and sizes.
-            num_frames, fps: as in `prompt`, which later takes all frames that are left.
-
-        Returns:
-            The messages with RGB images and `Video` in the places of their sources.
-
-        Raises:
-            InputError: as in `prompt`.
-        """
+        """Load the images and videos of messages, beside the thread that runs the batch."""
         sampling = sampling_of(num_frames, fps)
         messages, slots = normalise(messages)
         slots = _fill(slots, [], [])
@@ -317,11 +259,7 @@ class InputProcessor:
 
 
 def sampling_of(num_frames: int | None, fps: float | None) -> dict[str, float]:
-    """Sampling of videos as given.
-
-    Raises:
-        InputError: both are given, or one is not above 0.
-    """
+    """Sampling of videos as given."""
     given = {name: value for name, value in (("num_frames", num_frames), ("fps", fps)) if value is not None}
     if len(given) > 1:
         raise InputError("Both num_frames and fps are given; give one of them.")

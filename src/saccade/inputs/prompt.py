@@ -12,23 +12,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """One image or one video, ready for one model family.
+    """One image or one video, ready for one model family."""
 
-    Attributes:
-        kind: which placeholder token it fills.
-        tensors: forward keyword arguments for this medium alone, batch dimension included
-            (for example ``pixel_values`` and ``image_grid_thw``).
-        n_tokens: number of placeholder tokens in the prompt that it fills.
-        digest: hash of the content; equal digests mean interchangeable features.
-        frame: index and number of frames, where the family takes the frames of a video as images; None for all others
-            and for prompts made elsewhere.
-    """
-
-    kind: Literal["image", "video"]
+    kind: Literal["image", "video"]  # which placeholder token it fills
+    # forward keyword arguments for this medium alone, batch dimension included (for example `pixel_values` and
+    # `image_grid_thw`)
     tensors: Mapping[str, torch.Tensor] = field(compare=False, hash=False)
-    n_tokens: int
-    digest: str
-    frame: tuple[int, int] | None = None
+    n_tokens: int  # number of placeholder tokens in the prompt that it fills
+    digest: str  # hash of the content; equal digests mean interchangeable features
+    frame: tuple[int, int] | None = None  # index and number of frames
 
     @property
     def is_of_video(self) -> bool:
@@ -38,14 +30,10 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row's prompt for one model.
+    """One row's prompt for one model."""
 
-    Attributes:
-        ids: token ids, placeholders already expanded to one id per visual token.
-        media: the media in the order in which their placeholders appear in ``ids``.
-    """
-
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # token ids, placeholders already expanded to one id per visual token
+    # the media in the order in which their placeholders appear in `ids`
     media: tuple[Medium, ...] = field(default=())
 
     def __len__(self) -> int:

@@ -25,18 +25,12 @@ Question = str | Messages | Prompt
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """One row as the caller gave it, images loaded.
+    """One row as the caller gave it, images loaded."""
 
-    Attributes:
-        question: string, messages or `Prompt`.
-        images, videos: beside the question.
-        options: of `InputProcessor.prompt`: sampling of videos, limits of media, control tokens as text.
-    """
-
-    question: Question
+    question: Question  # string, messages or `Prompt`
     images: Sequence[Any]
     videos: Sequence[Any]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of `InputProcessor.prompt`
 
     def prompt(self, processor: InputProcessor) -> Prompt:
         """Prompt for one model."""
@@ -97,14 +91,7 @@ def kept_video(
     fps: float | None = None,
     limits: MediaLimits = LOCAL,
 ) -> Any:
-    """Load the frames that a prompt with this sampling uses, so that later prompts use the same ones.
-
-    Returns:
-        A `Video`; the source itself where no prompt can be made of it, which the prompt then refuses.
-
-    Raises:
-        InputError: the video cannot be read.
-    """
+    """Load the frames that a prompt with this sampling uses, so that later prompts use the same ones."""
     family = family_of(processor.config)
     given = {name: n for name, n in (("num_frames", num_frames), ("fps", fps)) if n is not None}
     if not family.is_composite and (

@@ -23,46 +23,26 @@ _TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Replacement of one placeholder in the text.
+    """Replacement of one placeholder in the text."""
 
-    Attributes:
-        text: all placeholders and wrappers.
-        media: one medium; for a video that the family takes as images, one per frame.
-    """
-
-    text: str
-    media: tuple[Medium, ...]
+    text: str  # all placeholders and wrappers
+    media: tuple[Medium, ...]  # one medium; for a video that the family takes as images, one per frame
 
 
 @dataclass(frozen=True, slots=True)
 class Visuals:
-    """Maker of the media of one row.
+    """Maker of the media of one row."""
 
-    Attributes:
-        parts: of the checkpoint.
-        family: bound to its configuration.
-        words: the family's placeholders.
-    """
-
-    parts: Parts
-    family: Family
-    words: Words
+    parts: Parts  # of the checkpoint
+    family: Family  # bound to its configuration
+    words: Words  # the family's placeholders
 
     def images(self, images: Sequence[Image.Image]) -> list[Placed]:
-        """Make all images of the row together, because their number can change what each becomes.
-
-        Raises:
-            InputError: an image has a shape that the family does not take.
-        """
+        """Make all images of the row together, because their number can change what each becomes."""
         return [self._image(f) for f in self.family.prepare_images(self._features, images)]
 
     def video(self, video: Video, sampling: Mapping[str, Any]) -> Placed:
-        """Make one video of its sampled frames.
-
-        Args:
-            video: from `load_slots`.
-            sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
-        """
+        """Make one video of its sampled frames."""
         family = self.family
         settings = family.video_settings(self.parts.video_settings, sampling)
         tensors = family.video_tensors(video, settings)
@@ -93,20 +73,7 @@ class Visuals:
 def load_slots(
     family: Family, parts: Parts, slots: Sequence[Slot], sampling: Mapping[str, Any], limits: MediaLimits
 ) -> list[Slot]:
-    """Load the images of a conversation and those frames of its videos that a family uses.
-
-    Args:
-        slots: places with their sources, as for :func:`~saccade.inputs.media.load_image` and
-            :func:`~saccade.inputs.media.load_video`.
-        sampling: ``num_frames`` or ``fps``, overriding the checkpoint's.
-        limits: of the reader.
-
-    Returns:
-        The places with RGB images and `Video` as sources.
-
-    Raises:
-        InputError: a medium cannot be read, or they are too many or too large together.
-    """
+    """Load the images of a conversation and those frames of its videos that a family uses."""
     if len(slots) > limits.media:
         raise InputError(f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted.")
     loaded = []
@@ -131,14 +98,7 @@ def load_slots(
 def sampled_video(
     family: Family, parts: Parts, source: Any, sampling: Mapping[str, Any], limits: MediaLimits = LOCAL
 ) -> Video:
-    """Load a video with the frames that a family uses; all of them where its own processor samples.
-
-    Args:
-        source, sampling, limits: as in `load_slots`.
-
-    Raises:
-        InputError: the video cannot be read.
-    """
+    """Load a video with the frames that a family uses; all of them where its own processor samples."""
     if family.is_composite:
         return load_video(source, limits=limits)
     settings = family.video_settings(parts.video_settings, sampling)
@@ -155,17 +115,6 @@ def composite_prompt(
     """One row of a family outside the registry, through its own Hugging Face processor.
 
     All images and videos of the row become one medium; its tensors are the processor's output besides ids and masks.
-
-    Args:
-        parts: of a checkpoint with a composite processor.
-        text: the rendered prompt, one placeholder per image or video.
-        slots: images and videos of the placeholders, loaded.
-        add_special_tokens: whether the tokenizer adds its own.
-        literal: has marked the text of messages; None without marks.
-
-    Raises:
-        ModelError: the family was not loaded from a checkpoint.
-        InputError: the processor refuses the row.
     """
     family = family_of(parts.config)
     assert isinstance(family, Unknown)

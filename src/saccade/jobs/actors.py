@@ -31,24 +31,14 @@ _LOST_IN_A_ROW = 6
 
 @dataclass(frozen=True)
 class Models:
-    """Models and method that every actor loads by itself.
+    """Models and method that every actor loads by itself."""
 
-    Attributes:
-        arguments: of `saccade.load`; folders must exist on every machine.
-        method_options: of them, the method's options that differ from its defaults.
-        folder: to which paths are relative.
-    """
-
-    arguments: Mapping[str, Any]
-    method_options: Mapping[str, Any] = field(default_factory=dict)
-    folder: str = field(default_factory=os.getcwd)
+    arguments: Mapping[str, Any]  # of `saccade.load`; folders must exist on every machine
+    method_options: Mapping[str, Any] = field(default_factory=dict)  # of them
+    folder: str = field(default_factory=os.getcwd)  # to which paths are relative
 
     def load(self) -> VLM:
-        """Load them, in the folder.
-
-        Raises:
-            SaccadeError: the folder or a checkpoint is missing.
-        """
+        """Load them, in the folder."""
         try:
             os.chdir(self.folder)
         except OSError as problem:
@@ -63,15 +53,10 @@ class Models:
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of an actor: its models are loaded.
+    """First message of an actor: its models are loaded."""
 
-    Attributes:
-        facts: groups of facts about them.
-        machine: name for messages.
-    """
-
-    facts: dict[str, Any]
-    machine: str
+    facts: dict[str, Any]  # groups of facts about them
+    machine: str  # name for messages
 
 
 class EngineActor(ABC):
@@ -96,11 +81,7 @@ class EngineActor(ABC):
 
     @abstractmethod
     def open(self, vlm: VLM) -> dict[str, Any]:
-        """Prepare, and return the facts of the models.
-
-        Raises:
-            SaccadeError: the run is impossible.
-        """
+        """Prepare, and return the facts of the models."""
 
     @abstractmethod
     def work(self, begin: Any, tasks: Iterator[Any]) -> Iterator[Any]:
@@ -113,32 +94,17 @@ class EngineActor(ABC):
 
 @dataclass(eq=False, slots=True)
 class _Actor:
-    """An actor as the command sees it.
-
-    Attributes:
-        stream: of its messages.
-        tasks: that it has not answered, by number.
-        is_ready: whether its models are loaded.
-        is_alone: whether it must answer its only task before it gets others.
-    """
+    """An actor as the command sees it."""
 
     handle: Any
-    stream: Any
-    tasks: dict[int, Any] = field(default_factory=dict)
-    is_ready: bool = False
-    is_alone: bool = False
+    stream: Any  # of its messages
+    tasks: dict[int, Any] = field(default_factory=dict)  # that it has not answered, by number
+    is_ready: bool = False  # whether its models are loaded
+    is_alone: bool = False  # whether it must answer its only task before it gets others
 
 
 class Actors:
-    """Actors of a run. Tasks are dataclasses with a ``number`` of their own and a ``problem``; answers have the number.
-
-    Args:
-        ray: the module, connected.
-        make: starts an `EngineActor`.
-        count: of actors.
-        ahead: tasks that an actor has at once.
-        compared: groups of facts that must be the same on all machines.
-    """
+    """Actors of a run: tasks are dataclasses with a ``number`` and a ``problem``; answers have the number."""
 
     def __init__(
         self, ray: Any, make: Callable[[], Any], count: int, ahead: int, compared: tuple[str, ...] = COMPARED
@@ -155,11 +121,7 @@ class Actors:
         self._lost_in_a_row = 0
 
     def facts(self) -> dict[str, Any]:
-        """Wait for the first actor, and return what it has loaded.
-
-        Raises:
-            SaccadeError: the models cannot be loaded.
-        """
+        """Wait for the first actor, and return what it has loaded."""
         while self._facts is None:
             for _ in self._messages():
                 raise AssertionError("no actor has a task yet")
@@ -173,11 +135,7 @@ class Actors:
                 actor.handle.put.remote(begin)
 
     def answers(self, tasks: Iterator[Any]) -> Generator[Any]:
-        """Yield one answer per task, as they end.
-
-        Raises:
-            SaccadeError: actors end again and again without an answer, or have loaded different models.
-        """
+        """Yield one answer per task, as they end."""
         while True:
             self._supply(tasks)
             if not any(actor.tasks for actor in self._actors) and not self._has_more(tasks):
@@ -292,12 +250,7 @@ class Actors:
 
 
 def start(ray: Any, places: Places, kind: type[EngineActor], arguments: tuple[Any, ...]) -> Callable[[], Any]:
-    """Return the function that starts an actor.
-
-    Args:
-        ray: the module, connected.
-        arguments: of ``kind``.
-    """
+    """Return the function that starts an actor."""
     made = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **places.options)(kind)
     return lambda: made.remote(*arguments)
 

@@ -24,47 +24,28 @@ from saccade.vlm import VLM
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An item that needs an answer.
-
-    Attributes:
-        number: place in the output.
-        problem: one sentence where it cannot be answered, whatever a model says.
-    """
+    """An item that needs an answer."""
 
     item: Item
-    number: int
-    problem: str = ""
+    number: int  # place in the output
+    problem: str = ""  # one sentence where it cannot be answered, whatever a model says
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Record of an item.
+    """Record of an item."""
 
-    Attributes:
-        number: of the task.
-        key: of the item with its content.
-        name: of the item.
-        record: line of the output.
-        problem: one sentence where the item failed; empty otherwise.
-        tokens: generated for it.
-        finishes: reasons for which its rows ended.
-    """
-
-    number: int
-    key: int
-    name: str
-    record: dict[str, Any]
-    problem: str = ""
-    tokens: int = 0
-    finishes: tuple[str, ...] = ()
+    number: int  # of the task
+    key: int  # of the item with its content
+    name: str  # of the item
+    record: dict[str, Any]  # line of the output
+    problem: str = ""  # one sentence where the item failed; empty otherwise
+    tokens: int = 0  # generated for it
+    finishes: tuple[str, ...] = ()  # reasons for which its rows ended
 
 
 def media_threads(given: int | None) -> int:
-    """Threads that read media: as given, or one per core, at most 4.
-
-    Raises:
-        InputError: fewer than one.
-    """
+    """Threads that read media: as given, or one per core, at most 4."""
     threads = min(4, os.cpu_count() or 1) if given is None else given
     check_whole(threads, 1, "workers", error=InputError)
     return threads
@@ -72,34 +53,17 @@ def media_threads(given: int | None) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A task on its way through the batch.
-
-    Attributes:
-        prepared: None where it cannot be used.
-        problem: one sentence, then.
-        rows: in the batch.
-        alone: whether it runs by itself, after a step failed for several rows.
-    """
+    """A task on its way through the batch."""
 
     task: Task
-    prepared: Prepared | None = None
-    problem: str = ""
-    rows: list[Row] = field(default_factory=list)
-    alone: bool = False
+    prepared: Prepared | None = None  # None where it cannot be used
+    problem: str = ""  # one sentence, then
+    rows: list[Row] = field(default_factory=list)  # in the batch
+    alone: bool = False  # whether it runs by itself, after a step failed for several rows
 
 
 class Answering:
-    """Answers tasks by a model.
-
-    Args:
-        job: whose items they are.
-        max_rows: answers that are generated at once.
-        workers: threads that read media and tokenize; as in `media_threads`.
-        kv_share: share of the free memory that keys and values may take.
-
-    Raises:
-        InputError: an option of the job or the number of threads is wrong.
-    """
+    """Answers tasks by a model."""
 
     def __init__(
         self, vlm: VLM, job: Job, max_rows: int = 8, workers: int | None = None, kv_share: float = KV_MEMORY_SHARE
@@ -114,25 +78,14 @@ class Answering:
         self._suspects: deque[_Running] = deque()
 
     def take_requests(self, created: int) -> None:
-        """Accept requests of OpenAI's batch format, too.
-
-        Args:
-            created: time of their answers, in seconds since 1970.
-
-        Raises:
-            SaccadeError: the server's packages are missing, or the job has options of its own.
-        """
+        """Accept requests of OpenAI's batch format, too."""
         from saccade.jobs.openai_form import OpenAIForm
 
         job = self._job
         self._forms[True] = OpenAIForm(self._vlm, job.seed, created, job.reading.text_as_text, job.options)
 
     def answers(self, tasks: Iterator[Task]) -> Generator[Answer]:
-        """Yield one answer per task, as they end.
-
-        Args:
-            tasks: read in worker threads, one at a time, about as many ahead as rows may run.
-        """
+        """Yield one answer per task, as they end."""
         kv_memory = int(self._kv_share * free_memory(self._vlm.target.device))
         self._batch = self._vlm.engine.open(self._max_rows, kv_memory=kv_memory)
         feed = Feed(tasks, self._prepare, self._threads, self._max_rows + self._threads)

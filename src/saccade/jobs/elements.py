@@ -16,9 +16,6 @@ def rows(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
     Blank lines are left out. From an element of an array that cannot be parsed on, the rest of the file comes as one
     element, as it is; an array without its end gives ``[`` as the last one.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         if _is_array(file):
@@ -59,11 +56,7 @@ def _is_array(file: IO[bytes]) -> bool:
 
 
 class _Window:
-    """Part of a file that is in memory.
-
-    Attributes:
-        offset: bytes that have been passed.
-    """
+    """Part of a file that is in memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._text, self._at, self.offset = file, "", 0, 0

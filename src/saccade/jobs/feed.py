@@ -16,12 +16,6 @@ class Feed(Generic[Item, Ready]):
     """Results of ``prepare`` for items, about in their order.
 
     Items are read by the worker threads too, one thread at a time, so that the thread of the batch waits for no disk.
-
-    Args:
-        items: read once.
-        prepare: makes the result of an item.
-        threads: of workers.
-        ahead: results that wait or are being prepared; bounds the memory of decoded media.
     """
 
     def __init__(self, items: Iterator[Item], prepare: Callable[[Item], Ready], threads: int, ahead: int) -> None:
@@ -31,11 +25,7 @@ class Feed(Generic[Item, Ready]):
         self._waiting: deque[Future[tuple[Ready] | None]] = deque()
 
     def take(self, wait: bool) -> Ready | None:
-        """Return the next result; None when there are no more, or when it is not ready and ``wait`` is False.
-
-        Raises:
-            SaccadeError: the items cannot be read.
-        """
+        """Return the next result; None when there are no more, or when it is not ready and ``wait`` is False."""
         while True:
             while not self._read and len(self._waiting) < self._ahead:
                 self._waiting.append(self._pool.submit(self._next))

@@ -30,22 +30,12 @@ def kind_of(name: str) -> Kind | None:
 
 @dataclass(frozen=True)
 class Source:
-    """Inputs of a job.
+    """Inputs of a job."""
 
-    Args:
-        inputs: folders, files and globs.
-        images_per_row: pictures of one folder that share an item.
-        media_root: folder of the media that rows name; that of their file when None.
-        written: files and folders of the job itself, which are no input wherever a glob finds them.
-
-    Raises:
-        SaccadeError: an input does not exist.
-    """
-
-    inputs: Sequence[str]
-    images_per_row: int = 1
-    media_root: Path | None = None
-    written: Sequence[Path] = ()
+    inputs: Sequence[str]  # folders, files and globs
+    images_per_row: int = 1  # pictures of one folder that share an item
+    media_root: Path | None = None  # folder of the media that rows name; that of their file when None
+    written: Sequence[Path] = ()  # files and folders of the job itself, which are no input wherever a glob finds them
 
     def __post_init__(self) -> None:
         check_whole(self.images_per_row, 1, "images_per_row", error=InputError)
@@ -66,11 +56,7 @@ class Source:
         return list(found)
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
-        """Yield all items.
-
-        Args:
-            with_media: whether media that are stored in the inputs themselves are read.
-        """
+        """Yield all items."""
         paths = [path for given in self.inputs for path in self._paths(given)]
         for is_medium, run in groupby(paths, lambda path: path.is_file() and kind_of(path.name) is not None):
             if is_medium:
@@ -108,9 +94,6 @@ class Source:
         """Pictures and videos of a folder and those in it, by path; an item's are of one folder.
 
         Links to folders elsewhere are followed, each folder once.
-
-        Args:
-            base: folder to which the names are relative; None: as given.
         """
 
         def fail(problem: OSError) -> None:

@@ -24,26 +24,17 @@ Start = tuple[Request, RowPlan, bool]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An item that is ready for the batch.
+    """An item that is ready for the batch."""
 
-    Attributes:
-        starts: makes the starts of its rows; called again where they must run anew.
-        record: of its ended rows.
-    """
-
-    starts: Callable[[], list[Start]]
-    record: Callable[[Sequence[Row]], dict[str, Any]]
+    starts: Callable[[], list[Start]]  # makes the starts of its rows; called again where they must run anew
+    record: Callable[[Sequence[Row]], dict[str, Any]]  # of its ended rows
 
 
 class Form(Protocol):
     """Form of some items and of their records."""
 
     def prepare(self, item: Item) -> Prepared:
-        """Read media and tokenize, in a worker thread.
-
-        Raises:
-            SaccadeError: the item cannot be used.
-        """
+        """Read media and tokenize, in a worker thread."""
         ...
 
     def failure(self, item: Item, sentence: str) -> dict[str, Any]:
@@ -53,11 +44,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """Options of reading prompts, as in `VLM.generate`.
-
-    Raises:
-        InputError: the sampling of videos is wrong.
-    """
+    """Options of reading prompts, as in `VLM.generate`."""
 
     num_frames: int | None = None
     fps: float | None = None
@@ -69,21 +56,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class OwnForm:
-    """Pictures, simple rows and conversations; a record has the text and what is to know about it.
+    """Pictures, simple rows and conversations; a record has the text and what is to know about it."""
 
-    Attributes:
-        vlm: with the method.
-        asking: makes questions.
-        reading: of prompts.
-        seed: from which every item's own seed follows.
-        options: of the generation.
-    """
-
-    vlm: VLM
-    asking: Asking
-    reading: Reading
-    seed: int
-    options: Mapping[str, Any]
+    vlm: VLM  # with the method
+    asking: Asking  # makes questions
+    reading: Reading  # of prompts
+    seed: int  # from which every item's own seed follows
+    options: Mapping[str, Any]  # of the generation
 
     def prepare(self, item: Item) -> Prepared:
         """See `Form`."""

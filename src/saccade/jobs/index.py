@@ -45,16 +45,7 @@ def _signed(key: int) -> int:
 
 
 class Known:
-    """Records of earlier attempts.
-
-    Args:
-        journal: of the job.
-        retry_failed: whether failed items count as unknown.
-
-    Attributes:
-        timed: records whose time is known.
-        seconds: that these took together.
-    """
+    """Records of earlier attempts."""
 
     def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
         self._found, self.timed, self.seconds = Index(), 0, 0.0

@@ -36,23 +36,14 @@ class Stored:
 
 @dataclass(slots=True)
 class Item:
-    """One item.
+    """One item."""
 
-    Attributes:
-        id: unique in its job.
-        version: text that changes with the content.
-        row: its fields.
-        root: folder to which paths in the row are relative.
-        media: images and videos beside the row; sources are paths, bytes, or `Stored`.
-        problem: one sentence where the item cannot be read.
-    """
-
-    id: str
-    version: str
-    row: Mapping[str, Any]
-    root: Path
-    media: Sequence[tuple[Kind, Any]] = field(default=())
-    problem: str = ""
+    id: str  # unique in its job
+    version: str  # text that changes with the content
+    row: Mapping[str, Any]  # its fields
+    root: Path  # folder to which paths in the row are relative
+    media: Sequence[tuple[Kind, Any]] = field(default=())  # images and videos beside the row
+    problem: str = ""  # one sentence where the item cannot be read
 
     @property
     def is_request(self) -> bool:
@@ -68,14 +59,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Question of an item.
+    """Question of an item."""
 
-    Attributes:
-        question: text, or a conversation whose parts have their sources.
-        images, videos: beside a text; paths, bytes or `Stored`.
-    """
-
-    question: str | Messages
+    question: str | Messages  # text, or a conversation whose parts have their sources
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
 
@@ -104,31 +90,18 @@ class Ask:
 
 @dataclass(frozen=True)
 class Asking:
-    """Way in which questions are made of items.
+    """Way in which questions are made of items."""
 
-    Attributes:
-        prompt: template of `saccade.data.template.Template`; None where every item has its own question.
-        system: system message of conversations without one.
-    """
-
-    prompt: str | None = None
-    system: str | None = None
+    prompt: str | None = None  # template of `saccade.data.template.Template`
+    system: str | None = None  # system message of conversations without one
 
     @cached_property
     def template(self) -> Template | None:
-        """The parsed template.
-
-        Raises:
-            InputError: it is wrong.
-        """
+        """The parsed template."""
         return None if self.prompt is None else Template(self.prompt)
 
     def ask(self, item: Item) -> Ask:
-        """Return the question of an item that is no `Item.is_request`.
-
-        Raises:
-            InputError: the item cannot be used, without its name.
-        """
+        """Return the question of an item that is no `Item.is_request`."""
         if item.problem:
             raise InputError(item.problem)
         if item.is_conversation:

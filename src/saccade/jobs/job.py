@@ -34,11 +34,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str | None) -> Shard:
-        """Parse ``2/8``; None is the whole.
-
-        Raises:
-            InputError: it has another form.
-        """
+        """Parse ``2/8``; None is the whole."""
         if text is None:
             return cls()
         number, slash, of = text.partition("/")
@@ -53,28 +49,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Job:
-    """What is answered, and how; a resumed run must repeat it, except for ``limit``.
+    """What is answered, and how; a resumed run must repeat it, except for ``limit``."""
 
-    Attributes:
-        source: of the items.
-        asking: makes questions.
-        reading: of prompts.
-        shard: part of the items.
-        limit: number of items, the first ones; None for all.
-        seed: of sampling.
-        options: of the generation.
-
-    Raises:
-        InputError: a value is wrong.
-    """
-
-    source: Source
-    asking: Asking = field(default_factory=Asking)
-    reading: Reading = field(default_factory=Reading)
-    shard: Shard = Shard()
-    limit: int | None = None
-    seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    source: Source  # of the items
+    asking: Asking = field(default_factory=Asking)  # makes questions
+    reading: Reading = field(default_factory=Reading)  # of prompts
+    shard: Shard = Shard()  # part of the items
+    limit: int | None = None  # number of items, the first ones; None for all
+    seed: int = 0  # of sampling
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the generation
 
     def __post_init__(self) -> None:
         _ = self.asking.template
@@ -113,11 +96,7 @@ class Job:
                 yield item
 
     def header(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of ``job.json``.
-
-        Args:
-            models: ``method``, ``target``, ``processor`` and ``drafter``.
-        """
+        """Content of ``job.json``."""
         root = self.source.media_root
         options = {
             "prompt": self.asking.prompt,
@@ -134,14 +113,7 @@ class Job:
         return {"input": self.source.facts, "options": options, **models}
 
     def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal | Streamed:
-        """Journal of the job beside its output; a stream has none.
-
-        Args:
-            models: as in `header`; None: they are not compared.
-
-        Raises:
-            SaccadeError: the output belongs to something else, or to a job with other options.
-        """
+        """Journal of the job beside its output; a stream has none."""
         if is_stream(out):
             return Streamed(out, models or {})
         path = journal_of(out)
@@ -173,34 +145,19 @@ def written(out: Path) -> tuple[Path, ...]:
 
 @dataclass(slots=True)
 class Survey:
-    """Result of a pass over a job's items.
+    """Result of a pass over a job's items."""
 
-    Attributes:
-        items: of the job.
-        kinds: number of items by content: ``image``, ``images``, ``video``, ``text``, ``request``, ``unusable``.
-        problems: sentences of the first unusable items.
-        there: items with a record of an earlier attempt.
-        failed: of them, failed ones.
-        timed: records whose time is known.
-        seconds: that these took together.
-    """
-
-    items: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    there: int = 0
-    failed: int = 0
-    timed: int = 0
-    seconds: float = 0.0
+    items: int = 0  # of the job
+    kinds: Counter[str] = field(default_factory=Counter)  # number of items by content
+    problems: list[str] = field(default_factory=list)  # sentences of the first unusable items
+    there: int = 0  # items with a record of an earlier attempt
+    failed: int = 0  # of them, failed ones
+    timed: int = 0  # records whose time is known
+    seconds: float = 0.0  # that these took together
 
 
 def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
-    """Read all items once, without media and models; nothing is written.
-
-    Raises:
-        SaccadeError: an input cannot be read, there is no usable item, the prompt does not fit the items, or the output
-            belongs to something else.
-    """
+    """Read all items once, without media and models; nothing is written."""
     known, files = Known(job.journal(out, None), retry_failed), _Files()
     found = Survey(timed=known.timed, seconds=known.seconds)
     for item in job.items(with_media=False):

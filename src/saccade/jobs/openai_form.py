@@ -39,15 +39,7 @@ _CHOSEN = "a job has one method for all requests; leave it out, and choose the m
 
 
 class OpenAIForm:
-    """Requests of OpenAI's batch format, which the server's own code turns into rows and answers.
-
-    Args:
-        vlm: with the method.
-        seed: from which the seeds of requests without one follow.
-        created: time of the answers, in seconds since 1970.
-        text_as_text: as in `VLM.generate`.
-        options: generation options of the job, which bodies override; ``max_new_tokens`` alone.
-    """
+    """Requests of OpenAI's batch format, which the server's own code turns into rows and answers."""
 
     def __init__(self, vlm: VLM, seed: int, created: int, text_as_text: bool, options: Mapping[str, Any]) -> None:
         others = sorted(set(options) - {"max_new_tokens"})

@@ -21,12 +21,7 @@ def is_stream(out: Path) -> bool:
 
 
 class Streamed:
-    """What a `saccade.journal.Journal` is to a file; it keeps nothing, so that no later attempt can resume.
-
-    Args:
-        out: as in `is_stream`.
-        header: of the job.
-    """
+    """What a `saccade.journal.Journal` is to a file; it keeps nothing, so that no later attempt can resume."""
 
     def __init__(self, out: Path, header: Mapping[str, Any]) -> None:
         self._out, self._header = out, header
@@ -49,12 +44,7 @@ class Streamed:
         return self._header
 
     def append(self, rows: Sequence[Mapping[str, Any]], *, sync: bool = True) -> int:
-        """Write the records of some rows, whole lines.
-
-        Raises:
-            BrokenPipeError: the reader has gone.
-            SaccadeError: the device is full.
-        """
+        """Write the records of some rows, whole lines."""
         try:
             for row in rows:
                 self._file.write(encoded(row["record"]))

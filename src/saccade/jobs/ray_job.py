@@ -17,12 +17,7 @@ from saccade.vlm import VLM
 
 
 class JobActor(EngineActor):
-    """Actor: a running batch.
-
-    Args:
-        has_requests: whether some items are requests of OpenAI's batch format.
-        max_rows, workers, kv_share: as in `Answering`.
-    """
+    """Actor: a running batch."""
 
     def __init__(
         self, models: Models, job: Job, has_requests: bool, max_rows: int, workers: int, kv_share: float
@@ -52,15 +47,7 @@ def run_on_ray(
     out: Path,
     attempt: Attempt,
 ) -> Report:
-    """Run a job after its `preview` by engines in a cluster; its journal and output are those of one process.
-
-    Args:
-        ray: the module, connected.
-        places: of the engines.
-
-    Raises:
-        SaccadeError: as `saccade.jobs.batch_file`, or the cluster cannot do it.
-    """
+    """Run a job after its `preview` by engines in a cluster; its journal and output are those of one process."""
     threads = media_threads(attempt.workers)
     job.journal(out, None)  # a mistake shows before models are loaded
     kv_share = KV_MEMORY_SHARE / (1 if places.gpus else places.per_machine)

@@ -34,10 +34,6 @@ def samples(path: Path, root: Path, with_media: bool, kind_of: Callable[[str], K
     Pictures and videos are the sample's media, fields of its ``json`` are its row, its ``txt`` is the field ``txt``. A
     shard that breaks off ends with an item that says so, in place of its last sample, which may be torn. Media of an
     uncompressed archive are read when needed.
-
-    Args:
-        with_media: whether media of a compressed archive are read.
-        kind_of: kind of a file by its name.
     """
     sample = _Sample("")
     try:
@@ -129,9 +125,6 @@ def parquet_rows(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
 
     Columns of bytes, or of Hugging Face's ``{bytes, path}``, are media: videos where their name begins with ``video``,
     else images. All other columns are fields.
-
-    Raises:
-        SaccadeError: pyarrow is not installed, or the file cannot be read.
     """
     try:
         parquet: Any = import_module("pyarrow.parquet")

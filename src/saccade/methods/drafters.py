@@ -25,11 +25,7 @@ def is_pocket(given: Any) -> bool:
 
 
 def only(drafter: Any, assistant_model: Any) -> Any:
-    """Return the drafter, which Hugging Face calls ``assistant_model``.
-
-    Raises:
-        MethodError: both are given.
-    """
+    """Return the drafter, which Hugging Face calls ``assistant_model``."""
     if drafter is not None and assistant_model is not None:
         raise MethodError("drafter and assistant_model are two names for the same; give one of them.")
     return assistant_model if drafter is None else drafter
@@ -42,14 +38,6 @@ def with_builtin(
 
     Without a method these are the draft model and every shipped head, except heads whose name or kind is given; with
     a method, the drafter that it needs, if neither drafter nor head is given.
-
-    Args:
-        options: of the method, as given.
-        heads: given ones, by name; see `named`.
-
-    Raises:
-        MethodError: unknown method or option.
-        ModelError: the head that the method needs is not shipped, or a folder that is given holds no head.
     """
     from saccade.pocket import draft_path, head_path, head_paths, target_path
 
@@ -79,12 +67,7 @@ def is_head(drafter: Any) -> bool:
 
 
 def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
-    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given.
-
-    Raises:
-        ModelError: a folder holds no head, or the drafter's neither a head nor a checkpoint.
-        MethodError: two heads have the same name.
-    """
+    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given."""
     found: dict[str, AnyHead] = {}
     if is_head(drafter):
         found[kind_of(drafter)] = drafter
@@ -106,11 +89,7 @@ def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
 
 
 def kind_of(head: AnyHead) -> str:
-    """Return the kind of a head, or of the one in a folder.
-
-    Raises:
-        ModelError: the folder holds no head.
-    """
+    """Return the kind of a head, or of the one in a folder."""
     return head.kind if isinstance(head, Head) else kind_at(path_of(head))
 
 
@@ -120,11 +99,7 @@ def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
 
 
 def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None) -> dict[str, Head]:
-    """Load heads by name; every folder is read once.
-
-    Args:
-        dtype: of heads that are read; see `load_head`.
-    """
+    """Load heads by name; every folder is read once."""
     found, read = check_dtype(dtype or "auto"), dict[str, Head]()
     kind = found if isinstance(found, torch.dtype) else None
     loaded: dict[str, Head] = {}
@@ -143,16 +118,7 @@ def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.
 def completed(
     method: str | None, options: Mapping[str, Any], drafter: Any, kinds: Mapping[str, str], head: str | None = None
 ) -> dict[str, Any]:
-    """Return a method's options, with the given head as the drafter of a method that paces any (`auto`).
-
-    Args:
-        drafter: draft model or head; None for neither.
-        kinds: name -> kind of every head.
-        head: name of the head to use, which has precedence over a draft model.
-
-    Raises:
-        MethodError: unknown method.
-    """
+    """Return a method's options, with the given head as the drafter of a method that paces any (`auto`)."""
     if method is None or "draft_with" in options or methods.get(method).settings.get("tree") != "paced":
         return dict(options)
     kind = kinds.get(head, head) if head is not None else kind_of(drafter) if is_head(drafter) else None
@@ -162,11 +128,7 @@ def completed(
 
 
 def default(drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = ()) -> str:
-    """Return the default method: the kind of the head, if one is given and no draft model.
-
-    Args:
-        options: names of the options that are given.
-    """
+    """Return the default method: the kind of the head, if one is given and no draft model."""
     if head is not None and head in kinds:
         return kinds[head]
     if is_head(drafter):

@@ -30,19 +30,6 @@ def fit(
     """Return the name of the head that a method drafts with; None for a method without a head.
 
     Of several heads of the method's kind, the default is the one named like the kind.
-
-    Args:
-        method: its name, for messages.
-        values: its options, as `saccade.methods.options` resolves them.
-        has_draft_model: whether a draft model is given.
-        kinds: name -> kind of every head.
-        head: name of the head to use.
-        has_drafter: whether a draft model or head was given for this method alone; it must then use one.
-        has_processor: whether the draft model's processor is given.
-
-    Raises:
-        MethodError: the draft model or head that the method needs is missing, is not used, is of another kind, or
-            is ambiguous.
     """
     needed, kind = needs(values), values.get("draft_with")
     if has_drafter and needed == "nothing":

@@ -18,24 +18,15 @@ LOSSLESS_RULE = "exact"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option.
+    """One option."""
 
-    Attributes:
-        default: its type is the option's.
-        meaning: one line.
-        low, high: of a number, inclusive; None where there is no bound.
-        beyond_low: the lowest value itself is out of range.
-        choices: of a word.
-        takes: predicate of values of other types that are accepted too.
-    """
-
-    default: Any
-    meaning: str
+    default: Any  # its type is the option's
+    meaning: str  # one line
     low: float | None = None
     high: float | None = None
-    choices: tuple[str, ...] = ()
-    takes: Callable[[Any], bool] | None = None
-    beyond_low: bool = False
+    choices: tuple[str, ...] = ()  # of a word
+    takes: Callable[[Any], bool] | None = None  # predicate of values of other types that are accepted too
+    beyond_low: bool = False  # the lowest value itself is out of range
 
     @property
     def range(self) -> str:

@@ -20,16 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method:
-    """A named composition.
+    """A named composition."""
 
-    Attributes:
-        summary: one line.
-        source: paper and section.
-        settings: options other than the defaults (see `saccade.methods.settings.resolved`).
-    """
-
-    summary: str
-    source: str
+    summary: str  # one line
+    source: str  # paper and section
+    # options other than the defaults (see `saccade.methods.settings.resolved`)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -136,11 +131,7 @@ METHODS: dict[str, Method] = {
 
 
 def get(name: str) -> Method:
-    """Return the method of a name.
-
-    Raises:
-        MethodError: unknown name; the message lists the methods.
-    """
+    """Return the method of a name."""
     if name not in METHODS:
         raise MethodError(f"Unknown method {name!r}; expected one of {', '.join(METHODS)} (see `saccade methods`).")
     return METHODS[name]
@@ -154,23 +145,12 @@ def default(has_draft_model: bool, given: Iterable[str] = ()) -> str:
 
 
 def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every option of a method with its value: the given ones, else its defaults.
-
-    Raises:
-        MethodError: unknown method or option, or a value of the wrong type or out of range.
-    """
+    """Return every option of a method with its value: the given ones, else its defaults."""
     return resolved(name, get(name).settings, given)
 
 
 def build(name: str, parts: Parts, **given: Any) -> Engine:
-    """Return the engine of a method.
-
-    Args:
-        given: override the method's defaults.
-
-    Raises:
-        MethodError: as `options`; values that do not go together; or parts that the method does not fit (see `fit`).
-    """
+    """Return the engine of a method."""
     from saccade.methods.compositions import compose, within_reach
 
     values = within_reach(parts, options(name, given), (ALIASES.get(option, option) for option in given))

@@ -61,11 +61,7 @@ _WITH = {
 
 
 def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, Option]]]]:
-    """Return the options by the choice that brings them, empty for those in force: name, method's default, `Option`.
-
-    Args:
-        settings: as for `resolved`.
-    """
+    """Return the options by the choice that brings them, empty for those in force: name, method's default, `Option`."""
     values = _chosen(settings)
     groups = in_force(values)
     others = [g for g in GROUPS if g not in groups and (g in _WITH or g.partition("=")[0] in groups)]
@@ -100,15 +96,7 @@ def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every option in force with its value.
-
-    Args:
-        settings: of the method; a mapping under the name of a group applies to that group alone.
-        given: by the user.
-
-    Raises:
-        MethodError: an option that is not in force or does not exist, or a value of the wrong type or out of range.
-    """
+    """Return every option in force with its value."""
     given = _translated(method, given)
     is_fixed = settings.get("draft_with") == "none"
     for name in () if is_fixed else set(_chosen()) & set(given):

@@ -39,11 +39,7 @@ def draft_path() -> Path:
 
 
 def head_path(kind: str) -> Path:
-    """Folder of the target's trained head of a kind.
-
-    Raises:
-        ModelError: no head of that kind is included.
-    """
+    """Folder of the target's trained head of a kind."""
     found = head_paths()
     if kind not in found:
         raise ModelError(

@@ -42,11 +42,7 @@ def _encoder() -> str:
 
 
 def write_video(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
-    """Write the frames as an MP4 file.
-
-    Raises:
-        SaccadeError: PyAV is missing or has no encoder, or there are no frames.
-    """
+    """Write the frames as an MP4 file."""
     if not frames:
         raise SaccadeError("There are no frames to write; give at least one.")
     try:
@@ -139,15 +135,7 @@ def _chances(samples: Sequence[Sample]) -> str:
 def write_sheet(
     folder: Path, drawn: dict[str, list[tuple[int, Sample]]], grammar: str, videos: bool = False
 ) -> list[Path]:
-    """Write samples as `index.html`, `samples.jsonl` and pictures, with the same bytes for the same samples.
-
-    Args:
-        drawn: task -> its samples with their seeds.
-        videos: also write videos as MP4 files.
-
-    Returns:
-        Paths of the page and of the facts.
-    """
+    """Write samples as `index.html`, `samples.jsonl` and pictures, with the same bytes for the same samples."""
     folder.mkdir(parents=True, exist_ok=True)
     sections, records = [], []
     for task, numbered in drawn.items():

@@ -37,46 +37,29 @@ class Media:
 
 @dataclass(frozen=True)
 class Sample:
-    """One question about 96 x 96 pictures or a video, with the true answer and the facts behind it.
-
-    Attributes:
-        images: pictures in order, before the first question of the conversation unless questions have an `IMAGE_MARK`
-            for each.
-        labels: patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.labels`);
-            `IGNORED_LABEL` everywhere if the sample has no single picture with labels.
-        video: frames in order, before the first question.
-        fps: frames per second of the video.
-        turns: earlier questions with their true answers.
-    """
+    """One question about 96 x 96 pictures or a video, with the true answer and the facts behind it."""
 
     task: str
-    images: tuple[Image.Image, ...] = field(compare=False)
+    images: tuple[Image.Image, ...] = field(compare=False)  # pictures in order
     question: str
     answer: str
     facts: Facts
+    # patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.labels`); `IGNORED_LABEL`
+    # everywhere if the sample has no single picture with labels
     labels: Labels = field(compare=False, repr=False)
-    video: tuple[Image.Image, ...] | None = field(default=None, compare=False, repr=False)
-    fps: float | None = None
-    turns: tuple[tuple[str, str], ...] = ()
+    video: tuple[Image.Image, ...] | None = field(default=None, compare=False, repr=False)  # frames in order
+    fps: float | None = None  # frames per second of the video
+    turns: tuple[tuple[str, str], ...] = ()  # earlier questions with their true answers
 
     @property
     def image(self) -> Image.Image:
-        """The only picture.
-
-        Raises:
-            ValueError: the sample has none or several.
-        """
+        """The only picture."""
         if len(self.images) != 1:
             raise ValueError(f"A sample of task {self.task!r} has {len(self.images)} pictures, not one; read `images`.")
         return self.images[0]
 
     def messages(self, media: bool = True) -> list[dict[str, Any]]:
-        """Chat messages up to the question, with lists of parts as contents.
-
-        Args:
-            media: include pictures and video frames, as for `saccade.VLM.generate`; else parts are placeholders
-                (`{"type": "image"}`), as for Hugging Face templates.
-        """
+        """Chat messages up to the question, with lists of parts as contents."""
         waiting = iter(self.images)
         messages: list[dict[str, Any]] = []
         for question, answer in (*self.turns, (self.question, None)):
@@ -101,40 +84,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Questions and answers of a task in one style.
+    """Questions and answers of a task in one style."""
 
-    Attributes:
-        questions: fixed questions, or a function of the facts for tasks that ask for something in particular.
-        answer: the true answer.
-        earlier: turns before the question.
-    """
-
-    questions: tuple[str, ...] | Callable[[Random, Facts], str]
-    answer: Callable[[Random, Facts], str]
-    earlier: Callable[[Facts], tuple[tuple[str, str], ...]] | None = None
+    questions: tuple[str, ...] | Callable[[Random, Facts], str]  # fixed questions
+    answer: Callable[[Random, Facts], str]  # the true answer
+    earlier: Callable[[Facts], tuple[tuple[str, str], ...]] | None = None  # turns before the question
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question: its media, grammars and score.
+    """A kind of question: its media, grammars and score."""
 
-    Attributes:
-        paint: draws the media with their ground truth.
-        grammars: by name.
-        score: scores of an answer by kind of fact, from 0 to 1, given the facts.
-        share: share of the first training mixture, relative to the other tasks; 0 for tasks of later stages only
-            (`tools.pocket.recipe`).
-        decisive: pattern of the few words that decide an answer (yes, no, a letter, a total), which weigh more in
-            training.
-        longest: limit of answers in tokens.
-    """
-
-    paint: Callable[[Random], Picture | Media]
-    grammars: Mapping[str, Grammar]
-    score: Callable[[str, Facts], dict[str, float]]
-    share: float
+    paint: Callable[[Random], Picture | Media]  # draws the media with their ground truth
+    grammars: Mapping[str, Grammar]  # by name
+    score: Callable[[str, Facts], dict[str, float]]  # scores of an answer by kind of fact, from 0 to 1, given the facts
+    share: float  # share of the first training mixture, relative to the other tasks
+    # pattern of the few words that decide an answer (yes, no, a letter, a total), which weigh more in training
     decisive: str | None = None
-    longest: int = 192
+    longest: int = 192  # limit of answers in tokens
 
 
 def grammars(
@@ -143,11 +110,7 @@ def grammars(
     verbose: Callable[[Random, Facts], str],
     earlier: Callable[[str, Facts], tuple[tuple[str, str], ...]] | None = None,
 ) -> dict[str, Grammar]:
-    """Dense and verbose grammar of a task whose questions differ only in a request for full sentences.
-
-    Args:
-        earlier: earlier turns, by the name of the grammar.
-    """
+    """Dense and verbose grammar of a task whose questions differ only in a request for full sentences."""
 
     def full(question: str) -> str:
         return f"{question} Use full sentences."
@@ -171,11 +134,7 @@ UNSEEN_BY_HEADS = (*UNSEEN_BY_DRAFTS, "long-video")
 
 
 def register(name: str, task: Task) -> None:
-    """Add a task to the world.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Add a task to the world."""
     if name in WORLD:
         raise ValueError(f"The pocket task {name!r} is registered twice; give the second one another name.")
     WORLD[name] = task
@@ -194,15 +153,6 @@ def draw(seed: int, task: str, grammar: str = "dense") -> Sample:
     """Draw sample number `seed` of a task: the same pixels and text on every machine.
 
     Media depend on seed and task only, so both grammars describe the same picture.
-
-    Args:
-        seed: any integer.
-        task: a name in `WORLD`.
-        grammar: `dense` (facts in random order, many paraphrases, comparisons) or `verbose` (easy template
-            sentences).
-
-    Raises:
-        InputError: the task or the grammar does not exist.
     """
     if reason := lacks(task, grammar):
         raise InputError(reason)
@@ -223,9 +173,6 @@ def score(task: str, answer: str, facts: Facts) -> dict[str, float]:
     """Score an answer against the facts of a sample: the share that is correct, from 0 to 1, by kind of fact.
 
     The score of an answer against the facts of *another* sample of the task is chance level.
-
-    Raises:
-        InputError: the task does not exist.
     """
     if task not in WORLD:
         raise InputError(lacks(task))

@@ -10,11 +10,7 @@ from saccade.pocket.words import NUMBERS
 
 
 def chance(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean score of true answers against the facts of the next sample, by kind of fact.
-
-    Args:
-        samples: two or more samples of one task.
-    """
+    """Mean score of true answers against the facts of the next sample, by kind of fact."""
     ring = [*samples, samples[0]]
     marks = [score(one.task, one.answer, other.facts) for one, other in pairwise(ring)]
     return {fact: sum(mark[fact] for mark in marks) / len(marks) for fact in marks[0]}

@@ -92,11 +92,7 @@ def scatter(
     sizes: Sequence[str] = SIZES,
     twins: bool = False,
 ) -> list[Thing]:
-    """Draw `count` shapes that do not touch, in reading order, or fewer if there is no room.
-
-    Args:
-        twins: allow two of the same colour and shape.
-    """
+    """Draw `count` shapes that do not touch, in reading order, or fewer if there is no room."""
     things: list[Thing] = []
     for _ in range(300):
         if len(things) == count:

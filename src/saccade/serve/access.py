@@ -21,11 +21,7 @@ MINUTE = 60.0
 
 
 class Keys:
-    """API keys, compared in a time that does not depend on their content.
-
-    Args:
-        keys: accepted ones; none: everyone is accepted.
-    """
+    """API keys, compared in a time that does not depend on their content."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in keys]
@@ -34,11 +30,7 @@ class Keys:
         return bool(self._digests)
 
     def client(self, authorization: str | None, address: str) -> str:
-        """Return the name under which a client's requests are counted: its key's digest, or its address.
-
-        Raises:
-            Refusal: 401; the key is missing or wrong.
-        """
+        """Return the name under which a client's requests are counted: its key's digest, or its address."""
         if not self._digests:
             return address
         scheme, _, key = (authorization or "").partition(" ")
@@ -55,25 +47,14 @@ def _digest(key: str) -> bytes:
 
 @dataclass(slots=True)
 class _Client:
-    """Requests of one client.
+    """Requests of one client."""
 
-    Attributes:
-        running: concurrent ones.
-        times: of those of the last minute.
-    """
-
-    running: int = 0
-    times: deque[float] = field(default_factory=deque)
+    running: int = 0  # concurrent ones
+    times: deque[float] = field(default_factory=deque)  # of those of the last minute
 
 
 class Gate:
-    """Limits per client.
-
-    Args:
-        concurrent: requests at once; 0: no limit.
-        per_minute: requests begun in any minute; 0: no limit.
-        clock: seconds.
-    """
+    """Limits per client."""
 
     def __init__(self, concurrent: int, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._concurrent, self._per_minute, self._clock = concurrent, per_minute, clock
@@ -81,11 +62,7 @@ class Gate:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a client while the context is open.
-
-        Raises:
-            Refusal: 429; the client has reached a limit.
-        """
+        """Count a request of a client while the context is open."""
         client = self._clients.setdefault(name, _Client())
         self._clients.move_to_end(name)
         self._forget()
@@ -117,11 +94,7 @@ class Gate:
 
 
 def check_host(headers: Mapping[str, str], accepted: Sequence[str]) -> None:
-    """Refuse names in the Host header that are not accepted, so that no web site can point a name at this server.
-
-    Raises:
-        Refusal: 403.
-    """
+    """Refuse names in the Host header that are not accepted, so that no web site can point a name at this server."""
     if not accepted:
         return
     given = headers.get("host", "").lower()
@@ -135,9 +108,6 @@ class AccessLog:
     """ASGI middleware that writes a line per request to standard error, without queries, headers and bodies.
 
     Its status is 499 where the client left before the answer began. `Exchange` sets ``scope["saccade.tokens"]``.
-
-    Args:
-        app: the application.
     """
 
     def __init__(self, app: Any) -> None:

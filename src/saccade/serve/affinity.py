@@ -65,14 +65,7 @@ def home_of(key: str, replicas: Sequence[str]) -> str:
 
 
 def ranked(key: str, loads: Mapping[str, int | None], rows: int) -> list[list[str]]:
-    """Return the replicas in groups, the best group first.
-
-    Args:
-        key: of the request; empty: any replica.
-        loads: requests that each replica has; None where that is unknown.
-        rows: answers that a replica generates at once. From then on a request would wait at its own replica, while
-            another one may have room, and reading a prompt anew takes less than waiting for a row.
-    """
+    """Return the replicas in groups, the best group first."""
     names = sorted(loads)
     if not key or not names:
         return [names] if names else []

@@ -20,11 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StopCutter:
-    """Text up to the first stop string; text that may begin one is held back.
-
-    Args:
-        stops: stop strings.
-    """
+    """Text up to the first stop string; text that may begin one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = stops, ""
@@ -52,46 +48,26 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New part of a choice.
+    """New part of a choice."""
 
-    Attributes:
-        text: completed characters.
-        logprobs: of its tokens in the endpoint's form; None without.
-        trace: tokens with marks, and the tree; None unless traced.
-        finish: OpenAI's finish reason; None before the end.
-    """
-
-    text: str
-    logprobs: dict[str, Any] | None
-    trace: dict[str, Any] | None
-    finish: str | None
+    text: str  # completed characters
+    logprobs: dict[str, Any] | None  # of its tokens in the endpoint's form; None without
+    trace: dict[str, Any] | None  # tokens with marks, and the tree; None unless traced
+    finish: str | None  # OpenAI's finish reason; None before the end
 
 
 @dataclass(eq=False)
 class Choice:
-    """One answer under way, from tokens to text.
+    """One answer under way, from tokens to text."""
 
-    Args:
-        tokenizer: the target's.
-        stops: stop strings.
-        chat: whether log-probabilities are in the form of chat answers.
-        num_logprobs: alternatives per token; None: no log-probabilities.
-        traced: whether pieces have traces.
-
-    Attributes:
-        text: so far.
-        count: tokens so far.
-        output: of the engine at the end.
-    """
-
-    tokenizer: Any
-    stops: Sequence[str]
-    chat: bool
-    num_logprobs: int | None
-    traced: bool
-    text: str = ""
-    count: int = 0
-    output: Output | None = None
+    tokenizer: Any  # the target's
+    stops: Sequence[str]  # stop strings
+    chat: bool  # whether log-probabilities are in the form of chat answers
+    num_logprobs: int | None  # alternatives per token; None: no log-probabilities
+    traced: bool  # whether pieces have traces
+    text: str = ""  # so far
+    count: int = 0  # tokens so far
+    output: Output | None = None  # of the engine at the end
     finish: str | None = None
     logprobs: dict[str, Any] = field(default_factory=dict)
 
@@ -182,11 +158,7 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
-    """Usage of a request, drafted tokens included.
-
-    Args:
-        per_prompt: choices of every prompt, whose tokens count once.
-    """
+    """Usage of a request, drafted tokens included."""
     stats = [choice.output.stats for choice in choices if choice.output is not None]
     prompts = [c.output.stats for c in choices[::per_prompt] if c.output is not None]
     prompt, new = sum(s.prompt_tokens for s in prompts), sum(s.new_tokens for s in stats)
@@ -227,13 +199,7 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class Form:
-    """Chunks and bodies of one request.
-
-    Args:
-        chat: whether of chat completions.
-        model: name in the answer.
-        with_usage: whether a stream ends with its usage, and has the field in all chunks.
-    """
+    """Chunks and bodies of one request."""
 
     def __init__(self, chat: bool, model: str, with_usage: bool) -> None:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -254,11 +220,7 @@ class Form:
     def chunk(
         self, index: int, piece: Piece, stats: dict[str, Any] | None, used: dict[str, int] | None = None
     ) -> bytes:
-        """A piece of a choice as a server-sent event; written by hand, because every step of every row makes one.
-
-        Args:
-            used: usage so far, where requested.
-        """
+        """A piece of a choice as a server-sent event; written by hand, because every step of every row makes one."""
         text = json.dumps(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._chat else f'"text": {text}'
         if self._chat and piece.finish is not None and not piece.text:

@@ -30,11 +30,7 @@ PROBES = ["GET", "HEAD"]
 
 
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
-    """Make the application; its state has the `Service` as ``service``.
-
-    Args:
-        vlms: the loaded models, in the order of ``config.models``.
-    """
+    """Make the application; its state has the `Service` as ``service``."""
     service = Service(config, vlms)
     app = FastAPI(title="Saccade", lifespan=service.running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service

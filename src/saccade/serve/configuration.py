@@ -32,64 +32,34 @@ class ConfigError(SaccadeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server; every one protects it against its clients.
+    """Limits of a server; every one protects it against its clients."""
 
-    Attributes:
-        max_rows: rows of one running batch.
-        max_queue: requests that wait for a row; further ones get 503.
-        batches: running batches, one per model and method, that exist at once.
-        kv_memory_mib: keys and values of all batches together, in equal shares; None: half of the free memory.
-        media_cache_mib: features of images and videos of all batches together.
-        prefill_chunk: most prompt tokens per step.
-        longest_step: length of a step with a part of a prompt, over one without: the gap in other answers. Greater
-            ones read prompts sooner.
-        default_max_tokens: of an answer whose request sets none.
-        max_tokens: greatest ``max_tokens``; None: the model's context.
-        max_choices: greatest ``n``, over all prompts of a request.
-        max_body_mib: size of a request.
-        max_option: greatest value of a drafting option (``gamma``, ``total``) in a request.
-        requests_per_key: concurrent requests per API key, or per address without keys; 0: no limit.
-        requests_per_minute: per API key or address; 0: no limit.
-        connections: open connections.
-        header_seconds: time for the head of a request.
-        body_seconds: time for its body.
-        send_seconds: time that one write to a client may take.
-        stream_buffer: steps of an answer that wait for a slow reader; beyond them the answer is cancelled.
-        stuck_seconds: length of a step from which on ``/health`` answers 503.
-        drain_delay_seconds: time between a signal and the end of accepting requests, in which ``/ready`` answers 503.
-        drain_seconds: time for running answers at shutdown.
-        prepare_threads: threads that tokenize.
-        media_workers: processes that decode and resize at once, each the images and videos of one request.
-        media_seconds: time for that.
-        media_memory_mib: memory that one of them may take for it.
-    """
-
-    max_rows: int = 8
-    max_queue: int = 64
-    batches: int = 2
-    kv_memory_mib: int | None = None
-    media_cache_mib: int = MEDIA_BYTES // MIB
-    prefill_chunk: int = PREFILL_CHUNK
-    longest_step: float = LONGEST_STEP
-    default_max_tokens: int = 1024
-    max_tokens: int | None = None
-    max_choices: int = 8
-    max_body_mib: int = 32
-    max_option: int = 64
-    requests_per_key: int = 0
-    requests_per_minute: int = 0
-    connections: int = 1024
-    header_seconds: float = 10.0
-    body_seconds: float = 60.0
-    send_seconds: float = 60.0
-    stream_buffer: int = 1024
-    stuck_seconds: float = 300.0
-    drain_delay_seconds: float = 0.0
-    drain_seconds: float = 60.0
-    prepare_threads: int = 2
-    media_workers: int = 4
-    media_seconds: float = 120.0
-    media_memory_mib: int = 3072
+    max_rows: int = 8  # rows of one running batch
+    max_queue: int = 64  # requests that wait for a row; further ones get 503
+    batches: int = 2  # running batches, one per model and method, that exist at once
+    kv_memory_mib: int | None = None  # keys and values of all batches together, in equal shares
+    media_cache_mib: int = MEDIA_BYTES // MIB  # features of images and videos of all batches together
+    prefill_chunk: int = PREFILL_CHUNK  # most prompt tokens per step
+    longest_step: float = LONGEST_STEP  # length of a step with a part of a prompt, over one without
+    default_max_tokens: int = 1024  # of an answer whose request sets none
+    max_tokens: int | None = None  # greatest `max_tokens`; None: the model's context
+    max_choices: int = 8  # greatest `n`, over all prompts of a request
+    max_body_mib: int = 32  # size of a request
+    max_option: int = 64  # greatest value of a drafting option (`gamma`, `total`) in a request
+    requests_per_key: int = 0  # concurrent requests per API key, or per address without keys; 0: no limit
+    requests_per_minute: int = 0  # per API key or address; 0: no limit
+    connections: int = 1024  # open connections
+    header_seconds: float = 10.0  # time for the head of a request
+    body_seconds: float = 60.0  # time for its body
+    send_seconds: float = 60.0  # time that one write to a client may take
+    stream_buffer: int = 1024  # steps of an answer that wait for a slow reader; beyond them the answer is cancelled
+    stuck_seconds: float = 300.0  # length of a step from which on `/health` answers 503
+    drain_delay_seconds: float = 0.0  # time between a signal and the end of accepting requests
+    drain_seconds: float = 60.0  # time for running answers at shutdown
+    prepare_threads: int = 2  # threads that tokenize
+    media_workers: int = 4  # processes that decode and resize at once, each the images and videos of one request
+    media_seconds: float = 120.0  # time for that
+    media_memory_mib: int = 3072  # memory that one of them may take for it
 
     def __post_init__(self) -> None:
         may_be_zero = ("max_queue", "requests_per_key", "requests_per_minute", "media_cache_mib", "drain_delay_seconds")
@@ -104,18 +74,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A served model.
+    """A served model."""
 
-    Attributes:
-        target: checkpoint folder, hub id or ``pocket``.
-        name: of the model in requests; the target as given when empty.
-        drafter, heads, head, method, options, dtype, draft_dtype, device, threads, exact: as in `saccade.load`.
-        profiles: further named settings that a request may choose: name -> ``method`` and its options.
-        open_methods: whether requests may choose any method that fits, with options of their own.
-    """
-
-    target: str
-    name: str = ""
+    target: str  # checkpoint folder, hub id or `pocket`
+    name: str = ""  # of the model in requests; the target as given when empty
     drafter: str | None = None
     heads: Mapping[str, Any] = field(default_factory=dict)
     head: str | None = None
@@ -126,8 +88,8 @@ class ModelEntry:
     device: str | None = None
     threads: int | None = None
     exact: bool = False
-    profiles: Mapping[str, Any] = field(default_factory=dict)
-    open_methods: bool = True
+    profiles: Mapping[str, Any] = field(default_factory=dict)  # further named settings that a request may choose
+    open_methods: bool = True  # whether requests may choose any method that fits, with options of their own
 
     @property
     def label(self) -> str:
@@ -135,11 +97,7 @@ class ModelEntry:
         return self.name or self.target
 
     def check(self) -> Callable[[], VLM]:
-        """Report every mistake that shows without weights, and return the function that loads the model.
-
-        Raises:
-            SaccadeError: as `saccade.load`, or a profile names an unknown method or option.
-        """
+        """Report every mistake that shows without weights, and return the function that loads the model."""
         from saccade.vlm import check
 
         for name, profile in self.profiles.items():
@@ -169,38 +127,21 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A server.
+    """A server."""
 
-    Attributes:
-        models: at least one; the first serves requests that name none.
-        host, port: place to listen; port 0 takes a free one.
-        api_key_file: file with one key per line; those of the environment variable are accepted beside them.
-        allowed_hosts: values of the Host header that are served; empty: any, but only loopback names on a loopback
-            address, so that no web site reaches the server through a name of its own.
-        limits: see `Limits`.
-        media: accepted places, formats and sizes of images and videos; paths are never read.
-        text_as_text: whether control tokens and placeholders in the text of requests are encoded as text.
-        share_prefixes: whether requests of different API keys reuse each other's prompts and media, which tells by
-            time and ``cached_tokens`` what another key has sent; without keys all requests do.
-        reuse_prefixes: whether requests reuse anything of earlier ones at all.
-        access_log: whether standard error has a line per request: time, method, path, status, seconds, new tokens.
-        vllm_metrics: whether ``/metrics`` has vLLM's names beside its own.
-        file: that it was read from, for messages; empty for one of the command line.
-    """
-
-    models: tuple[ModelEntry, ...]
+    models: tuple[ModelEntry, ...]  # at least one; the first serves requests that name none
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key_file: str | None = None
-    allowed_hosts: tuple[str, ...] = ()
-    limits: Limits = Limits()
-    media: MediaLimits = SERVER
-    text_as_text: bool = True
-    share_prefixes: bool = False
-    reuse_prefixes: bool = True
-    access_log: bool = False
-    vllm_metrics: bool = True
-    file: str = ""
+    api_key_file: str | None = None  # file with one key per line
+    allowed_hosts: tuple[str, ...] = ()  # values of the Host header that are served
+    limits: Limits = Limits()  # see `Limits`
+    media: MediaLimits = SERVER  # accepted places, formats and sizes of images and videos; paths are never read
+    text_as_text: bool = True  # whether control tokens and placeholders in the text of requests are encoded as text
+    share_prefixes: bool = False  # whether requests of different API keys reuse each other's prompts and media
+    reuse_prefixes: bool = True  # whether requests reuse anything of earlier ones at all
+    access_log: bool = False  # whether standard error has a line per request
+    vllm_metrics: bool = True  # whether `/metrics` has vLLM's names beside its own
+    file: str = ""  # that it was read from, for messages; empty for one of the command line
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -215,12 +156,7 @@ class ServerConfig:
             raise ConfigError(f"The port must be from 0 to 65535, not {self.port}.")
 
     def check(self) -> list[Callable[[], VLM]]:
-        """Check every model as `ModelEntry.check` does, and return the functions that load them.
-
-        Raises:
-            ConfigError: a model cannot be served; the message names it and the file.
-            SaccadeError: likewise, of the one model of a command line.
-        """
+        """Check every model as `ModelEntry.check` does, and return the functions that load them."""
         loaders = []
         for model in self.models:
             with _naming(f"{self.file}, model {model.label}") if self.file else nullcontext():
@@ -239,11 +175,7 @@ class ServerConfig:
         return tuple(name.lower() for name in found)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the API keys of file and environment.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds no key.
-        """
+        """Return the API keys of file and environment."""
         found = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
         if self.api_key_file is not None:
             try:
@@ -261,11 +193,7 @@ class ServerConfig:
 
 
 def read_config(path: str | Path) -> ServerConfig:
-    """Read a configuration: tables ``server``, ``limits``, ``media`` and ``models`` (one ``[[models]]`` per model).
-
-    Raises:
-        ConfigError: the file cannot be read, has an unknown key, or a value of the wrong type or out of range.
-    """
+    """Read a configuration: tables ``server``, ``limits``, ``media`` and ``models`` (one ``[[models]]`` per model)."""
     where = str(path)
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -81,24 +81,15 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of an emitted token under the target's own logits.
-
-    Attributes:
-        token, logprob: of the emitted token.
-        top: likeliest tokens and their log-probabilities.
-    """
+    """Log-probability of an emitted token under the target's own logits."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # likeliest tokens and their log-probabilities
 
 
 class LogprobRecorder:
-    """A `StatefulProcessor` that changes nothing and records the logits of every node; one object serves one row.
-
-    Args:
-        count: alternatives per token.
-    """
+    """A `StatefulProcessor` that changes nothing and records the logits of every node; one object serves one row."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -142,12 +133,7 @@ class Schemas:
         self._lock = threading.Lock()
 
     def processor(self, form: ResponseFormat) -> Rollback | None:
-        """Return the processor of a response format; None for text.
-
-        Raises:
-            Refusal: 400; the schema is too long.
-            InputError: no grammar package is installed, or the schema cannot be compiled.
-        """
+        """Return the processor of a response format; None for text."""
         if form.type == "text":
             return None
         schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
@@ -166,25 +152,15 @@ class Schemas:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Decoding of one row.
-
-    Attributes:
-        recorder: of its log-probabilities; None without.
-    """
+    """Decoding of one row."""
 
     plan: RowPlan
     do_sample: bool
-    recorder: LogprobRecorder | None
+    recorder: LogprobRecorder | None  # of its log-probabilities; None without
 
 
 class Planner:
-    """Decoding options of requests to one model.
-
-    Args:
-        vlm: the model.
-        default_max_tokens: of answers whose request sets none, as far as the context allows.
-        most_tokens: maximum number of new tokens; None: no limit but the context.
-    """
+    """Decoding options of requests to one model."""
 
     def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:
         self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
@@ -201,12 +177,7 @@ class Planner:
         return Schemas(self._tokenizer, self._vlm.target.vocab_size)
 
     def plan(self, body: Decoding, prompt: Prompt) -> Planned:
-        """Resolve a request's options for one row of a prompt.
-
-        Raises:
-            Refusal: 400; a field cannot be used.
-            InputError: the options cannot be used together.
-        """
+        """Resolve a request's options for one row of a prompt."""
         options = self.options(body, prompt)
         target = self._vlm.target
         decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)

@@ -44,16 +44,11 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A request on its way to a replica.
+    """A request on its way to a replica."""
 
-    Attributes:
-        scope: what ASGI says about it.
-        key: of what belongs together: the client's, or that of `saccade.serve.affinity.key_of_body`.
-    """
-
-    scope: dict[str, Any]
+    scope: dict[str, Any]  # what ASGI says about it
     body: bytes
-    key: str
+    key: str  # of what belongs together: the client's, or that of `saccade.serve.affinity.key_of_body`
 
 
 Call = Callable[[Forwarded], AsyncGenerator[list[Message]]]
@@ -61,13 +56,7 @@ Call = Callable[[Forwarded], AsyncGenerator[list[Message]]]
 
 
 class Front:
-    """The application.
-
-    Args:
-        config: of the server; its hosts, keys, and limits per client and body hold here.
-        call: a replica.
-        texts: collects the metrics of all replicas, by replica.
-    """
+    """The application."""
 
     def __init__(self, config: ServerConfig, call: Call, texts: Callable[[], Awaitable[dict[str, str]]]) -> None:
         self._call, self._texts = call, texts
@@ -97,22 +86,14 @@ class Front:
             self._counts["clients_gone"] += not answer.is_whole
 
     def _client(self, scope: Message) -> str:
-        """Check host and key before a body is read.
-
-        Raises:
-            Refusal: 401 or 403.
-        """
+        """Check host and key before a body is read."""
         headers = Headers(scope=scope)
         check_host(headers, self._hosts)
         address = scope.get("client") or ("unknown", 0)
         return self._keys.client(headers.get("authorization"), str(address[0]))
 
     async def _until_gone(self, receive: Receive, work: Any) -> None:
-        """Work until the client goes away.
-
-        Raises:
-            ClientGone: it has.
-        """
+        """Work until the client goes away."""
         answering = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(_gone(receive))
         try:
@@ -127,11 +108,7 @@ class Front:
                     await task
 
     async def _forward(self, forwarded: Forwarded, answer: _Answer) -> None:
-        """Send a request to one replica after another, until one of them has answered.
-
-        Raises:
-            Refusal: none has.
-        """
+        """Send a request to one replica after another, until one of them has answered."""
         for _ in range(ATTEMPTS):
             try:
                 async with aclosing(self._call(forwarded)) as messages:
@@ -161,12 +138,7 @@ _OWN = ("requests", "repeated", "broken", "refused", "clients_gone")
 
 
 class _Answer:
-    """An answer as the client sees it; its head waits for the first piece of its body.
-
-    Attributes:
-        has_begun: whether the client has some of it.
-        is_whole: whether the client has all of it.
-    """
+    """An answer as the client sees it; its head waits for the first piece of its body."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -188,11 +160,7 @@ class _Answer:
         self.is_whole = not message.get("more_body", False)
 
     async def end_broken(self) -> None:
-        """End an answer whose replica is lost: a stream by an event, others by their connection.
-
-        Raises:
-            ReplicaLost: the answer is no stream.
-        """
+        """End an answer whose replica is lost: a stream by an event, others by their connection."""
         if not self._is_stream:
             raise ReplicaLost
         await self._send({"type": "http.response.body", "body": error_chunk(lost().body()) + DONE})

@@ -19,24 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Part of an answer, or its end.
-
-    Attributes:
-        tokens, marks: of one step, of equal length.
-        logprobs: one per token where requested; else empty.
-        tree: the verified tree, where traced.
-        output: of the whole answer, with its statistics, at its end.
-        error: cause of a failed answer.
-        at: `time.perf_counter` of the step's end.
-    """
+    """Part of an answer, or its end."""
 
     tokens: tuple[int, ...] = ()
     marks: tuple[Mark, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    tree: TreeTrace | None = None
-    output: Output | None = None
-    error: BaseException | None = None
-    at: float = 0.0
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token where requested; else empty
+    tree: TreeTrace | None = None  # the verified tree, where traced
+    output: Output | None = None  # of the whole answer, with its statistics, at its end
+    error: BaseException | None = None  # cause of a failed answer
+    at: float = 0.0  # `time.perf_counter` of the step's end
 
     @property
     def is_last(self) -> bool:
@@ -46,33 +37,20 @@ class Event:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One answer that a client waits for.
+    """One answer that a client waits for."""
 
-    Attributes:
-        lane: names of its model and of its method with options.
-        vlm: the model with the method.
-        request, planned: as prepared for the engine.
-        plan_again: makes ``planned`` anew, whose criteria and recorders follow one row only.
-        deliver: called with its events, in the event loop.
-        trace: whether its chunks carry draft trees.
-        row: its row; None while it waits outside the batch.
-        skip: tokens that the client has already, when the answer is repeated after a failed step.
-        repeated: whether it is.
-        submitted: `time.perf_counter` of its submission.
-    """
-
-    lane: tuple[str, str]
-    vlm: VLM
+    lane: tuple[str, str]  # names of its model and of its method with options
+    vlm: VLM  # the model with the method
     request: Request
     planned: Planned
-    plan_again: Callable[[], Planned]
-    deliver: Callable[[Event], None]
-    trace: bool = False
-    row: Row | None = None
-    skip: int = 0
-    repeated: bool = False
+    plan_again: Callable[[], Planned]  # makes `planned` anew, whose criteria and recorders follow one row only
+    deliver: Callable[[Event], None]  # called with its events, in the event loop
+    trace: bool = False  # whether its chunks carry draft trees
+    row: Row | None = None  # its row; None while it waits outside the batch
+    skip: int = 0  # tokens that the client has already, when the answer is repeated after a failed step
+    repeated: bool = False  # whether it is
     is_cancelled: bool = False
-    submitted: float = field(default_factory=time.perf_counter)
+    submitted: float = field(default_factory=time.perf_counter)  # `time.perf_counter` of its submission
 
     def repeat(self, emitted: int) -> None:
         """Make ready to run again from its start; the client has ``emitted`` tokens, which will be the same."""
@@ -98,20 +76,14 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """Running batch of one model and method, and the jobs that wait for it.
-
-    Attributes:
-        jobs: in the batch, by row.
-        waiting: not in the batch yet.
-        suspects: jobs that were in a step that failed as a whole; each is repeated alone.
-    """
+    """Running batch of one model and method, and the jobs that wait for it."""
 
     key: tuple[str, str]
     vlm: VLM
     batch: RunningBatch
-    jobs: dict[int, Job] = field(default_factory=dict)
-    waiting: deque[Job] = field(default_factory=deque)
-    suspects: deque[Job] = field(default_factory=deque)
+    jobs: dict[int, Job] = field(default_factory=dict)  # in the batch, by row
+    waiting: deque[Job] = field(default_factory=deque)  # not in the batch yet
+    suspects: deque[Job] = field(default_factory=deque)  # jobs that were in a step that failed as a whole
     media_counted: tuple[int, int] = (0, 0)
 
     @property

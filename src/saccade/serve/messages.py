@@ -15,11 +15,7 @@ TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for `InputProcessor.load_media`.
-
-    Raises:
-        Refusal: 400; a message has another form.
-    """
+    """Return messages for `InputProcessor.load_media`."""
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 

@@ -40,15 +40,10 @@ MOST_METHODS = 64
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A method with its options, as one request uses it.
+    """A method with its options, as one request uses it."""
 
-    Attributes:
-        key: of its lane.
-        vlm: the model with this method.
-    """
-
-    key: tuple[str, str]
-    vlm: VLM
+    key: tuple[str, str]  # of its lane
+    vlm: VLM  # the model with this method
 
     @property
     def method(self) -> str:
@@ -57,14 +52,7 @@ class Setting:
 
 
 class ServedModel:
-    """A loaded model, its profiles and the methods that fit.
-
-    Args:
-        entry: its configuration.
-        vlm: loaded.
-        limits, media, text_as_text: of the server.
-        workers: make the prompts with media; None: this process does.
-    """
+    """A loaded model, its profiles and the methods that fit."""
 
     def __init__(
         self,
@@ -116,12 +104,7 @@ class ServedModel:
         return own + [name for name in self.open_methods if not methods.METHODS[name].lossless]
 
     def setting(self, speculation: str | Mapping[str, Any] | None) -> Setting:
-        """Return the method that a request chooses.
-
-        Raises:
-            Refusal: 400; the name is unknown, or requests may not choose it or its options.
-            MethodError: the method does not fit the loaded parts.
-        """
+        """Return the method that a request chooses."""
         name, options = self._chosen(speculation)
         key = f"{name} {sorted(options.items())}"
         with self._lock:
@@ -185,15 +168,7 @@ class ServedModel:
     # -- jobs ----------------------------------------------------------------------------------------------
 
     def chat_jobs(self, body: ChatRequest, deliver: Callable[[int, Event], None], client: str | None = "") -> list[Job]:
-        """Make the jobs of a conversation, one per choice; decodes its media.
-
-        Args:
-            client: with whose requests alone it shares cached prefixes; empty: with those of all; None: with none.
-
-        Raises:
-            Refusal: 400; a message or a field cannot be used.
-            InputError: the prompt or its media cannot be used.
-        """
+        """Make the jobs of a conversation, one per choice; decodes its media."""
         setting = self._setting(body)
         self._check_size(_characters(body.messages), "messages")
         row = self._row(body.messages, setting, self._reading(body.num_frames, body.fps))

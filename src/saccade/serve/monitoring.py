@@ -45,38 +45,21 @@ FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(slots=True)
 class Timing:
-    """Times of one answer.
+    """Times of one answer."""
 
-    Attributes:
-        labels: values of `LABELS`.
-        began: `time.perf_counter` of the request.
-        last: of its last tokens; None before the first.
-    """
-
-    labels: tuple[str, str, str]
-    began: float
-    last: float | None = field(default=None)
+    labels: tuple[str, str, str]  # values of `LABELS`
+    began: float  # `time.perf_counter` of the request
+    last: float | None = field(default=None)  # of its last tokens; None before the first
 
 
 def accepted_per_pass(marks: Sequence[Mark]) -> list[int]:
-    """Emitted draft tokens of each pass of an answer that emitted some.
-
-    Args:
-        marks: of the answer's tokens; every pass emits accepted draft tokens and then, except at the answer's end, a
-            token of the target.
-    """
+    """Emitted draft tokens of each pass of an answer that emitted some."""
     runs = (list(run) for is_drafted, run in groupby(mark != "target" for mark in marks) if is_drafted)
     return [len(run) for run in runs]
 
 
 class Metrics:
-    """Counters of one server.
-
-    Args:
-        owner: source of the gauges.
-        models: values of `LABELS` of the served models with their default methods, which begin at 0.
-        vllm: whether metrics that vLLM has are given under its names, too.
-    """
+    """Counters of one server."""
 
     def __init__(self, owner: Owner, models: Sequence[tuple[str, str, str]], vllm: bool = True) -> None:
         disable_created_metrics()  # or every counter has a second series with its first time

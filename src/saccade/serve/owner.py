@@ -29,24 +29,15 @@ log = logging.getLogger("saccade.serve")
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers that the owner thread writes and any thread may read; those in counters are per model.
+    """Numbers that the owner thread writes and any thread may read; those in counters are per model."""
 
-    Attributes:
-        ended: jobs that have ended.
-        rows: jobs in a batch with a row of the caches.
-        kv_usages: share of KV memory in use, per lane.
-        media_hits, media_misses: of the media caches so far.
-        steps: of all batches.
-        step_began: `time.monotonic` at the begin of the step under way; None between steps.
-    """
-
-    ended: Counter[str] = field(default_factory=Counter)
-    rows: Counter[str] = field(default_factory=Counter)
-    kv_usages: dict[tuple[str, str], float] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)  # jobs that have ended
+    rows: Counter[str] = field(default_factory=Counter)  # jobs in a batch with a row of the caches
+    kv_usages: dict[tuple[str, str], float] = field(default_factory=dict)  # share of KV memory in use, per lane
     media_hits: Counter[str] = field(default_factory=Counter)
     media_misses: Counter[str] = field(default_factory=Counter)
-    steps: int = 0
-    step_began: float | None = None
+    steps: int = 0  # of all batches
+    step_began: float | None = None  # `time.monotonic` at the begin of the step under way; None between steps
 
     @property
     def running(self) -> int:
@@ -63,10 +54,6 @@ class Owner:
     """Thread that owns the batches of a server.
 
     All methods but the thread's own may be called from the event loop alone.
-
-    Args:
-        limits: of the server.
-        post: runs a function in the event loop; called from the owner's thread.
     """
 
     def __init__(self, limits: Limits, post: Callable[[Callable[[], None]], None]) -> None:
@@ -88,11 +75,7 @@ class Owner:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs.
-
-        Raises:
-            Refusal: 503; the queue is full, or the server shuts down.
-        """
+        """Queue jobs."""
         if self._draining or not self._thread.is_alive():
             raise draining()
         self.check_room(len(jobs))
@@ -100,11 +83,7 @@ class Owner:
         self._inbox.put(lambda: self._unplaced.extend(jobs))
 
     def check_room(self, count: int, preparing: int = 0) -> None:
-        """Refuse jobs for which the queue, behind rows that run or are free and requests being prepared, has no room.
-
-        Raises:
-            Refusal: 503.
-        """
+        """Refuse jobs for which the queue, behind running rows and requests being prepared, has no room."""
         rows = max(self._limits.max_rows, self.counts.running)
         queued = self._submitted.total() - self.counts.ended.total() + preparing - rows
         if queued + count > self._limits.max_queue:
@@ -270,11 +249,7 @@ class Owner:
         self._flush()
 
     def _collect(self, lane: Lane, job: Job, row: Row, shared: bool) -> None:
-        """Make events of a row's unread steps.
-
-        Args:
-            shared: whether the row failed together with others, so that this job need not be the cause.
-        """
+        """Make events of a row's unread steps."""
         while row.steps:
             step = row.steps.pop(0)
             if step.finished:

@@ -14,23 +14,15 @@ RETRY_SECONDS = 2
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """A request that is not served.
+    """A request that is not served."""
 
-    Attributes:
-        status: of HTTP.
-        message: one sentence.
-        kind: label of the error counter.
-        type, code, param: fields of OpenAI's error object.
-        retry_after: seconds; None where a repetition would not help.
-    """
-
-    status: int
-    message: str
-    kind: str = "invalid_request"
+    status: int  # of HTTP
+    message: str  # one sentence
+    kind: str = "invalid_request"  # label of the error counter
     type: str = "invalid_request_error"
     code: str | None = None
     param: str | None = None
-    retry_after: int | None = None
+    retry_after: int | None = None  # seconds; None where a repetition would not help
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""

@@ -43,11 +43,7 @@ class AffinityRouter(RequestRouter):
     """Prefers the replica that has a request's conversation or pictures."""
 
     def initialize_state(self, rows: int) -> None:
-        """Take ``request_router_kwargs``.
-
-        Args:
-            rows: answers that a replica generates at once.
-        """
+        """Take ``request_router_kwargs``."""
         self._rows = rows
 
     async def choose_replicas(
@@ -63,12 +59,7 @@ class AffinityRouter(RequestRouter):
 
 
 class Replica:
-    """The whole application, which answers what the front passes on.
-
-    Args:
-        config: of the server, without limits per client.
-        keys: API keys, which this machine need not have.
-    """
+    """The whole application, which answers what the front passes on."""
 
     async def __init__(self, config: ServerConfig, keys: tuple[str, ...]) -> None:  # type: ignore[misc]  # Ray awaits it
         os.environ[KEYS_VARIABLE] = ",".join(keys)
@@ -139,12 +130,7 @@ def build(
     cpus: float = 1,
     gpus: float = 0,
 ) -> Any:
-    """Make the application that Ray Serve runs.
-
-    Args:
-        replicas: their number; None where the deployment's own settings say it.
-        cpus, gpus: that each of them reserves.
-    """
+    """Make the application that Ray Serve runs."""
     limits, keys = config.limits, config.keys()
     per_replica = replace(limits, requests_per_key=0, requests_per_minute=0)
     routing = {"request_router_class": AffinityRouter, "request_router_kwargs": {"rows": limits.max_rows}}
@@ -198,14 +184,7 @@ def build(
 
 
 def application(args: Mapping[str, Any]) -> Any:
-    """Make the application of a ``serve.yaml``, as ``import_path: saccade.serve.replicas:application``.
-
-    Args:
-        args: ``config``, the path of a server's configuration; ``cpus`` and ``gpus`` as in `build`.
-
-    Raises:
-        SaccadeError: an argument is unknown, or the configuration is wrong.
-    """
+    """Make the application of a ``serve.yaml``, as ``import_path: saccade.serve.replicas:application``."""
     unknown = sorted(set(args) - {"config", "cpus", "gpus"})
     if unknown or "config" not in args:
         raise ConfigError(f"args must have config, and may have cpus and gpus, not {unknown or dict(args)}.")
@@ -217,12 +196,6 @@ def serve_on_ray(read: Callable[[], ServerConfig], address: str, replicas: int |
     """Check everything, start the replicas, and serve until a signal.
 
     SIGHUP calls ``read`` again and replaces the replicas one after the other (Ray Serve's rolling update).
-
-    Args:
-        read: reads the configuration.
-
-    Raises:
-        SaccadeError: the configuration, a model or the cluster cannot be used.
     """
     config = _checked(read)
     pockets = all(entry.target == "pocket" or entry.device == "cpu" for entry in config.models)

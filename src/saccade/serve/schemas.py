@@ -32,17 +32,12 @@ class StreamOptions(_Part):
 
 
 class Extension(_Part):
-    """Saccade's own options of an answer.
-
-    Attributes:
-        trace: whether every chunk has its tokens with their marks, and the step's draft tree.
-        stats: whether the answer ends with its statistics.
-    """
+    """Saccade's own options of an answer."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    trace: bool = False
-    stats: bool = False
+    trace: bool = False  # whether every chunk has its tokens with their marks, and the step's draft tree
+    stats: bool = False  # whether the answer ends with its statistics
 
 
 class JsonSchema(_Part):
@@ -62,15 +57,7 @@ class ResponseFormat(_Part):
 
 
 class Decoding(BaseModel):
-    """Fields that both endpoints share. Null is the same as a field left out.
-
-    Attributes:
-        speculation: ``off``, the name of a profile or method, or an object with ``method`` and its options.
-        saccade: see `Extension`.
-        exact: whether the answer needs exact mode, in which its model must be loaded.
-        cache_salt: prefixes are shared with requests of the same salt alone.
-        num_frames, fps: frames sampled from each video.
-    """
+    """Fields that both endpoints share. Null is the same as a field left out."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -92,9 +79,10 @@ class Decoding(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
-    speculation: str | dict[str, Any] | None = None
-    saccade: Extension | None = None
-    exact: bool | None = None
+    speculation: str | dict[str, Any] | None = None  # `off`
+    saccade: Extension | None = None  # see `Extension`
+    exact: bool | None = None  # whether the answer needs exact mode, in which its model must be loaded
+    # prefixes are shared with requests of the same salt alone
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     num_frames: Count | None = None
     fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
@@ -212,9 +200,6 @@ def parse(kind: type[Body], content: bytes) -> Body:
 
     Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
     are not supported, and misspelt ones, are refused.
-
-    Raises:
-        Refusal: 400; the content is no JSON object, or a field is wrong.
     """
     body = parse_fields(kind, content)
     _check_others(kind, body.model_extra or {})

@@ -43,9 +43,6 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
     Without it a client that sends a byte now and then would hold a connection without end. It also refuses several
     Host headers, in which a proxy and this server could read two hosts, and sends no chunks to HTTP/1.0.
-
-    Args:
-        seconds: from the connection, or from a request's first byte, to the end of its head.
     """
 
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -129,11 +126,7 @@ def _end_by_closing(cycle: Any) -> None:
 
 
 class Server(uvicorn.Server):
-    """A server whose first signal drains it, and whose second one ends the process at once.
-
-    Args:
-        announcement: lines for stderr once requests are accepted.
-    """
+    """A server whose first signal drains it, and whose second one ends the process at once."""
 
     def __init__(self, config: ServerConfig, app: FastAPI, announcement: str = "") -> None:
         limits, self._announcement = config.limits, announcement
@@ -197,11 +190,7 @@ class Server(uvicorn.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Bind the address, so that a taken port is reported before anything loads.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
+    """Bind the address, so that a taken port is reported before anything loads."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -217,11 +206,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def serve(config: ServerConfig) -> None:
-    """Check everything, load the models, and serve until a signal.
-
-    Raises:
-        SaccadeError: the configuration, a model or the address cannot be used.
-    """
+    """Check everything, load the models, and serve until a signal."""
     keys = config.keys()
     loaders = config.check()
     listening = bind(config)

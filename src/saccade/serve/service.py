@@ -28,15 +28,10 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """Parts of a server that its routes share.
-
-    Args:
-        config: of the server.
-        vlms: the loaded models, in the order of ``config.models``.
-    """
+    """Parts of a server that its routes share."""
 
     def __init__(self, config: ServerConfig, vlms: Sequence[VLM]) -> None:
-        self.config = config
+        self.config = config  # of the server
         limits, self._workers = config.limits, _workers(config, vlms)
         self.models = {
             entry.label: ServedModel(entry, vlm, limits, config.media, config.text_as_text, self._workers)
@@ -75,11 +70,7 @@ class Service:
             self._loop.call_soon_threadsafe(deliver)
 
     def admit(self, scope: MutableMapping[str, Any]) -> str:
-        """Check host and key of a request, and return the client's name for its limits.
-
-        Raises:
-            Refusal: 401 or 403.
-        """
+        """Check host and key of a request, and return the client's name for its limits."""
         headers = Headers(scope=scope)
         check_host(headers, self.config.hosts)
         address = scope.get("client") or ("unknown", 0)
@@ -92,11 +83,7 @@ class Service:
         return client if self.keys and not self.config.share_prefixes else ""
 
     def model(self, name: str | None) -> ServedModel:
-        """Return the model of a request; the first one without a name.
-
-        Raises:
-            Refusal: 404; it is not served.
-        """
+        """Return the model of a request; the first one without a name."""
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -104,19 +91,11 @@ class Service:
         return self.models[name]
 
     def check_room(self, count: int) -> None:
-        """Refuse a request early, before its media are decoded.
-
-        Raises:
-            Refusal: 503; the queue is full, or as many requests are being prepared.
-        """
+        """Refuse a request early, before its media are decoded."""
         self.owner.check_room(count, self._preparing)
 
     async def prepare(self, function: Callable[..., Result], *arguments: Any, media: bool = False) -> Result:
-        """Run a function in the threads for requests with or without media, so that neither wait for the others.
-
-        Raises:
-            Refusal: as the function; errors of Saccade are translated.
-        """
+        """Run a function in the threads for requests with or without media, so that neither wait for the others."""
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()

@@ -33,12 +33,7 @@ class ClientGone(Exception):
 
 
 async def body_of(receive: Receive, limits: Limits) -> bytes:
-    """Read the body of a request.
-
-    Raises:
-        Refusal: 408 or 413.
-        ClientGone: the client has gone before its end.
-    """
+    """Read the body of a request."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -57,11 +52,7 @@ async def body_of(receive: Receive, limits: Limits) -> bytes:
 
 
 async def json_of(scope: Message, receive: Receive, limits: Limits) -> bytes:
-    """Read a body that must be JSON.
-
-    Raises:
-        Refusal: 400, 408, 413 or 415.
-    """
+    """Read a body that must be JSON."""
     headers = dict(scope["headers"])
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise Refusal(415, "The content type must be application/json; set that header.")
@@ -79,12 +70,7 @@ def _too_large(limits: Limits) -> Refusal:
 
 
 class Inbox:
-    """Events of a request that its writer has not taken yet.
-
-    Args:
-        limit: events that may wait; one more ends the request.
-        overflow: called once beyond it.
-    """
+    """Events of a request that its writer has not taken yet."""
 
     def __init__(self, limit: int, overflow: Callable[[], None]) -> None:
         self._events: list[tuple[int, Event]] = []
@@ -111,11 +97,7 @@ class Inbox:
         self._wake()
 
     async def take(self) -> list[tuple[int, Event]]:
-        """Wait for events and return all of them, oldest first.
-
-        Raises:
-            ClientGone: the inbox is closed.
-        """
+        """Wait for events and return all of them, oldest first."""
         if not self._events and not self._closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -134,12 +116,7 @@ def _ignore() -> None:
 
 
 class Exchange(Response):
-    """Answer of one of the two endpoints; an ASGI response that also reads the body and watches the connection.
-
-    Args:
-        service: the server's parts.
-        kind: body of the endpoint.
-    """
+    """Answer of one of the two endpoints; an ASGI response that also reads the body and watches the connection."""
 
     def __init__(self, service: Service, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
         self.background = None
@@ -152,11 +129,7 @@ class Exchange(Response):
         self._tokens = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve the request.
-
-        Raises:
-            Refusal: before the answer has begun.
-        """
+        """Serve the request."""
         service = self._service
         try:
             client = service.admit(scope)
@@ -301,11 +274,7 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, own]})
 
     async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
-        """Write a part of a stream.
-
-        Raises:
-            ClientGone: the client takes nothing for too long.
-        """
+        """Write a part of a stream."""
         try:
             async with asyncio.timeout(self._limits.send_seconds):
                 await send({"type": "http.response.body", "body": body, "more_body": not last})

@@ -46,13 +46,9 @@ _MEDIA = "The images and videos of this request"
 
 @dataclass(frozen=True, slots=True)
 class MadeInput(RowInput):
-    """A row whose prompts workers have made.
+    """A row whose prompts workers have made."""
 
-    Attributes:
-        made: processors with the prompts for them.
-    """
-
-    made: Sequence[tuple[InputProcessor, Prompt]] = ()
+    made: Sequence[tuple[InputProcessor, Prompt]] = ()  # processors with the prompts for them
 
     def prompt(self, processor: InputProcessor) -> Prompt:
         """See `RowInput`."""
@@ -60,13 +56,7 @@ class MadeInput(RowInput):
 
 
 class PromptWorkers:
-    """Fork server of workers; any thread may use it.
-
-    Args:
-        processors: of all models.
-        seconds: that a worker may take.
-        memory: bytes that a worker may allocate.
-    """
+    """Fork server of workers; any thread may use it."""
 
     def __init__(self, processors: Sequence[InputProcessor], seconds: float, memory: int) -> None:
         self._processors, self._seconds, self._memory = list(processors), seconds, memory
@@ -105,17 +95,7 @@ class PromptWorkers:
                 self._process.wait()
 
     def row(self, messages: Any, readers: Sequence[InputProcessor], options: Mapping[str, Any]) -> MadeInput:
-        """Make the prompts of a conversation.
-
-        Args:
-            messages: as for `InputProcessor.load_media`, which the first of the processors calls.
-            readers: processors that each make a prompt.
-            options: of `InputProcessor.prompt`.
-
-        Raises:
-            InputError: the messages cannot be used, or take too much time or memory.
-            RuntimeError: the fork server, or a worker for reasons of its own, has failed.
-        """
+        """Make the prompts of a conversation."""
         self.start()
         numbers = [next(i for i, own in enumerate(self._processors) if own is each) for each in readers]
         with self._open() as connection:

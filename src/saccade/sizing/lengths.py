@@ -26,25 +26,15 @@ _VIDEO = (500, 2000)
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a set of samples.
+    """Tokens of a set of samples."""
 
-    Attributes:
-        samples: number of them.
-        text: mean tokens of a prompt's text.
-        visual: mean visual tokens of a prompt.
-        patches: mean patches that the vision tower computes for them.
-        answer: mean tokens of an answer.
-        longest: text, visual tokens, patches and answer of a long sample.
-        origin: source of these numbers, in words.
-    """
-
-    samples: int
-    text: float
-    visual: float
-    patches: float
-    answer: float
-    longest: tuple[int, int, int, int]
-    origin: str
+    samples: int  # number of them
+    text: float  # mean tokens of a prompt's text
+    visual: float  # mean visual tokens of a prompt
+    patches: float  # mean patches that the vision tower computes for them
+    answer: float  # mean tokens of an answer
+    longest: tuple[int, int, int, int]  # text, visual tokens, patches and answer of a long sample
+    origin: str  # source of these numbers, in words
 
     @property
     def tokens(self) -> float:
@@ -70,12 +60,7 @@ ASSUMED = (640, 480, 60, 200, 64_000)
 
 
 def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer: int | None = None) -> Lengths:
-    """Return lengths where there are no data yet.
-
-    Args:
-        missing: name of the file that does not exist.
-        samples, answer: in place of the assumed numbers.
-    """
+    """Return lengths where there are no data yet."""
     width, height, text, usual, many = ASSUMED
     samples, answer = many if samples is None else samples, usual if answer is None else answer
     visual, patches = size.picture(width, height)
@@ -84,12 +69,7 @@ def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer
 
 
 def of_answers(path: Path, media: Path, size: ModelSize) -> Lengths:
-    """Return the lengths of a file of `saccade distill`, read once; lines that cannot be read are left out.
-
-    Args:
-        path: of ``answers.jsonl``.
-        media: folder to which the paths of its pictures are relative.
-    """
+    """Return the lengths of a file of `saccade distill`, read once; lines that cannot be read are left out."""
     texts, answers, places, offset = [], [], [], 0
     with path.open("rb") as file:
         for line in file:

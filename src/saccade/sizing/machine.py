@@ -19,27 +19,16 @@ CONTEXT = 0.6e9
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Settings for one GPU.
+    """Settings for one GPU."""
 
-    Attributes:
-        name: as in `names`.
-        gpu: name of the GPU whose data sheet gives the rates.
-        memory: in GiB.
-        flops: floating-point operations per second in bfloat16.
-        bandwidth: bytes per second of its memory.
-        used: share of both rates that a run is assumed to reach.
-        distill: options of `saccade.distill.Options`.
-        train: settings of every recipe, and tables of further ones by kind.
-    """
-
-    name: str
-    gpu: str
-    memory: int
-    flops: float
-    bandwidth: float
-    used: float
-    distill: Mapping[str, Any]
-    train: Mapping[str, Any]
+    name: str  # as in `names`
+    gpu: str  # name of the GPU whose data sheet gives the rates
+    memory: int  # in GiB
+    flops: float  # floating-point operations per second in bfloat16
+    bandwidth: float  # bytes per second of its memory
+    used: float  # share of both rates that a run is assumed to reach
+    distill: Mapping[str, Any]  # options of `saccade.distill.Options`
+    train: Mapping[str, Any]  # settings of every recipe, and tables of further ones by kind
 
     @property
     def bytes(self) -> float:
@@ -78,11 +67,7 @@ def names() -> list[str]:
 
 
 def preset(name: str) -> Preset:
-    """Return a preset.
-
-    Raises:
-        InputError: there is none of this name.
-    """
+    """Return a preset."""
     if name not in _table():
         raise InputError(f"There is no preset {name!r}; {nearest(name, names())}")
     return make(Preset, {"name": name, **_table()[name]}, "presets.toml", error=InputError)

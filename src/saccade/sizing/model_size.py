@@ -16,42 +16,23 @@ from saccade.target.adapter import Target
 
 
 class ModelSize:
-    """A model without weights, from its published configuration.
-
-    Args:
-        name: folder or hub id.
-        config: used in place of the folder's; None: the folder's.
-        dtype: of the weights, as in `saccade.loading.load_model` on a GPU.
-
-    Attributes:
-        name: as given.
-        target: the model on torch's meta device, behind the adapter.
-        weights: number of all weights.
-        decoder: weights that every token passes through, without embeddings and LM head.
-        tower: weights that every patch of a picture passes through, the projector included.
-        lm_head: weights of the LM head.
-        width: hidden size of the decoder.
-        each: bytes per weight.
-
-    Raises:
-        ModelError: there is no such configuration, or no model of its kind.
-    """
+    """A model without weights, from its published configuration."""
 
     def __init__(self, name: str | Path, config: Any = None, dtype: str = "auto") -> None:
-        self.name = str(name)
+        self.name = str(name)  # folder or hub id
         config = check_checkpoint(name, weights=False) if config is None else config
         stored = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
         wanted = check_dtype(dtype)
-        self.each = (wanted if isinstance(wanted, torch.dtype) else stored).itemsize
-        self.target = Target(empty_model(config), lean=False)
+        self.each = (wanted if isinstance(wanted, torch.dtype) else stored).itemsize  # bytes per weight
+        self.target = Target(empty_model(config), lean=False)  # the model on torch's meta device, behind the adapter
         model = self.target.model
-        self.weights: int = _count(model)
+        self.weights: int = _count(model)  # number of all weights
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         self.decoder: int = _count(self.target.decoder) - table.numel()
-        self.lm_head: int = head.numel()
+        self.lm_head: int = head.numel()  # weights of the LM head
         untied = 0 if head is table else head.numel()
         self.tower: int = self.weights - self.decoder - table.numel() - untied
-        self.width: int = self.target.text_config.hidden_size
+        self.width: int = self.target.text_config.hidden_size  # hidden size of the decoder
 
     @property
     def bytes(self) -> int:
@@ -79,11 +60,7 @@ class ModelSize:
         return 2 * self.tower * patches
 
     def picture(self, width: int, height: int) -> tuple[int, int]:
-        """Visual tokens and patches of a picture, by the checkpoint's image settings.
-
-        Raises:
-            ModelError: the checkpoint has no image settings, or its family is not built in.
-        """
+        """Visual tokens and patches of a picture, by the checkpoint's image settings."""
         found: tuple[int, int] = self._picture(width, height)
         return found
 

@@ -37,24 +37,7 @@ from saccade.target.traits import ModelTraits, compute_device
 
 
 class Target:
-    """A loaded model with the forwards of speculative decoding.
-
-    Args:
-        model: a stock Hugging Face causal or image-text-to-text model, on one device, spread by ``device_map``, or
-            split over processes. It is put into eval mode and not changed otherwise.
-        lean: whether a lean decoder may replace the stock modules once it has returned the same logits (see
-            `saccade.target.lean`); architectures outside the conformance suite start without, see `use_lean`, and
-            split models have none.
-        exact: whether a token's results are the same bits whatever runs beside it (see `saccade.target.exact`).
-
-    Attributes:
-        ranks: processes over which the weights are split; None for a whole model.
-        shards: the same, where each runs sequences of its own (`saccade.target.sharding`); else None.
-        graphs: forwards of fixed shapes that a GPU runs in one launch; None where nothing is captured.
-
-    Raises:
-        ModelError: the model has no decoder layers, or cannot be exact.
-    """
+    """A loaded model with the forwards of speculative decoding."""
 
     def __init__(self, model: Any, lean: bool = True, exact: bool = False) -> None:
         self.model = model.eval()
@@ -63,7 +46,7 @@ class Target:
         self.traits = ModelTraits.of(self.config)
         self.decoder = _decoder(self.model)
         self.layers: nn.ModuleList = self.decoder.layers
-        self.ranks = Ranks.of(self.model)
+        self.ranks = Ranks.of(self.model)  # processes over which the weights are split; None for a whole model
         self.shards = Shards.of(self.decoder)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = compute_device(self._embeddings)
@@ -147,11 +130,7 @@ class Target:
         self.graphs = GraphPool.of(self, self._positions)
 
     def _use_exact(self) -> None:
-        """Install the decoder of exact mode.
-
-        Raises:
-            ModelError: there is none for the model, or it is not exact on this machine.
-        """
+        """Install the decoder of exact mode."""
         if self.ranks is not None:
             raise ModelError(
                 "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
@@ -208,9 +187,6 @@ class Target:
 
         Models that cannot run such a sequence run one row after the other. Rows on different sides of a longrope
         embedding's threshold never share a pass, because its longest row selects the factors for all.
-
-        Returns:
-            One output per block.
         """
         requirements = requirements or Requirements()
         if self.traits.limits.longrope_threshold is None:

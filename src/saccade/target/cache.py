@@ -108,29 +108,19 @@ class RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """KV cache of up to ``rows`` rows, each with a segment of its own.
+    """KV cache of up to ``rows`` rows, each with a segment of its own."""
 
-    Attributes:
-        lengths: committed entries per row, on the host.
-        pending: entries per row that are written and neither committed nor dropped.
-        layout: of the current forward.
-        numbers: integers of the forwards under way, on the device of the first layer.
-        max_slots: size that the arena exceeds only where all segments together do.
-        moves: how often the arena was allocated, so that its addresses changed.
-        graphs: captured forwards of this cache (`saccade.target.graphs`); None without.
-    """
-
-    graphs: Any = None
+    graphs: Any = None  # captured forwards of this cache (`saccade.target.graphs`); None without
 
     def __init__(self, layer_devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> None:
         super().__init__(layers=[RowLayer(self, i) for i in range(len(layer_devices))])
         self.rows = rows
-        self.lengths = [0] * rows
-        self.pending = [0] * rows
-        self.layout = Layout([], slice(0, 0))
+        self.lengths = [0] * rows  # committed entries per row, on the host
+        self.pending = [0] * rows  # entries per row that are written and neither committed nor dropped
+        self.layout = Layout([], slice(0, 0))  # of the current forward
         self.slots = 0
-        self.max_slots = max_slots
-        self.moves = 0
+        self.max_slots = max_slots  # size that the arena exceeds only where all segments together do
+        self.moves = 0  # how often the arena was allocated, so that its addresses changed
         self._segments: list[_Segment | None] = [None] * rows
         self._devices = list(layer_devices)
         # a cache may have no layers
@@ -148,11 +138,7 @@ class RowCache(Cache):
         return 0 if segment is None else segment.capacity
 
     def start(self, row: int) -> int:
-        """First slot of a row's segment.
-
-        Raises:
-            ModelError: the row has no segment.
-        """
+        """First slot of a row's segment."""
         segment = self._segments[row]
         if segment is None:
             raise ModelError(f"Row {row} of the KV cache has no slots yet; reserve them first.")
@@ -171,15 +157,7 @@ class RowCache(Cache):
         )
 
     def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
-        """Lay out the next forward, whose entries become pending.
-
-        Args:
-            parts: rows, number of tokens of each, and masks of `MaskPlan.build`, in the order of the packed sequence.
-                Rows of one part have equally many pending entries.
-
-        Raises:
-            ModelError: a row's segment is too small.
-        """
+        """Lay out the next forward, whose entries become pending."""
         spans: list[Span] = []
         slots: list[Tensor] = []
         is_single = sum(len(rows) for rows, _, _ in parts) == 1
@@ -321,12 +299,7 @@ class RowCache(Cache):
     # -- entries ----------------------------------------------------------------------------------------
 
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
-        """Commit chosen pending entries of some rows, in order, and drop their others.
-
-        Args:
-            chosen: per row the ascending indices of the committed ones among its pending entries. Only entries that
-                change slots are moved.
-        """
+        """Commit chosen pending entries of some rows, in order, and drop their others."""
         source: list[int] = []
         target: list[int] = []
         for row, indices in zip(rows, chosen, strict=True):
@@ -383,14 +356,10 @@ class RowCache(Cache):
 
 
 class HostNumbers:
-    """Host integers on a device, sent together and found again by their values; only to be read.
-
-    Args:
-        device: where they are sent.
-    """
+    """Host integers on a device, sent together and found again by their values; only to be read."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # where they are sent
         self._sent: dict[tuple[int, ...], Tensor] = {}
 
     def send(self, parts: Iterable[tuple[int, ...]]) -> None:

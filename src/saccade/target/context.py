@@ -23,15 +23,7 @@ CHUNK = 2048
 
 
 class Context:
-    """A model with its KV cache for up to ``rows`` rows.
-
-    Args:
-        max_slots: of the cache, as in `RowCache`.
-
-    Attributes:
-        requirements: outputs of every forward besides logits; drafters and rules add theirs when they open.
-        media: features of images and videos.
-    """
+    """A model with its KV cache for up to ``rows`` rows."""
 
     def __init__(
         self, target: Target, rows: int, media: MediaCache | None = None, max_slots: int = sys.maxsize
@@ -41,7 +33,7 @@ class Context:
         if target.graphs is not None:  # the next context finds its graphs
             weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
         self.requirements = Requirements()
-        self.media = media or MediaCache()
+        self.media = media or MediaCache()  # features of images and videos
         self.media.counted = self.media.counted or target  # the first context of a cache is the target's
         self._contents = [RowContent() for _ in range(rows)]
 
@@ -73,14 +65,6 @@ class Context:
         """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content.
 
         Nothing is reused across the length at which the rotary embedding changes (longrope).
-
-        Args:
-            dropped: ascending positions of visual tokens that get no entry. In the reused part, the positions dropped
-                earlier stay dropped.
-
-        Raises:
-            InputError: the prompt is empty or longer than the model's context.
-            ModelError: the model's token types of images are unknown.
         """
         self.target.check_length(len(prompt))
         if prompt.media:

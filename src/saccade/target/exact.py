@@ -48,11 +48,7 @@ def caveat(target: Any, lossless: bool) -> str:
 
 
 def exact_decoder(target: Any) -> LeanDecoder:
-    """Build the decoder of a `Target` in exact mode.
-
-    Raises:
-        ModelError: the architecture or the device cannot be exact.
-    """
+    """Build the decoder of a `Target` in exact mode."""
     kind = target.device.type
     if kind not in DEVICES:
         raise ModelError(

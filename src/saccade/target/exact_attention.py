@@ -48,8 +48,7 @@ def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: t
 def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
     """Round vectors ``[T, H, D]`` times ``factors`` for exact sums, in float32.
 
-    Args:
-        factors, steps: float32 ``[H, 1]``, as of `grids`.
+    Shapes: factors, steps ``[H, 1]``.
     """
     wide = vectors * factors
     far = power_of_two(wide.abs().amax(-1, keepdim=True)).mul_(steps)
@@ -57,15 +56,7 @@ def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
 
 
 class ExactAttention:
-    """Attention of vectors `on_grid`, over at most ``keys`` keys.
-
-    Args:
-        keys: of the longest sequence, tokens of its tree included.
-        dtype: of the vectors.
-
-    Raises:
-        ValueError: more keys than `MAX_KEYS`.
-    """
+    """Attention of vectors `on_grid`, over at most ``keys`` keys."""
 
     def __init__(self, keys: int, dtype: torch.dtype) -> None:
         if keys > MAX_KEYS:

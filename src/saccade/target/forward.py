@@ -17,33 +17,19 @@ Mask = Tensor | dict[str, Tensor]
 
 @dataclass(slots=True)
 class TokenBlock:
-    """New tokens of some rows, equally many of each: a prefill chunk, or one step's draft trees.
+    """New tokens of some rows, equally many of each: a prefill chunk, or one step's draft trees."""
 
-    Attributes:
-        rows: A rows of the cache.
-        tokens: ``[A, n]`` ids.
-        attention_mask: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (pending ones first, then these)
-            each token attends to, itself included. None: causal.
-        depth: ``[A or 1, T]`` positions of the uncommitted entries relative to their row's length; None: 0, 1, 2, ...
-        rope_deltas: per row the offset from its length to its next text position (M-RoPE).
-        slot_shifts: gaps between a row's committed entries, see `MaskPlan.build`.
-        embeddings: ``[A, n, d]`` decoder inputs that replace the tokens' embeddings.
-        deepstack: features added to the residual stream behind the first layers (Qwen3-VL), ``[n, d]`` per layer,
-            zeros at text tokens; for a single row.
-        positions: ``[3 or 1, A, n]`` position ids that replace those derived from lengths, deltas and depth.
-        logits_from: first of the n tokens whose logits are computed; n for none.
-    """
-
-    rows: Sequence[int]
-    tokens: Tensor
-    attention_mask: Tensor | None = None
-    depth: Tensor | None = None
-    rope_deltas: Sequence[int] = ()
-    slot_shifts: Tensor | None = None
-    embeddings: Tensor | None = None
-    deepstack: Sequence[Tensor] = ()
+    rows: Sequence[int]  # A rows of the cache
+    tokens: Tensor  # `[A, n]` ids
+    attention_mask: Tensor | None = None  # `[A or 1, n, T]` bool
+    depth: Tensor | None = None  # `[A or 1, T]` positions of the uncommitted entries relative to their row's length
+    rope_deltas: Sequence[int] = ()  # per row the offset from its length to its next text position (M-RoPE)
+    slot_shifts: Tensor | None = None  # gaps between a row's committed entries, see `MaskPlan.build`
+    embeddings: Tensor | None = None  # `[A, n, d]` decoder inputs that replace the tokens' embeddings
+    deepstack: Sequence[Tensor] = ()  # features added to the residual stream behind the first layers (Qwen3-VL)
+    # `[3 or 1, A, n]` position ids that replace those derived from lengths, deltas and depth
     positions: Tensor | None = None
-    logits_from: int = 0
+    logits_from: int = 0  # first of the n tokens whose logits are computed; n for none
 
     @property
     def count(self) -> int:
@@ -76,23 +62,16 @@ class TokenBlock:
 
 @dataclass(slots=True)
 class Requirements:
-    """Outputs of the target's forwards that drafters and rules need besides logits.
+    """Outputs of the target's forwards that drafters and rules need besides logits."""
 
-    Attributes:
-        layers: hidden states returned by every forward: index i enters decoder layer i, the number of layers leaves
-            the last one.
-        final: whether the last index is read after (``post``) or before (``pre``) the final norm.
-        embeddings: whether prefill returns the decoder's inputs.
-        attention: decoder layers whose attention prefill returns (negative ones count from the end); () for all
-            layers, None for no attention.
-        queries: tokens whose attention is summed: ``words`` behind the last visual token, or ``all``.
-    """
-
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()  # hidden states returned by every forward
+    # whether the last index is read after (`post`) or before (`pre`) the final norm
     final: Literal["post", "pre"] = "post"
-    embeddings: bool = False
+    embeddings: bool = False  # whether prefill returns the decoder's inputs
+    # decoder layers whose attention prefill returns (negative ones count from the end); () for all layers, None for no
+    # attention
     attention: tuple[int, ...] | None = None
-    queries: Literal["words", "all"] = "words"
+    queries: Literal["words", "all"] = "words"  # tokens whose attention is summed
 
     @property
     def any(self) -> bool:
@@ -104,14 +83,7 @@ class Requirements:
         self.layers = tuple(sorted({*self.layers, *layers}))
 
     def add_attention(self, layers: tuple[int, ...] | None, queries: Literal["words", "all"]) -> None:
-        """Require attention.
-
-        Args:
-            layers: None for all.
-
-        Raises:
-            ModelError: attention of other layers or tokens is required already.
-        """
+        """Require attention."""
         wanted = (layers or (), queries)
         if self.attention is not None and (self.attention, self.queries) != wanted:
             raise ModelError(
@@ -123,23 +95,14 @@ class Requirements:
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """Outputs of one `TokenBlock`.
+    """Outputs of one `TokenBlock`."""
 
-    Attributes:
-        logits: ``[A, n - logits_from, V]`` in the model's dtype.
-        hidden: layer index -> ``[A, n, d]``.
-    """
-
-    logits: Tensor
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    logits: Tensor  # `[A, n - logits_from, V]` in the model's dtype
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer index -> `[A, n, d]`
 
 
 def concat_outputs(outputs: Sequence[ForwardOutput], starts: Sequence[int] = ()) -> ForwardOutput:
-    """Join the outputs of several blocks of equally many tokens along the rows.
-
-    Args:
-        starts: per output the first token whose hidden states are used (its logits start there already); () for 0.
-    """
+    """Join the outputs of several blocks of equally many tokens along the rows."""
     starts = starts or [0] * len(outputs)
     if len(outputs) == 1 and starts[0] == 0:
         return outputs[0]
@@ -153,9 +116,7 @@ def concat_outputs(outputs: Sequence[ForwardOutput], starts: Sequence[int] = ())
 def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[int, Tensor]) -> list[ForwardOutput]:
     """Split a packed forward's outputs by block.
 
-    Args:
-        logits: ``[n, V]`` of the blocks' tokens from ``logits_from`` on, in order.
-        hidden: layer index -> ``[T, d]``.
+    Shapes: logits ``[n, V]``; hidden ``[T, d]``.
     """
     outputs, token, logit = [], 0, 0
     for block in blocks:
@@ -190,13 +151,7 @@ def replaced_embeddings(
 ) -> Iterator[None]:
     """Replace the inputs of the model's decoder while the context is open.
 
-    Args:
-        embeddings: ``[1, n, d]``.
-        mask: attention mask passed to the decoder.
-        deepstack: per first layers ``[n, d]`` features added to the residual stream behind each.
-
-    Raises:
-        ModelError: the decoder is not called exactly once, with position ids by keyword.
+    Shapes: embeddings ``[1, n, d]``; deepstack ``[n, d]``.
     """
     calls = []
 

@@ -78,58 +78,36 @@ CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All that is fixed in a captured forward.
+    """All that is fixed in a captured forward."""
 
-    Attributes:
-        starts: first slot of each row's segment.
-        queries: tokens per row, padding included.
-        keys: slots per row that attention reads, as far as the arena goes.
-        pending: uncommitted entries before the tokens; None for causal attention, whose first slot tells.
-        last: whether only the last token's logits are computed.
-        layers, final: hidden states, as of `Requirements`.
-    """
-
-    starts: tuple[int, ...]
-    queries: int
-    keys: int
-    pending: int | None
-    last: bool
+    starts: tuple[int, ...]  # first slot of each row's segment
+    queries: int  # tokens per row, padding included
+    keys: int  # slots per row that attention reads, as far as the arena goes
+    pending: int | None  # uncommitted entries before the tokens; None for causal attention, whose first slot tells
+    last: bool  # whether only the last token's logits are computed
     layers: tuple[int, ...]
     final: Any
 
 
 @dataclass(slots=True)
 class _Inputs:
-    """Memory of a captured forward's inputs.
+    """Memory of a captured forward's inputs."""
 
-    Attributes:
-        tokens: ``[A, n]``.
-        positions: ``[1, A, n]``.
-        first: ``[A]`` slot of each row's first token.
-        mask: ``[A, n, T]`` bool over the uncommitted entries; None for causal attention.
-        last: ``[A]`` index of each row's last token in the packed sequence; None where all have logits.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    first: Tensor
-    mask: Tensor | None
-    last: Tensor | None
+    tokens: Tensor  # `[A, n]`
+    positions: Tensor  # `[1, A, n]`
+    first: Tensor  # `[A]` slot of each row's first token
+    mask: Tensor | None  # `[A, n, T]` bool over the uncommitted entries; None for causal attention
+    last: Tensor | None  # `[A]` index of each row's last token in the packed sequence; None where all have logits
 
 
 @dataclass(slots=True)
 class _Step:
-    """A captured forward.
-
-    Attributes:
-        logits: ``[A, n, V]`` of the last replay, or ``[A, 1, V]``.
-        hidden: layer index -> ``[A, n, d]``.
-    """
+    """A captured forward."""
 
     inputs: _Inputs
     replay: Callable[[], None]
-    logits: Tensor
-    hidden: Mapping[int, Tensor]
+    logits: Tensor  # `[A, n, V]` of the last replay, or `[A, 1, V]`
+    hidden: Mapping[int, Tensor]  # layer index -> `[A, n, d]`
 
 
 def keys_for(slots: int) -> int:
@@ -143,17 +121,7 @@ def keys_for(slots: int) -> int:
 class GraphPool:
     """Graphs of one model, and the cache that its last owner gave back, whose graphs the next one finds.
 
-    Args:
-        decoder: whose forwards are captured.
-        embed: ids to the decoder's inputs.
-        positions: position ids ``[1, A, n]`` of a block.
-        traits: of the model.
-        weights: those that graphs read; they are captured anew when one has moved.
-        device, dtype: of the model.
-
-    Attributes:
-        lock: held from filling inputs to copying outputs, because graphs share memory and batches of a model may run in
-            several threads.
+    Shapes: positions ``[1, A, n]``.
     """
 
     def __init__(
@@ -254,11 +222,7 @@ class StepGraphs:
     def run(
         self, block: TokenBlock, requirements: Requirements, ordinary: Callable[[], list[ForwardOutput]]
     ) -> ForwardOutput:
-        """Run a block by its graph, or ``ordinary`` where it has none.
-
-        Args:
-            ordinary: runs the block without a graph, and makes its entries pending.
-        """
+        """Run a block by its graph, or ``ordinary`` where it has none."""
         shape = self._shape(block, requirements) if self._pool.enabled else None
         if shape is None:
             return ordinary()[0]

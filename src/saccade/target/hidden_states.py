@@ -35,17 +35,7 @@ class FeatureTap:
     Index i is the stream *entering* decoder layer i: 0 is the embeddings with the visual features in place, and
     features added between layers (deepstack of Qwen3-VL) are included. Index ``len(target.layers)`` is
     the stream after the last layer.
-
-    Args:
-        target: owner of the decoder.
-        layers: indices; negative ones count from the end, -1 being the stream after the last layer.
-        final: whether the last index is read after (``post``) or before (``pre``) the final norm.
-
-    Attributes:
-        hidden: index as given -> ``[B, Q, d]`` of the last forward, on the target's input device; empty before it.
-
-    Raises:
-        ModelError: a layer does not exist, or the decoder's final norm has no known name.
+    Shapes: hidden ``[B, Q, d]``.
     """
 
     def __init__(self, target: StockModel, layers: Sequence[int], final: Literal["post", "pre"] = "post") -> None:
@@ -99,11 +89,7 @@ class FeatureTap:
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
-    """Return the norm before the LM head.
-
-    Raises:
-        ModelError: the decoder has none under a known name.
-    """
+    """Return the norm before the LM head."""
     for name in FINAL_NORMS:
         module = getattr(decoder, name, None)
         if isinstance(module, nn.Module):
@@ -122,8 +108,7 @@ class _Reached(Exception):
 def early_exit(layer: nn.Module) -> Iterator[list[Tensor]]:
     """End a forward at the input of ``layer``: later layers, final norm and LM head never run.
 
-    Yields:
-        A list that receives the layer's input ``[B, Q, d]``.
+    Shapes: returns ``[B, Q, d]``.
     """
     found: list[Tensor] = []
 

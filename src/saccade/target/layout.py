@@ -28,23 +28,14 @@ ALL = "all"
 
 @dataclass(slots=True)
 class Span:
-    """One row's tokens in the packed sequence.
+    """One row's tokens in the packed sequence."""
 
-    Attributes:
-        row: row of the cache.
-        first: index of its first token in the packed sequence.
-        count: its tokens, n.
-        start: first slot of the row's segment.
-        visible: attended slots from there on, these tokens' included.
-        masks: ``[1, n, W]`` per kind of layer, whose last ``visible`` columns are the row's slots.
-    """
-
-    row: int
-    first: int
-    count: int
-    start: int
-    visible: int
-    masks: Masks
+    row: int  # row of the cache
+    first: int  # index of its first token in the packed sequence
+    count: int  # its tokens, n
+    start: int  # first slot of the row's segment
+    visible: int  # attended slots from there on, these tokens' included
+    masks: Masks  # `[1, n, W]` per kind of layer, whose last `visible` columns are the row's slots
 
     def mask(self, kind: str) -> Tensor | None:
         """Additive mask ``[1, 1, n, K]`` of a kind of layer; None where everything is attended."""
@@ -54,27 +45,16 @@ class Span:
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows that share an attention kernel call.
+    """Rows that share an attention kernel call."""
 
-    Attributes:
-        first: index of the first token in the packed sequence.
-        rows: number of rows, A.
-        count: tokens of each, n.
-        start: first slot of the first row's segment.
-        step: slots from one row's segment to the next one's.
-        visible: attended slots of every row, K.
-        masks: ``[A or 1, 1, n, K]`` per kind of layer.
-        folded: the same for queries of several heads, ``[A or 1, 1, G * n, K]``, made when they are needed.
-    """
-
-    first: int
-    rows: int
-    count: int
-    start: int
-    step: int
-    visible: int
-    masks: dict[str, Tensor | None]
-    folded: dict[str, Tensor] = field(default_factory=dict)
+    first: int  # index of the first token in the packed sequence
+    rows: int  # number of rows, A
+    count: int  # tokens of each, n
+    start: int  # first slot of the first row's segment
+    step: int  # slots from one row's segment to the next one's
+    visible: int  # attended slots of every row, K
+    masks: dict[str, Tensor | None]  # `[A or 1, 1, n, K]` per kind of layer
+    folded: dict[str, Tensor] = field(default_factory=dict)  # the same for queries of several heads
 
     def folded_mask(self, kind: str, heads: int) -> Tensor | None:
         """Mask of a kind of layer for the queries of ``heads`` heads, one head after the other."""
@@ -96,14 +76,7 @@ class RowGroup:
 
 
 class Layout:
-    """Spans of a forward and the slots that it writes.
-
-    Args:
-        spans: in the order of the packed sequence, without gaps.
-        slots: slots of the tokens' entries, ``[T]`` or a slice.
-        total: slots of the arena.
-        groups: rows by attention kernel call, in that order; None: found from the spans.
-    """
+    """Spans of a forward and the slots that it writes."""
 
     def __init__(
         self,
@@ -112,8 +85,8 @@ class Layout:
         total: int = 0,
         groups: Sequence[RowGroup] | None = None,
     ) -> None:
-        self.spans = list(spans)
-        self.slots = slots
+        self.spans = list(spans)  # in the order of the packed sequence, without gaps
+        self.slots = slots  # slots of the tokens' entries, `[T]` or a slice
         self._total = total
         self._groups = None if groups is None else list(groups)
 
@@ -133,14 +106,7 @@ class Layout:
     ) -> Tensor:
         """Compute the packed sequence's attention.
 
-        Args:
-            query: ``[H, T, D]``.
-            keys, values: one layer of the arena, ``[H_kv, N, D]``, with these tokens' entries written.
-            kind: kind of the layer, a key of the masks.
-            kernel: attention of a group of rows; None for `attend`.
-
-        Returns:
-            ``[T, H * D_v]``.
+        Shapes: query ``[H, T, D]``; keys, values ``[H_kv, N, D]``; returns ``[T, H * D_v]``.
         """
         kernel = kernel or attend
         if self._groups is None:
@@ -188,11 +154,7 @@ def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
 
 
 def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
-    """Group runs of spans at equal distances with equally many tokens; other spans stay alone.
-
-    Args:
-        like: tensor of the masks' device and dtype.
-    """
+    """Group runs of spans at equal distances with equally many tokens; other spans stay alone."""
     groups = []
     at = 0
     while at < len(spans):

@@ -62,23 +62,14 @@ class _LayerWeights:
 
 @dataclass(slots=True)
 class DecoderOutput:
-    """Outputs of a lean forward.
+    """Outputs of a lean forward."""
 
-    Attributes:
-        normed: ``[T, d]`` after the final norm, or the input of the layer where the forward ended.
-        hidden: layer index -> ``[T, d]``.
-    """
-
-    normed: Tensor
-    hidden: dict[int, Tensor]
+    normed: Tensor  # `[T, d]` after the final norm, or the input of the layer where the forward ended
+    hidden: dict[int, Tensor]  # layer index -> `[T, d]`
 
 
 class LeanDecoder:
-    """Forwards of a model on fused weights, without its Python modules.
-
-    Args:
-        exact: attention of exact mode, whose products are `SteadyLinear`; None otherwise.
-    """
+    """Forwards of a model on fused weights, without its Python modules."""
 
     def __init__(
         self,
@@ -141,13 +132,7 @@ class LeanDecoder:
     ) -> DecoderOutput:
         """Run a packed sequence.
 
-        Args:
-            x: ``[T, d]`` embeddings.
-            positions: ``[3 or 1, T]``.
-            layout: rows and attention of the tokens.
-            requirements: hidden states to return.
-            deepstack: per first layers ``[T, d]`` features added to the residual stream behind each.
-            until: layer before which to stop; its input replaces the final states.
+        Shapes: x ``[T, d]``; positions ``[3 or 1, T]``; deepstack ``[T, d]``.
         """
         requirements = requirements or Requirements()
         wanted = requirements.layers
@@ -216,11 +201,7 @@ def _pad(rows: Tensor, padding: int) -> Tensor:
 
 
 def lean_decoder(model: Any, decoder: Any, exact: ExactAttention | None = None) -> LeanDecoder | None:
-    """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit.
-
-    Args:
-        exact: attention of exact mode; None otherwise.
-    """
+    """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit."""
     layers = list(decoder.layers)
     if not _fits(model, decoder, layers):
         return None

@@ -23,17 +23,12 @@ _WINDOWS = ("sliding_window",)
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Lengths in tokens named in a configuration.
+    """Lengths in tokens named in a configuration."""
 
-    Attributes:
-        windows: sliding attention windows, enforced by masks.
-        positions: thresholds beyond which queries or rotary angles are computed differently at any prefix.
-        unknown: name -> value of options that look like lengths of neither kind.
-    """
-
-    windows: tuple[int, ...]
+    windows: tuple[int, ...]  # sliding attention windows, enforced by masks
+    # thresholds beyond which queries or rotary angles are computed differently at any prefix
     positions: tuple[int, ...]
-    unknown: dict[str, int]
+    unknown: dict[str, int]  # name -> value of options that look like lengths of neither kind
 
     @classmethod
     def of(cls, text_config: Any) -> Thresholds:
@@ -77,12 +72,7 @@ def _lengths(values: dict[Any, Any]) -> Iterator[tuple[str, int]]:
 
 
 class ContextError(InputError):
-    """Sequence longer than the model's context.
-
-    Attributes:
-        length: tokens of the sequence.
-        context: tokens of the model's context.
-    """
+    """Sequence longer than the model's context."""
 
     def __init__(self, length: int, context: int) -> None:
         super().__init__(
@@ -94,16 +84,10 @@ class ContextError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one model, in tokens.
+    """Bounds of one model, in tokens."""
 
-    Attributes:
-        context: longest supported sequence, or None when the configuration has none.
-        longrope_threshold: longest sequence with the short factors of a longrope embedding, None for other embeddings.
-            The longest row of a forward selects the factors for all rows and nodes.
-    """
-
-    context: int | None
-    longrope_threshold: int | None
+    context: int | None  # longest supported sequence, or None when the configuration has none
+    longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
 
     @classmethod
     def of(cls, text_config: Any) -> Limits:
@@ -123,12 +107,7 @@ class Limits:
             raise ContextError(length, self.context)
 
     def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
-        """Raise `InputError` when rows that run together do not fit the context or one side of the longrope threshold.
-
-        Args:
-            prompts: length of every row's prompt.
-            new: most new tokens of every row.
-        """
+        """Raise `InputError` for rows that do not fit the context, or one side of the longrope threshold, together."""
         ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
         for end in ends:
             self.check(end)
@@ -149,10 +128,7 @@ class Limits:
 
         Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
         the embedding of the whole pass.
-
-        Args:
-            lengths: committed entries per row.
-            ahead: ``[B, 1]`` rope deltas of M-RoPE, whose positions may exceed the number of tokens.
+        Shapes: ahead ``[B, 1]``.
         """
         bound = self.context
         if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:

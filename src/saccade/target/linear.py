@@ -31,19 +31,13 @@ _SAMPLES = 16
 
 
 class Linear:
-    """The product ``x @ weight.T + bias``, with a packed copy of the weight for the numbers of rows that gain by it.
-
-    Args:
-        weight: ``[out, in]``; read at every call, never changed.
-        bias: ``[out]``, or None.
-        sources: parameters whose memory the weight is; by default the weight itself.
-    """
+    """The product ``x @ weight.T + bias``, with a packed copy of the weight for the numbers of rows that gain by it."""
 
     __slots__ = ("_packed", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, sources: Sequence[Tensor] = ()) -> None:
-        self.weight = weight
-        self.bias = bias
+        self.weight = weight  # `[out, in]`; read at every call, never changed
+        self.bias = bias  # `[out]`, or None
         self._sources = sources or (weight,)
         self._version = 0
         self._packed: Any = None

@@ -17,15 +17,10 @@ from saccade.target.traits import ordinary_ids
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
-    """``factor * x``, then ``cap * tanh(x / cap)``.
+    """``factor * x``, then ``cap * tanh(x / cap)``."""
 
-    Attributes:
-        factor: of every output (Cohere's ``logit_scale``, Granite's ``1 / logits_scaling``).
-        cap: largest size of a logit (Gemma's ``final_logit_softcapping``), infinite without one.
-    """
-
-    factor: float = 1.0
-    cap: float = math.inf
+    factor: float = 1.0  # of every output (Cohere's `logit_scale`, Granite's `1 / logits_scaling`)
+    cap: float = math.inf  # largest size of a logit (Gemma's `final_logit_softcapping`), infinite without one
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Return logits of the LM head's outputs, of the same shape and dtype."""

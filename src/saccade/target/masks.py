@@ -18,15 +18,10 @@ from saccade.target.layout import ALL
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """Masks of a model's decoder: a single one, or one per layer type.
+    """Masks of a model's decoder: a single one, or one per layer type."""
 
-    Attributes:
-        window: sliding window in positions, or None.
-        kinds: keys of the mask dictionary when layers differ; empty for a single tensor.
-    """
-
-    window: int | None
-    kinds: tuple[str, ...]
+    window: int | None  # sliding window in positions, or None
+    kinds: tuple[str, ...]  # keys of the mask dictionary when layers differ; empty for a single tensor
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,20 +41,8 @@ class MaskPlan:
     ) -> dict[str, Tensor | None]:
         """Build masks of n new entries over all entries of their rows.
 
-        Args:
-            attention_mask: ``[A or 1, n, T]`` bool; which of the T uncommitted entries (``pending`` ones first, the
-                new ones last) each new entry attends to, itself included. None: causal.
-            lengths: committed entries per row (host integers).
-            count: new entries, n.
-            depth: ``[A or 1, T]`` positions of the uncommitted entries relative to their row's length; None: 0, 1, 2,
-                ...
-            dtype: of the model.
-            slot_shifts: ``[A, S]`` position minus slot (0 or less) of the last S committed entries, both counted back
-                from the row's end, where pruned positions leave gaps; None without gaps.
-
-        Returns:
-            Per kind ``[A or 1, n, W]`` with W = max(lengths) + T, 0 where attended and the dtype's minimum elsewhere,
-            whose last columns are a row's entries; None where everything is attended.
+        Shapes: attention_mask ``[A or 1, n, T]``; depth ``[A or 1, T]``; slot_shifts ``[A, S]``; returns ``[A or 1, n,
+        W]``.
         """
         longest, new = max(lengths), pending + count
         near = self.window is None or (slot_shifts is None and longest + new <= self.window)

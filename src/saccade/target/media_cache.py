@@ -64,15 +64,11 @@ def _synchronize(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MediaFeatures:
-    """Decoder inputs of one image or video.
+    """Decoder inputs of one image or video."""
 
-    Attributes:
-        embeddings: ``[n, d]`` for the ids from the medium's first placeholder to its last.
-        deepstack: per first layers of the decoder ``[n, d]`` features added to the residual stream behind each
-            (Qwen3-VL), zeros at text tokens.
-    """
-
-    embeddings: Tensor
+    embeddings: Tensor  # `[n, d]` for the ids from the medium's first placeholder to its last
+    # per first layers of the decoder `[n, d]` features added to the residual stream behind each (Qwen3-VL), zeros at
+    # text tokens
     deepstack: tuple[Tensor, ...] = ()
 
     @property
@@ -84,21 +80,13 @@ class MediaCache:
     """Least-recently-used cache of features by model and digest.
 
     Where two models have the same vision tower (a draft VLM around its target's frozen one), it runs once for both.
-
-    Args:
-        limit: bytes; 0 caches only the medium that was encoded last.
-
-    Attributes:
-        hits, misses: media of prompts whose features were found and encoded, for the target alone.
-        counted: the target; None: every model's look-ups count.
-        seconds: spent in vision towers and projectors so far.
     """
 
     def __init__(self, limit: int = MEDIA_BYTES) -> None:
-        self.limit = limit
+        self.limit = limit  # bytes; 0 caches only the medium that was encoded last
         self.hits = self.misses = 0
-        self.counted: Target | None = None
-        self.seconds = 0.0
+        self.counted: Target | None = None  # the target; None: every model's look-ups count
+        self.seconds = 0.0  # spent in vision towers and projectors so far
         self._entries: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
         self._sharing: list[Target] = []
 
@@ -113,12 +101,7 @@ class MediaCache:
 
     @torch.inference_mode()
     def features(self, model: Target, medium: Medium, ids: Sequence[int], again: bool = False) -> MediaFeatures:
-        """Return a medium's features, encoding it if needed.
-
-        Args:
-            ids: prompt ids from the medium's first placeholder to its last.
-            again: whether the prompt has looked them up before, which is not counted.
-        """
+        """Return a medium's features, encoding it if needed."""
         counts = not again and (self.counted is None or self.counted is model)
         key = ("features", id(model.model), medium.digest, tuple(ids))
         found = self._find(key)

@@ -14,14 +14,7 @@ _GET: Any = dict.get  # typed for a map over both lists
 
 
 class ModuleGuard:
-    """Snapshot of a model's decoder and head, compared with the model before every forward.
-
-    Args:
-        model: the whole model.
-        replaced: its modules that are computed elsewhere, with all their submodules; modules that contain them are
-            computed elsewhere, too, but may have other parts that change (a vision tower).
-        fused: their parameters whose memory must stay in place.
-    """
+    """Snapshot of a model's decoder and head, compared with the model before every forward."""
 
     def __init__(self, model: nn.Module, replaced: Sequence[nn.Module], fused: Iterable[Tensor]) -> None:
         inside = {m for root in replaced for m in root.modules()}

@@ -35,12 +35,7 @@ def can_pack(decoder: Any) -> bool:
 
 
 def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
-    """Return labels that modules receive as masks: each names one kind of a row's masks.
-
-    Args:
-        kinds: kinds of layers; () where all are alike.
-        like: tensor of the labels' dtype and device.
-    """
+    """Return labels that modules receive as masks: each names one kind of a row's masks."""
 
     def label(kind: str) -> Tensor:
         made = like.new_zeros(1, 1, 1, 1)

@@ -21,9 +21,6 @@ def check_types(model: Any) -> None:
     """Refuse media for a family outside the registry whose model needs token types.
 
     The meaning of its types (positions, bidirectional attention) is unknown, and without them outputs would be wrong.
-
-    Raises:
-        ModelError: the model is of such a family.
     """
     family = family_of(model.config)
     if family.is_known:
@@ -44,10 +41,7 @@ def rope_positions(rope_index: Any, config: Any, ids: Tensor, prompt: Prompt) ->
 
     Computed here and passed explicitly, because the model would otherwise keep the delta of an earlier
     request as state on its module.
-
-    Args:
-        rope_index: the model's ``get_rope_index``.
-        ids: ``[1, S]`` of the prompt, on the model's device.
+    Shapes: ids ``[1, S]``.
     """
     count = ids.shape[1]
     if not prompt.media:

@@ -47,47 +47,28 @@ def slot_shifts(start: int, dropped: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class RowContent:
-    """Prompt and answer whose entries are in a row of the cache.
+    """Prompt and answer whose entries are in a row of the cache."""
 
-    Attributes:
-        ids: token ids.
-        media: spans of images and videos.
-        dropped: positions without an entry (pruned visual tokens).
-        is_long: whether the entries use a longrope embedding's long factors.
-        rope_delta: offset from the row's length to its next text position.
-        slot_shifts: gaps between entries (`slot_shifts`) if the model has a sliding window; None without gaps.
-        prompt_length: of the last prefilled prompt; 0 until its prefill is complete.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    media: list[MediaSpan] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    is_long: bool = False
-    rope_delta: int = 0
-    slot_shifts: list[int] | None = None
-    prompt_length: int = 0
+    ids: list[int] = field(default_factory=list)  # token ids
+    media: list[MediaSpan] = field(default_factory=list)  # spans of images and videos
+    dropped: list[int] = field(default_factory=list)  # positions without an entry (pruned visual tokens)
+    is_long: bool = False  # whether the entries use a longrope embedding's long factors
+    rope_delta: int = 0  # offset from the row's length to its next text position
+    slot_shifts: list[int] | None = None  # gaps between entries (`slot_shifts`) if the model has a sliding window
+    prompt_length: int = 0  # of the last prefilled prompt; 0 until its prefill is complete
 
 
 @dataclass(slots=True)
 class PrefillResult:
-    """Outputs of a prompt's prefill.
+    """Outputs of a prompt's prefill."""
 
-    Attributes:
-        prompt: the prompt.
-        start: leading ids that were cached already.
-        logits: ``[V]`` after the last id.
-        hidden: layer index -> ``[S - start, d]`` hidden states of the ids that ran.
-        embeddings: ``[S - start, d]`` decoder inputs of these ids, where required.
-        columns: ``[S]`` float32 attention that each position receives from the querying tokens, summed over those
-            that ran, mean over heads and layers; None where not required or without visual tokens.
-    """
-
-    prompt: Prompt
-    start: int
-    logits: Tensor | None = None
+    prompt: Prompt  # the prompt
+    start: int  # leading ids that were cached already
+    logits: Tensor | None = None  # `[V]` after the last id
+    # layer index -> `[S - start, d]` hidden states of the ids that ran
     hidden: dict[int, Tensor] = field(default_factory=dict)
-    embeddings: Tensor | None = None
-    columns: Tensor | None = None
+    embeddings: Tensor | None = None  # `[S - start, d]` decoder inputs of these ids, where required
+    columns: Tensor | None = None  # `[S]` float32 attention that each position receives from the querying tokens
 
 
 class PrefillContext(Protocol):
@@ -104,20 +85,7 @@ class PrefillContext(Protocol):
 
 
 class Prefill:
-    """A prompt on its way into a row.
-
-    Args:
-        context: caches and model.
-        row: of the cache.
-        content: the row's cached content, extended by every chunk that runs.
-        spans: of the prompt's media.
-        start: leading ids that are cached.
-        dropped: ascending positions without an entry.
-
-    Attributes:
-        num_computed: prompt ids whose entries are committed.
-        result: outputs so far.
-    """
+    """A prompt on its way into a row."""
 
     def __init__(
         self,
@@ -132,8 +100,8 @@ class Prefill:
         self._context, self._target = context, context.target
         self._content = content
         self.row, self.prompt = row, prompt
-        self.num_computed = start
-        self.result = PrefillResult(prompt, start)
+        self.num_computed = start  # prompt ids whose entries are committed
+        self.result = PrefillResult(prompt, start)  # outputs so far
         self._spans, self._dropped = spans, list(dropped)
         self._ids = torch.tensor([prompt.ids], device=self._target.device)
         self._positions, self._rope_delta = self._target.positions(self._ids, prompt)
@@ -215,11 +183,7 @@ class Prefill:
         ]
 
     def block(self, stop: int, final: bool = True) -> TokenBlock:
-        """Build the block of tokens up to ``stop``, which runs next.
-
-        Args:
-            final: whether the logits after its last token are computed.
-        """
+        """Build the block of tokens up to ``stop``, which runs next."""
         start = self.num_computed
         retained = retained_positions(start, stop, self._dropped)
         chosen = None if len(retained) == stop - start else torch.tensor(retained, device=self._target.device)
@@ -245,11 +209,7 @@ class Prefill:
         return block
 
     def record(self, output: ForwardOutput) -> None:
-        """Record the output of the block that has run as the row's content.
-
-        Args:
-            output: of that block; more tokens may have run behind it, which stay pending.
-        """
+        """Record the output of the block that has run as the row's content."""
         assert self._pending is not None
         stop, block = self._pending
         count, content = block.count, self._content

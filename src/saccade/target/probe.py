@@ -36,20 +36,7 @@ class AttentionProbe:
     """Column sums and entropies of attention in the target's decoder, while the context is open; one row at a time.
 
     The vision tower is not probed; the decoder's attention is restored on exit, also after an exception.
-
-    Args:
-        target: owner of the decoder.
-        queries: probed queries of the next forwards; negative ones count from the end, None means all. They count
-            from the first token that runs, not from the first one in the cache.
-        layers: probed decoder layers; None means all.
-
-    Attributes:
-        columns: layer -> ``[B, K]`` attention that each key receives, mean over heads, summed over the queries.
-        entropies: layer -> ``[B, R]`` entropy in nats of each query's attention, mean over heads.
-            Both are of the last forward, in fp32, on the layer's device.
-
-    Raises:
-        ModelError: a layer does not exist; the architecture has attention code of its own; or a probe is open.
+    Shapes: columns ``[B, K]``; entropies ``[B, R]``.
     """
 
     def __init__(
@@ -126,9 +113,7 @@ def prompt_attention(
 ) -> Iterator[list[Tensor]]:
     """Read the attention of a prompt's querying tokens in the pass from ``start`` to ``stop`` inside the context.
 
-    Yields:
-        A list that receives ``[S]`` float32: the attention that each position receives, summed over the querying
-        tokens of the pass, mean over heads and the required layers; empty where none of them runs.
+    Shapes: returns ``[S]``.
     """
     found: list[Tensor] = []
     visual = visual_mask(target.config, prompt.ids).nonzero()[:, 0].tolist()
@@ -150,12 +135,7 @@ def attention_rows(
 ) -> Tensor:
     """Return the fp32 attention ``[B, H, R, K]`` of some queries, as `scaled_dot_product_attention` computes it.
 
-    Args:
-        query: ``[B, H, Q, D]``.
-        key: ``[B, H_kv, K, D]``, not repeated for the query heads that share it.
-        mask: ``[B or 1, 1 or H, Q, K]`` bool (True: attended) or additive; None with ``causal`` False: no mask.
-        rows: ``[R]`` indices into Q.
-        causal: whether query i attends to keys 0 to i only.
+    Shapes: query ``[B, H, Q, D]``; key ``[B, H_kv, K, D]``; mask ``[B or 1, 1 or H, Q, K]``; rows ``[R]``.
     """
     batch, heads, _, dim = query.shape
     shared, keys = key.shape[1], key.shape[2]

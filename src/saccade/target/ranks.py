@@ -26,25 +26,14 @@ _HEADER = 64
 
 
 class Ranks:
-    """The processes that a target's weights are split over.
-
-    Args:
-        mesh: one-dimensional device mesh of the split weights.
-        device: of this process's part.
-        gathered: whether every process computes whole layers (`saccade.target.sharding`), not its heads of them.
-
-    Attributes:
-        rank: of this process, from 0.
-        count: of processes.
-        shares: parts that a cache entry is split into.
-    """
+    """The processes that a target's weights are split over."""
 
     def __init__(self, mesh: Any, device: torch.device, gathered: bool = False) -> None:
         self._group, self._device = mesh.get_group(), device
         self._leader = distributed.get_global_rank(self._group, 0)
-        self.rank: int = distributed.get_rank(self._group)
-        self.count: int = distributed.get_world_size(self._group)
-        self.shares = 1 if gathered else self.count
+        self.rank: int = distributed.get_rank(self._group)  # of this process, from 0
+        self.count: int = distributed.get_world_size(self._group)  # of processes
+        self.shares = 1 if gathered else self.count  # parts that a cache entry is split into
 
     @classmethod
     def of(cls, model: Any) -> Ranks | None:
@@ -61,12 +50,7 @@ class Ranks:
         return list(values) if self.rank == 0 else [int(v) for v in sent.tolist()]
 
     def tensors(self, numbers: Sequence[int], parts: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-        """Return rank 0's few integers and its tensors of integers or booleans, whose shapes may be other than here.
-
-        Args:
-            numbers: equally many on every rank.
-            parts: equally many on every rank, each with the dimensions of rank 0's or others.
-        """
+        """Return rank 0's few integers and its tensors of integers or booleans, whose shapes may be other than here."""
         shapes = [(part.dim(), *part.shape) for part in parts]
         header = [*numbers, *(n for shape in shapes for n in shape)]
         known = iter(self.numbers(header + [0] * (_HEADER - len(header))))
@@ -119,11 +103,7 @@ def processes() -> int | None:
 
 
 def check_split(config: Any) -> None:
-    """Check without weights that a model can be split over the processes of this run.
-
-    Raises:
-        ModelError: not under `torchrun`, the architecture has no plan, or its heads do not divide.
-    """
+    """Check without weights that a model can be split over the processes of this run."""
     count = processes()
     if count is None:
         raise ModelError(

@@ -36,10 +36,6 @@ def self_check(target: Target) -> None:
     Checks the text backbone of any VLM. One prompt is longer than every window named in the configuration, another
     shorter, so that the tree crosses it; positions exceed every position threshold. Costs four forwards of a few
     tokens, and four for each window up to `LONGEST`; leaves the model unchanged.
-
-    Raises:
-        ModelError: the architecture's logits on a tree differ from those on its paths, or its configuration names a
-            length of unknown meaning.
     """
     if target.traits.tested:
         return
@@ -99,11 +95,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
-    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `ACCEPTED`.
-
-    Args:
-        gap: positions skipped behind the prompt.
-    """
+    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `ACCEPTED`."""
     context = Context(target, 1)
     context.cache.reserve(0, len(prompt) + len(nodes) + 1)
     first = context.load(0, Prompt(tuple(prompt))).logits

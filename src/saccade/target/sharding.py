@@ -24,19 +24,11 @@ _HOLDER = "_saccade_shards"
 
 
 class Shards:
-    """The processes among which a decoder's layers are divided.
-
-    Args:
-        decoder: with sharded layers; its forwards tell the other processes that they begin.
-        device: of the collectives.
-
-    Attributes:
-        count: of processes.
-    """
+    """The processes among which a decoder's layers are divided."""
 
     def __init__(self, decoder: Any, device: torch.device) -> None:
         self._layers, self._device = decoder.layers, device
-        self.count: int = distributed.get_world_size()
+        self.count: int = distributed.get_world_size()  # of processes
         decoder.register_forward_pre_hook(self._announce)
 
     @classmethod
@@ -63,11 +55,7 @@ class Shards:
 
 
 def check_sharding(config: Any) -> None:
-    """Check without weights that a model can be sharded over the processes of this run.
-
-    Raises:
-        ModelError: not under `torchrun`, or the model is quantised or has layers that text skips.
-    """
+    """Check without weights that a model can be sharded over the processes of this run."""
     if processes() is None:
         raise ModelError(
             f"The device {SHARDED!r} divides the target among processes, and this is a single one; start the command "
@@ -87,11 +75,7 @@ def check_sharding(config: Any) -> None:
 
 
 def check_processes(device_map: Any, config: Any) -> None:
-    """Check without weights that a device_map which divides a model among processes can do so; others are not checked.
-
-    Raises:
-        ModelError: as of `check_split` and `check_sharding`.
-    """
+    """Check without weights that a device_map among processes can divide the model; others are not checked."""
     if isinstance(device_map, str) and device_map == TENSOR_PARALLEL:
         check_split(config)
     if isinstance(device_map, str) and device_map == SHARDED:
@@ -116,15 +100,6 @@ def sharded(load: Callable[[], Any]) -> Any:
 
     The processes of a machine take turns: each has the whole model in the machine's memory only while it takes its own
     parts.
-
-    Args:
-        load: returns the model, on the CPU.
-
-    Returns:
-        The model on this process's device, its weights frozen.
-
-    Raises:
-        ModelError: as ``load`` does.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -30,14 +30,7 @@ _NOISE = 1e-6
 
 
 class SteadyLinear(Linear):
-    """The product ``x @ weight.T + bias`` in `sizes` of rows that agree bit for bit, found by `make_steady`.
-
-    Args:
-        weight, bias, sources: as of `Linear`.
-
-    Attributes:
-        sizes: ascending numbers of rows; one alone where the library's order depends on the row.
-    """
+    """The product ``x @ weight.T + bias`` in `sizes` of rows that agree bit for bit, found by `make_steady`."""
 
     __slots__ = ("_wide", "_wide_bias", "_widens", "sizes")
 

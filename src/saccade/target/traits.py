@@ -25,23 +25,14 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """Masks, limits and names of one loaded model.
+    """Masks, limits and names of one loaded model."""
 
-    Attributes:
-        model_type: of the top-level configuration.
-        text_type: ``model_type`` of its language model.
-        tested: whether the conformance suite covers both.
-        masks: the masks that its decoder takes.
-        bidirectional_images: whether image tokens attend to later tokens of the same image.
-        limits: on the length of its sequences.
-    """
-
-    model_type: str
-    text_type: str
-    tested: bool
-    masks: MaskPlan
-    bidirectional_images: bool
-    limits: Limits
+    model_type: str  # of the top-level configuration
+    text_type: str  # `model_type` of its language model
+    tested: bool  # whether the conformance suite covers both
+    masks: MaskPlan  # the masks that its decoder takes
+    bidirectional_images: bool  # whether image tokens attend to later tokens of the same image
+    limits: Limits  # on the length of its sequences
 
     @property
     def context(self) -> int | None:

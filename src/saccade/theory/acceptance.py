@@ -15,16 +15,6 @@ def accepted_length(acceptance: float, gamma: int) -> float:
     """Expected accepted length of a chain whose tokens are accepted independently, with one probability.
 
     Source: Leviathan et al. 2023, Eq. 1, less the bonus token; LVSpec, Appendix A.2, Eq. 14; SAGE, Eq. 32.
-
-    Args:
-        acceptance: alpha, the probability that one draft token is accepted when it is reached.
-        gamma: draft tokens per pass.
-
-    Returns:
-        ``alpha + alpha^2 + ... + alpha^gamma``, in tokens.
-
-    Raises:
-        ValueError: alpha is not a probability, or gamma is negative.
     """
     return chain_accepted_length([acceptance] * numerics.count("draft length gamma", gamma))
 
@@ -33,9 +23,6 @@ def block_efficiency(acceptance: float, gamma: int) -> float:
     """Expected tokens per verification pass of such a chain, bonus token included.
 
     Source: Leviathan et al. 2023, Eq. 1: ``(1 - alpha^(gamma + 1)) / (1 - alpha)``.
-
-    Raises:
-        ValueError: as `accepted_length`.
     """
     return accepted_length(acceptance, gamma) + 1
 
@@ -44,13 +31,6 @@ def chain_accepted_length(by_depth: Sequence[float]) -> float:
     """Expected accepted length of a chain whose acceptance differs by depth.
 
     Source: SAGE, Appendix A.3, Eq. 30: the sum over depths of the product of the acceptances so far.
-
-    Args:
-        by_depth: entry d - 1 is the probability that depth d is accepted when depth d - 1 was (what
-            `saccade.Stats.acceptance_by_depth` measures).
-
-    Raises:
-        ValueError: an entry is not a probability.
     """
     total, reached = 0.0, 1.0
     for each in by_depth:
@@ -64,16 +44,6 @@ def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequ
 
     At most one child of a node is accepted, so siblings exclude each other, and a node is accepted with the
     product of the probabilities along its path. The sum of that over all nodes is the expected length.
-
-    Args:
-        paths: one per node below the root: the ranks of the children that lead to it, as in
-            `saccade.draft.trees.static.SPECVLM_TREE`.
-        by_depth: ``by_depth[d - 1][r]`` is the probability that the child of rank r is the accepted one at
-            depth d, when its parent was accepted. Each row sums to at most 1.
-
-    Raises:
-        ValueError: a node lacks its parent or occurs twice, a path has no acceptance in the table, or a row
-            is not a set of exclusive probabilities.
     """
     rows = exclusive_rows(by_depth)
     nodes = {tuple(path) for path in paths}
@@ -95,11 +65,7 @@ def tree_accepted_length(paths: Sequence[Sequence[int]], by_depth: Sequence[Sequ
 
 
 def exclusive_rows(by_depth: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Check a table of acceptances by depth and rank.
-
-    Raises:
-        ValueError: an entry is not a probability, or a row sums to more than 1 (plus rounding).
-    """
+    """Check a table of acceptances by depth and rank."""
     rows = [[numerics.probability("acceptance", each) for each in row] for row in by_depth]
     for depth, row in enumerate(rows, start=1):
         if sum(row) > 1 + 1e-9:
@@ -114,9 +80,6 @@ def decaying_acceptance(first: float, decay: float, depth: int) -> list[float]:
     """Acceptance that falls by a constant factor per depth: ``first * decay^(d - 1)``.
 
     With `chain_accepted_length` this is SAGE's Theorem 4.6 (Assumption 4.5, Eq. 15).
-
-    Raises:
-        ValueError: `first` or `decay` lies outside 0 to 1, or depth is negative.
     """
     numerics.probability("first acceptance", first)
     numerics.probability("decay", decay)
@@ -128,14 +91,6 @@ def fit_acceptance(histogram: Sequence[int], gamma: int) -> float:
 
     Every accepted token is a success, and every pass that ended before gamma one failure. The estimate is successes
     over trials.
-
-    Args:
-        histogram: entry a counts the passes in which a draft tokens were accepted
-            (`saccade.Stats.accepted_histogram`).
-        gamma: draft tokens per pass.
-
-    Raises:
-        ValueError: the histogram is empty, has a negative count, or counts lengths above gamma.
     """
     numerics.count("draft length gamma", gamma, 1)
     counts = [numerics.count("number of passes", each) for each in histogram]
@@ -153,9 +108,6 @@ def acceptance_of_length(length: float, gamma: int) -> float:
     Inverse of `accepted_length`, for papers that report only tau. (LVSpec, Appendix E, reads ``1 - tau / K``
     as the failure rate instead. That is the share of draft tokens that are lost, not the rate at which one token is
     rejected: tau 3.41 of K = 10 means a failure rate of 21 %, not 65.9 %.)
-
-    Raises:
-        ValueError: gamma is below 1, or the length is not between 0 and gamma.
     """
     numerics.count("draft length gamma", gamma, 1)
     if not 0 <= length <= gamma:

@@ -21,16 +21,6 @@ def mixture(drafts: ArrayLike, weights: ArrayLike) -> Vector:
 
     Source: TABED, Section 5.1. KL and total variation are convex in q, so the mixture is never worse than the
     weighted mean of its parts. (The paper states no bound of its own.)
-
-    Args:
-        drafts: [m, V], one distribution per view.
-        weights: [m], from the simplex.
-
-    Returns:
-        [V]
-
-    Raises:
-        ValueError: shapes do not fit, or rows or weights are not distributions.
     """
     q = np.asarray(drafts, dtype=np.float64)
     w = _distribution("weights", weights)
@@ -44,9 +34,6 @@ def kl_divergence(target: ArrayLike, draft: ArrayLike) -> float:
     """``KL(p || q)`` in nats, the error that TABED's weights minimise; infinite where q misses a token of p.
 
     Source: TABED, Section 5.1.
-
-    Raises:
-        ValueError: either is not a distribution, or their lengths differ.
     """
     p, q = _pair(target, draft)
     support = p > 0
@@ -56,11 +43,7 @@ def kl_divergence(target: ArrayLike, draft: ArrayLike) -> float:
 
 
 def total_variation(target: ArrayLike, draft: ArrayLike) -> float:
-    """Half the L1 distance of two distributions, from 0 to 1.
-
-    Raises:
-        ValueError: either is not a distribution, or their lengths differ.
-    """
+    """Half the L1 distance of two distributions, from 0 to 1."""
     p, q = _pair(target, draft)
     return min(1.0, 0.5 * float(np.abs(p - q).sum()))
 
@@ -69,19 +52,12 @@ def sampling_acceptance(target: ArrayLike, draft: ArrayLike) -> float:
     """Probability that speculative sampling accepts a token drawn from the draft: ``1 - TV(p, q)``.
 
     Source: Leviathan et al. 2023, Section 3.2: the sum over tokens of ``min(p, q)``.
-
-    Raises:
-        ValueError: either is not a distribution, or their lengths differ.
     """
     return 1 - total_variation(target, draft)
 
 
 def greedy_match(target: ArrayLike, draft: ArrayLike) -> bool:
-    """Whether greedy decoding accepts the draft's best token; of equal tokens the first counts.
-
-    Raises:
-        ValueError: either is not a distribution, or their lengths differ.
-    """
+    """Whether greedy decoding accepts the draft's best token; of equal tokens the first counts."""
     p, q = _pair(target, draft)
     return bool(p.argmax() == q.argmax())
 
@@ -91,12 +67,6 @@ def acceptance_floor(kl: float) -> float:
 
     ``TV <= sqrt(KL / 2)`` (Pinsker) and ``TV <= sqrt(1 - exp(-KL))`` (Bretagnolle and Huber), whichever is
     smaller, in either direction of KL.
-
-    Args:
-        kl: in nats; may be infinite.
-
-    Raises:
-        ValueError: kl is negative.
     """
     if not kl >= 0:
         raise ValueError(f"The KL divergence must be at least 0, not {kl}.")

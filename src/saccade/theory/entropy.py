@@ -20,16 +20,6 @@ def confidence(probabilities: ArrayLike, k: int = 10) -> float:
     """``alpha = 1 - H / log k`` with H the entropy of the k largest probabilities, renormalised.
 
     Source: SAGE, Section 3.1, Eqs. 7-9.
-
-    Args:
-        probabilities: [V], the drafter's distribution (only ratios matter).
-        k: number of largest probabilities.
-
-    Returns:
-        From 0 (k equal tokens) to 1 (one certain token).
-
-    Raises:
-        ValueError: k is below 2 or above V, or the values are not a distribution.
     """
     p = np.asarray(probabilities, dtype=np.float64)
     numerics.count("k", k, 2)
@@ -49,9 +39,6 @@ def top_probability_floor(alpha: float, k: int = 10) -> float:
 
     Shannon entropy is at least min-entropy, ``-log p1 <= H = (1 - alpha) log k``. Reached whenever some m
     tokens share the mass equally (``alpha = 1 - log m / log k``); `top_probability_range` is always reached.
-
-    Raises:
-        ValueError: alpha lies outside 0 to 1, or k is below 2.
     """
     return float(numerics.count("k", k, 2) ** (numerics.probability("confidence", alpha) - 1))
 
@@ -61,9 +48,6 @@ def top_probability_range(alpha: float, k: int = 10) -> tuple[float, float]:
 
     Least: p1 repeated as often as it fits, and one remainder (least entropy for a given p1). Largest: p1 and
     k - 1 equal others (most entropy, Fano), which is the function that SAGE's proof of Lemma 4.3 inverts.
-
-    Raises:
-        ValueError: alpha lies outside 0 to 1, or k is below 2.
     """
     numerics.count("k", k, 2)
     entropy = (1 - numerics.probability("confidence", alpha)) * math.log(k)
@@ -82,17 +66,6 @@ def acceptance_threshold(k: int = 10, epsilon: float = 0.0, mass: float = 1.0) -
     ``mass * (2 p1 - 1) > 2 epsilon`` ensures: no token, inside the top k or outside, exceeds the runner-up's
     share. (The paper's proof loses a factor 2 in epsilon: one token's probabilities differ by at most the
     total variation, Eq. 21.)
-
-    Args:
-        k: number of tokens in the confidence.
-        epsilon: total variation between drafter and target, half the L1 distance.
-        mass: probability of the top k in the drafter's whole distribution.
-
-    Returns:
-        The threshold; 1 when no confidence suffices.
-
-    Raises:
-        ValueError: k is below 2, epsilon lies outside 0 to 1, or mass outside 0 to 1 or at 0.
     """
     needed = _needed(epsilon, mass)
     return min(1.0, 1 + math.log(needed) / math.log(numerics.count("k", k, 2)))
@@ -108,9 +81,6 @@ def least_acceptance_threshold(k: int = 10, epsilon: float = 0.0, mass: float = 
     tokens (x, 1 - x) reach it and can be rejected, so nothing lower is safe.
 
     Args and raises: as `acceptance_threshold`.
-
-    Returns:
-        The threshold; 1 when no confidence suffices.
     """
     needed = _needed(epsilon, mass)
     numerics.count("k", k, 2)

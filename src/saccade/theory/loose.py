@@ -19,13 +19,6 @@ def loose_acceptance(acceptance: float, density: float) -> float:
     """The effective acceptance ``1 - rho (1 - alpha)``.
 
     Source: LVSpec, Appendix A.3, Eq. 18.
-
-    Args:
-        acceptance: alpha, at strict positions; loose positions always accept.
-        density: rho, the share of strict positions.
-
-    Raises:
-        ValueError: either is not a probability.
     """
     return 1 - numerics.probability("density", density) * (1 - numerics.probability("acceptance", acceptance))
 
@@ -34,9 +27,6 @@ def loose_accepted_length(acceptance: float, density: float, gamma: int) -> floa
     """Expected accepted length when each of gamma positions is strict with probability rho, independently.
 
     Source: LVSpec, Appendix A.3, Eq. 19 before its approximation.
-
-    Raises:
-        ValueError: alpha or rho is not a probability, or gamma is negative.
     """
     return accepted_length(loose_acceptance(acceptance, density), gamma)
 
@@ -47,9 +37,6 @@ def loosened_accepted_length(acceptance: float, strict: int, gamma: int) -> floa
     LVSpec does this: it loosens ``floor(lambda K)`` positions of every draft, so
     ``strict = K - floor(lambda K)``. The first k positions hold s strict ones with hypergeometric probability.
     Never more than `loose_accepted_length` with ``rho = strict / gamma`` (Hoeffding 1963, Theorem 4).
-
-    Raises:
-        ValueError: alpha is not a probability, gamma is negative, or `strict` is not between 0 and gamma.
     """
     numerics.probability("acceptance", acceptance)
     numerics.count("draft length gamma", gamma)
@@ -63,16 +50,7 @@ def loosened_accepted_length(acceptance: float, strict: int, gamma: int) -> floa
 
 
 def loose_gain(acceptance: float, density: float, gamma: int | None = None) -> float:
-    """``E[tau_loose] / E[tau_strict]``, exact.
-
-    Args:
-        acceptance: alpha, above 0.
-        density: rho.
-        gamma: draft tokens per pass; None for an endless draft, which needs alpha below 1 and rho above 0.
-
-    Raises:
-        ValueError: an argument lies outside its domain.
-    """
+    """``E[tau_loose] / E[tau_strict]``, exact."""
     loose = loose_acceptance(acceptance, density)
     if acceptance == 0:
         raise ValueError("The acceptance must be above 0: strict verification accepts nothing to compare with.")

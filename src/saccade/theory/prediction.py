@@ -12,31 +12,18 @@ from saccade.theory.speed import VerifyCost, break_even, free_verification, spee
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected results of a chain of gamma draft tokens.
+    """Expected results of a chain of gamma draft tokens."""
 
-    Attributes:
-        acceptance: alpha, as given.
-        gamma: draft tokens, as given.
-        draft_cost: ``T_q / T_p``, as given.
-        verify_cost: ``T_p(gamma + 1) / T_p(1)``.
-        accepted_length: draft tokens accepted per pass.
-        block_efficiency: tokens emitted per pass.
-        speedup: over plain decoding; below 1 means slower.
-        verified_per_token: target positions computed per token emitted.
-        break_even: alpha at which this gamma is as fast as plain decoding; None when it never is.
-        best: the best gamma, and its speed-up.
-    """
-
-    acceptance: float
-    gamma: int
-    draft_cost: float
-    verify_cost: float
-    accepted_length: float
-    block_efficiency: float
-    speedup: float
-    verified_per_token: float
-    break_even: float | None
-    best: BestGamma
+    acceptance: float  # alpha, as given
+    gamma: int  # draft tokens, as given
+    draft_cost: float  # `T_q / T_p`, as given
+    verify_cost: float  # `T_p(gamma + 1) / T_p(1)`
+    accepted_length: float  # draft tokens accepted per pass
+    block_efficiency: float  # tokens emitted per pass
+    speedup: float  # over plain decoding; below 1 means slower
+    verified_per_token: float  # target positions computed per token emitted
+    break_even: float | None  # alpha at which this gamma is as fast as plain decoding; None when it never is
+    best: BestGamma  # the best gamma, and its speed-up
 
 
 def predict(
@@ -47,18 +34,7 @@ def predict(
     verify_cost: VerifyCost = free_verification,
     longest: int = 32,
 ) -> Prediction:
-    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best.
-
-    Args:
-        acceptance: alpha, the probability that one draft token is accepted when it is reached.
-        gamma: draft tokens per pass, at least 1.
-        draft_cost: ``T_q / T_p``, one drafter step over one plain target step.
-        verify_cost: ``T_p(n) / T_p(1)`` by n, tokens in the pass with the root counted (see `cost_curve`).
-        longest: largest gamma tried as the best.
-
-    Raises:
-        ValueError: an argument lies outside its domain.
-    """
+    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best."""
     length = accepted_length(acceptance, numerics.count("draft length gamma", gamma, 1))
     cost = verify_cost(gamma + 1)
     return Prediction(

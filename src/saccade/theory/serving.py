@@ -21,18 +21,10 @@ from saccade.errors import InputError
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of the parts of a step.
+    """Seconds of the parts of a step."""
 
-    Args:
-        decode: of a whole step of N decoding rows, by N: drafting, the target's forward and the host's work.
-        prefill: of a whole prompt by its number of tokens, the vision tower and the drafter's prompt included.
-
-    Raises:
-        InputError: nothing was measured, or a time is negative.
-    """
-
-    decode: Mapping[int, float]
-    prefill: Mapping[int, float]
+    decode: Mapping[int, float]  # of a whole step of N decoding rows, by N
+    prefill: Mapping[int, float]  # of a whole prompt by its number of tokens
 
     def __post_init__(self) -> None:
         for name, times in (("decode", self.decode), ("prefill", self.prefill)):
@@ -78,17 +70,11 @@ class Served:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """Figures of a load.
+    """Figures of a load."""
 
-    Attributes:
-        throughput: tokens a second, from the first arrival to the last token.
-        first_token: median and 95th percentile of the seconds from arrival to the first token.
-        answer: the same to the last token.
-    """
-
-    throughput: float
-    first_token: tuple[float, float]
-    answer: tuple[float, float]
+    throughput: float  # tokens a second, from the first arrival to the last token
+    first_token: tuple[float, float]  # median and 95th percentile of the seconds from arrival to the first token
+    answer: tuple[float, float]  # the same to the last token
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> LoadSummary:
@@ -113,23 +99,7 @@ def simulate_load(
     steps_ahead: int = 0,
     seed: int = 0,
 ) -> list[Served]:
-    """Simulate one engine that serves requests in order of arrival.
-
-    Args:
-        jobs: the requests.
-        costs: measured with the method and drafter that are simulated.
-        accepted: chance, or count, of 0, 1, ... accepted draft tokens in a step; plain decoding by default.
-        max_rows, prefill_chunk: as in `saccade.engine.RunningBatch`.
-        steps_ahead: steps before a prompt's first chunk that take the place of a chunk where rows decode: one for large
-            media, one for a drafter's long prompt. Their time is part of the prompt's.
-        seed: of the numbers of accepted tokens.
-
-    Returns:
-        Every request's course, in order of arrival.
-
-    Raises:
-        InputError: a number that is out of range.
-    """
+    """Simulate one engine that serves requests in order of arrival."""
     if max_rows < 1 or prefill_chunk < 1:
         raise InputError(f"max_rows and prefill_chunk must be at least 1, not {max_rows} and {prefill_chunk}.")
     if not accepted or min(accepted) < 0 or sum(accepted) <= 0:
@@ -175,16 +145,7 @@ def _prefill(active: Sequence[Served], costs: StepCosts, budget: int, ahead: int
 
 
 def replicas_for(jobs: Sequence[Job], costs: StepCosts, *, answer_p95: float, most: int = 64, **options: Any) -> int:
-    """Find the smallest number of replicas, served in turn, whose 95th percentile of whole answers is within an aim.
-
-    Args:
-        answer_p95: the aim, in seconds from arrival to last token.
-        most: replicas to try.
-        options: of `simulate_load`.
-
-    Raises:
-        InputError: the aim is not met with ``most`` replicas; an answer alone may take longer.
-    """
+    """Find the smallest number of replicas, served in turn, whose 95th percentile of whole answers is within an aim."""
     ordered = sorted(jobs, key=lambda job: job.arrival)
     for count in range(1, most + 1):
         served = [
@@ -203,12 +164,7 @@ def replicas_for(jobs: Sequence[Job], costs: StepCosts, *, answer_p95: float, mo
 def batched_speedup(
     plain: StepCosts, drafted: StepCosts, accepted: Sequence[float], rows: Sequence[int] = (1, 2, 4, 8)
 ) -> dict[int, float]:
-    """Times that drafting is faster than plain decoding, by the number of rows that decode at once.
-
-    Args:
-        plain, drafted: costs of both.
-        accepted: as in `simulate_load`.
-    """
+    """Times that drafting is faster than plain decoding, by the number of rows that decode at once."""
     emitted = 1 + sum(n * weight for n, weight in enumerate(accepted)) / sum(accepted)
     return {n: emitted * plain.step(n) / drafted.step(n) for n in rows}
 

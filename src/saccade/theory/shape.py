@@ -20,30 +20,19 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BestGamma:
-    """Best length of a chain.
+    """Best length of a chain."""
 
-    Attributes:
-        gamma: draft tokens per pass; 0 means that plain decoding is faster.
-        speedup: expected at that gamma.
-    """
-
-    gamma: int
-    speedup: float
+    gamma: int  # draft tokens per pass; 0 means that plain decoding is faster
+    speedup: float  # expected at that gamma
 
 
 @dataclass(frozen=True, slots=True)
 class BestTree:
-    """Best draft tree.
+    """Best draft tree."""
 
-    Attributes:
-        paths: child ranks from the root to each node, parents first; empty means plain decoding.
-        accepted_length: expected accepted length.
-        speedup: expected speed-up.
-    """
-
-    paths: tuple[Path, ...]
-    accepted_length: float
-    speedup: float
+    paths: tuple[Path, ...]  # child ranks from the root to each node, parents first; empty means plain decoding
+    accepted_length: float  # expected accepted length
+    speedup: float  # expected speed-up
 
     @property
     def depth(self) -> int:
@@ -57,15 +46,6 @@ def best_gamma(
     """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
 
     For acceptance that differs by depth, use `best_tree` with one rank per depth.
-
-    Args:
-        acceptance: alpha, the same at every depth.
-        draft_cost: ``T_q / T_p``.
-        verify_cost: cost of a pass over n tokens.
-        longest: largest gamma tried.
-
-    Raises:
-        ValueError: alpha is not a probability, a cost is negative, or `longest` is negative.
     """
     best = BestGamma(0, 1.0)
     for gamma in range(1, numerics.count("longest gamma", longest) + 1):
@@ -87,16 +67,6 @@ def best_tree(
 
     For a given depth and number of nodes the best tree has the nodes of largest path probability (a parent
     is never less probable than its child), so the search over depths and sizes is exact.
-
-    Args:
-        by_depth: acceptances by depth and rank, as `tree_accepted_length` takes them. Its rows and columns
-            bound depth and width.
-        draft_cost: ``T_q / T_p`` of one drafter step, which drafts a whole level.
-        verify_cost: cost of a pass over n tokens.
-        nodes: most nodes, the root not counted.
-
-    Raises:
-        ValueError: the table is not one of exclusive probabilities, or a cost or `nodes` is negative.
     """
     rows = exclusive_rows(by_depth)
     numerics.count("number of nodes", nodes)
@@ -122,14 +92,6 @@ def best_width(by_rank: Sequence[float], draft_cost: float, *, verify_cost: Veri
     from which on a candidate costs more than it brings. The theorem's own exponent, ``1 / (1 + beta)`` (Eq.
     17), does not follow from its Eq. 38, and its proof's ``(1 / q_1)^(1 / (1 - beta))`` (Eq. 39) drops the
     target's cost and falls with q_1 where Eq. 17 rises.
-
-    Args:
-        by_rank: probability that the candidate of each rank is the accepted one; sums to at most 1.
-        draft_cost: ``T_q / T_p``.
-        verify_cost: cost of a pass over n tokens.
-
-    Raises:
-        ValueError: as `best_tree`.
     """
     return len(best_tree([by_rank], draft_cost, verify_cost=verify_cost, nodes=len(by_rank)).paths)
 
@@ -142,13 +104,6 @@ def depth_limit(acceptance: float, draft_cost: float) -> int:
     stops at the former. Neither maximises the speed-up of its Eq. 33: that needs ``p^(D + 1)`` above
     ``c_d / c_t`` times the speed-up reached. So this is an upper bound of the optimum (p = 0.8, c = 0.05: 13,
     the optimum is 8), which `best_gamma` finds.
-
-    Args:
-        acceptance: p, the same at every depth, below 1.
-        draft_cost: ``c_d / c_t``, above 0.
-
-    Raises:
-        ValueError: p is 1 or not a probability, or the cost is not positive: then no depth is too deep.
     """
     if numerics.probability("acceptance", acceptance) == 1:
         raise ValueError("The acceptance must be below 1: a drafter that never fails has no depth limit.")

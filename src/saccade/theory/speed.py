@@ -29,12 +29,6 @@ def cost_curve(points: Mapping[int, float]) -> VerifyCost:
     """A verification cost from measured points, linear between them.
 
     One token costs 1 by definition. Past the last point the last slope continues, but never falls.
-
-    Args:
-        points: tokens in the pass (root included) to ``T_p(n) / T_p(1)``.
-
-    Raises:
-        ValueError: a point has fewer than 1 token, a cost that is not positive, or one token does not cost 1.
     """
     known = {1: 1.0}
     for tokens, cost in points.items():
@@ -64,15 +58,6 @@ def speedup(block_efficiency: float, draft_passes: int, draft_cost: float, *, ve
 
     Source: TABED, Section 3, Eq. 1, which has 1 for the last term; ``2.29 / (5 * 0.063 + 1) = 1.74`` is its
     own check value (Appendix G.1).
-
-    Args:
-        block_efficiency: expected tokens per verification pass, bonus token included.
-        draft_passes: drafter steps per verification pass: gamma of a chain, the depth of a tree.
-        draft_cost: ``T_q / T_p``, one drafter step.
-        verify_cost: ``T_p(gamma + 1) / T_p(1)`` (for a tree, its nodes + 1).
-
-    Raises:
-        ValueError: the block efficiency is below 1, or a cost is negative or not finite.
     """
     if numerics.positive("block efficiency", block_efficiency) < 1:
         raise ValueError(f"The block efficiency must be at least 1, not {block_efficiency}.")
@@ -85,14 +70,6 @@ def speedup_per_node(accepted_length: float, nodes: int, draft_cost: float) -> f
     Source: SAGE, Section 2.2, Eq. 6, with its costs in units of the target's (as written it has the dimension
     of tokens over time, not of a speed-up). A drafter that decodes level by level pays for the depth, not for
     the nodes: `speedup` with ``draft_passes=depth`` is nearer to that.
-
-    Args:
-        accepted_length: expected accepted draft tokens per pass.
-        nodes: nodes of the tree, the root not counted.
-        draft_cost: ``c_d / c_t``.
-
-    Raises:
-        ValueError: an argument is negative or not finite.
     """
     return (numerics.ratio("accepted length", accepted_length) + 1) / _pass_cost(nodes, draft_cost, 1.0)
 
@@ -104,23 +81,13 @@ def speedup_without_bonus(
 
     Source: LVSpec, Section 2.2, Eq. 3. It is lower than `speedup` by the factor ``tau / (tau + 1)``, and 0 for
     a drafter whose every token is rejected.
-
-    Raises:
-        ValueError: an argument is negative or not finite.
     """
     cost = _pass_cost(draft_passes, draft_cost, verify_cost)
     return numerics.ratio("accepted length", accepted_length) / cost
 
 
 def break_even(gamma: int, draft_cost: float, *, verify_cost: float = 1.0) -> float | None:
-    """Acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays.
-
-    Returns:
-        alpha; 0 when it always pays, None when it does not pay even if every token is accepted.
-
-    Raises:
-        ValueError: gamma is below 1, or a cost is negative or not finite.
-    """
+    """Acceptance at which a chain is exactly as fast as plain decoding; above it, speculation pays."""
     numerics.count("draft length gamma", gamma, 1)
     needed = _pass_cost(gamma, draft_cost, verify_cost) - 1
     if needed > gamma:
@@ -138,33 +105,13 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, *, value_bytes
 
     LLaVA-1.5 7B in float16 (32 layers, 32 heads of 128): 512 KiB; Qwen2.5-VL 7B (28 layers, 4 KV heads of
     128): 56 KiB.
-
-    Args:
-        layers: layers with a cache.
-        kv_heads: KV heads per layer (fewer than query heads in grouped-query attention).
-        head_dim: numbers per head.
-        value_bytes: 4 for float32, 2 for float16 and bfloat16, less for a quantised cache.
-
-    Raises:
-        ValueError: a count is below 1, or the size is not positive.
     """
     numbers = 2 * numerics.count("number of layers", layers, 1) * numerics.count("number of KV heads", kv_heads, 1)
     return numbers * numerics.count("head dimension", head_dim, 1) * numerics.positive("value size", value_bytes)
 
 
 def verified_per_token(nodes: int, accepted_length: float) -> float:
-    """Target positions computed per token emitted; plain decoding has 1.
-
-    Args:
-        nodes: draft tokens per pass, the root not counted (gamma of a chain).
-        accepted_length: accepted ones of them, expected or measured.
-
-    Returns:
-        ``(nodes + 1) / (accepted_length + 1)``
-
-    Raises:
-        ValueError: `nodes` is negative, or the accepted length is not between 0 and `nodes`.
-    """
+    """Target positions computed per token emitted; plain decoding has 1."""
     numerics.count("number of nodes", nodes)
     if not 0 <= accepted_length <= nodes:
         raise ValueError(f"The accepted length must lie between 0 and {nodes}, not {accepted_length}.")

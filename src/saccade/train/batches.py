@@ -21,12 +21,7 @@ from saccade.target.adapter import Target
 def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Keyword arguments of the target's model for B sequences and their media.
 
-    Args:
-        prompts: whole sequences, answers included. Of an unknown family, one at a time.
-
-    Returns:
-        ``input_ids`` and ``attention_mask`` ``[B, S]``, positions where the model has M-RoPE ``[3, B, S]``, token
-        types where its family needs them, and the media of all rows.
+    Shapes: returns ``[B, S]``.
     """
     device = target.device
     rows = [torch.tensor(p.ids, device=device) for p in prompts]
@@ -52,12 +47,6 @@ def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[
     """Forward passes for all prompts in order: halved where media do not fit together (videos of several lengths).
 
     Prompts of an unknown family are passed one at a time.
-
-    Yields:
-        Which prompts a pass is for, and its `forward_inputs`, computed when it is requested.
-
-    Raises:
-        InputError: the media of one prompt alone cannot be used.
     """
     waiting = [(0, len(prompts))]
     while waiting:
@@ -89,9 +78,6 @@ def split_validation(conversations: Sequence[int], wanted: int, seed: int) -> tu
     """Samples to validate on, at most a tenth, and samples to train on; turns of one conversation stay together.
 
     Where no conversation is as short as that, samples are held out one by one.
-
-    Args:
-        conversations: number of every sample's conversation.
     """
     count, turns = len(conversations), defaultdict[int, list[int]](list)
     for index, conversation in enumerate(conversations):
@@ -107,17 +93,7 @@ def split_validation(conversations: Sequence[int], wanted: int, seed: int) -> tu
 
 
 class Order:
-    """Batches of samples of similar length, in another order every epoch.
-
-    Args:
-        lengths: of every sample.
-        chosen: numbers of the samples to use.
-        batch: samples per step.
-        seed: of the order.
-
-    Raises:
-        TrainingError: fewer samples than one batch.
-    """
+    """Batches of samples of similar length, in another order every epoch."""
 
     def __init__(self, lengths: Sequence[int], chosen: Sequence[int], batch: int, seed: int) -> None:
         if len(chosen) < batch:

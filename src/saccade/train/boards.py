@@ -25,11 +25,7 @@ class Board(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard's events in a folder.
-
-    Args:
-        step: steps done; events of later ones, which will run again, are hidden.
-    """
+    """TensorBoard's events in a folder."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -45,16 +41,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of a project of Weights & Biases, continued by its id in ``wandb-id``.
-
-    Args:
-        project: of the run.
-        folder: of the run's files, and its name.
-        about: settings to show.
-
-    Raises:
-        TrainingError: the service refuses the run or cannot be reached.
-    """
+    """One run of a project of Weights & Biases, continued by its id in ``wandb-id``."""
 
     def __init__(self, project: str, folder: Path, about: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore]
@@ -88,14 +75,7 @@ def check_wandb() -> None:
 
 
 def boards(folder: Path, step: int, project: str | None, about: Mapping[str, Any]) -> list[Board]:
-    """Return the boards of a run, continued after ``step`` steps.
-
-    Args:
-        project: of Weights & Biases; None without it.
-
-    Raises:
-        TrainingError: Weights & Biases is not installed, or does not take the run.
-    """
+    """Return the boards of a run, continued after ``step`` steps."""
     found: list[Board] = []
     if find_spec("tensorboard"):
         found.append(TensorBoard(folder / "tensorboard", step))

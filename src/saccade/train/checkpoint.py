@@ -63,11 +63,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def trained(place: str | Path | None) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return facts and weights of the drafter in a checkpoint; None for another folder.
-
-    Raises:
-        TrainingError: the checkpoint is damaged.
-    """
+    """Return facts and weights of the drafter in a checkpoint; None for another folder."""
     if place is None or not (Path(place) / _ABOUT).is_file():
         return None
     about, content = _read(Path(place))
@@ -78,24 +74,14 @@ def trained(place: str | Path | None) -> tuple[dict[str, Any], dict[str, Any]] |
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: of the checkpoints, one folder each.
-        about: what must be the same on resume (JSON values, nested dictionaries).
-        keep: number of checkpoints.
-    """
+    """The checkpoints of one run."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], keep: int = 2) -> None:
         self._folder, self._keep = folder, keep
         self._about = json.loads(json.dumps(about))
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the state after ``step`` steps, random states included; the oldest checkpoints are deleted.
-
-        Raises:
-            TrainingError: the disk is full or cannot be written; older checkpoints stay.
-        """
+        """Write the state after ``step`` steps, random states included; the oldest checkpoints are deleted."""
         buffer = io.BytesIO()
         torch.save({**state, "random": _random_states()}, buffer)
         content = buffer.getvalue()
@@ -110,24 +96,13 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:
-        """Replace entries of the state after ``step`` steps, if they exist, by later JSON values.
-
-        Raises:
-            TrainingError: the disk is full or cannot be written.
-        """
+        """Replace entries of the state after ``step`` steps, if they exist, by later JSON values."""
         place = self._folder / f"step-{step:08d}"
         if place.is_dir():
             write_file(place / _LATER, json.dumps(values) + "\n", error=TrainingError)
 
     def load(self) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest complete checkpoint and restore the random states.
-
-        Returns:
-            Steps done and the state; None if there is no checkpoint.
-
-        Raises:
-            TrainingError: the checkpoints are of another run, or all of them are damaged.
-        """
+        """Load the newest complete checkpoint and restore the random states."""
         for left in self._folder.glob(".step-*"):
             recover(left.with_name(left.name[1:].rpartition(".")[0]))
         found = _found(self._folder)

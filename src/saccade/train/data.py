@@ -29,9 +29,6 @@ def end_token(processor: InputProcessor) -> int | None:
     """Return the id that ends an answer: of several, the one that the chat template puts behind an assistant's turn.
 
     Gemma 3 has ids 1 and 106 and ends turns with 106; Llama 3 names 128001 first and ends them with 128009.
-
-    Returns:
-        The processor's first id where the template does not decide; None where it has none.
     """
     known = processor.eos_token_ids
     if len(known) > 1:
@@ -63,21 +60,7 @@ class Answers:
     in the messages are ``data:`` URIs or files, relative to the JSON lines file or to the folder in its
     ``distill.json``. An empty answer consists of its end token, or is left out without one.
 
-    Args:
-        path: the file, or its folder.
-        processor: of the target.
-        on_bad_line: ``stop`` at the first unusable line, or ``skip`` and count them.
-        min_words: answers of fewer words are left out.
-        max_tokens: longer samples lose the end of their answer; prompts that leave no room are bad lines.
-
     Samples whose messages begin with the same question are turns of one conversation (`conversations`).
-
-    Attributes:
-        bad: line number -> fault, of the unusable lines read so far.
-        short: number of answers left out for their length.
-
-    Raises:
-        TrainingError: the file cannot be read or holds no answer, or a line is bad with ``on_bad_line="stop"``.
     """
 
     def __init__(
@@ -92,8 +75,8 @@ class Answers:
         self._path, self._media, self._teacher = place_of(Path(path).expanduser())
         self._processor, self._max_tokens, self._end = processor, max_tokens, end_token(processor)
         self._stop = on_bad_line == "stop"
-        self.bad: dict[int, str] = {}
-        self.short = 0
+        self.bad: dict[int, str] = {}  # line number -> fault, of the unusable lines read so far
+        self.short = 0  # number of answers left out for their length
         self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
         self._conversations = array("q")
         content, self._seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
@@ -110,14 +93,7 @@ class Answers:
             )
 
     def sample(self, index: int) -> Sample | None:
-        """Prepare one sample.
-
-        Returns:
-            None where the line is bad and bad lines are skipped.
-
-        Raises:
-            TrainingError: the line is bad (an image is missing, or the file has changed) with ``on_bad_line="stop"``.
-        """
+        """Prepare one sample."""
         number = self._numbers[index]
         with self._path.open("rb") as file:
             file.seek(self._offsets[index])

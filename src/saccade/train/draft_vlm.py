@@ -38,31 +38,15 @@ _PROBED = 16
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Samples whose media fit into one forward pass.
+    """Samples whose media fit into one forward pass."""
 
-    Attributes:
-        samples: inputs of the target.
-        inputs: of the drafter, without media in text-only batches; ``input_ids`` is ``[B, S]``.
-        supervised: ``[B, S]`` bool; tokens whose next token is part of the answer.
-    """
-
-    samples: Sequence[Sample]
-    inputs: dict[str, Any]
-    supervised: Tensor
+    samples: Sequence[Sample]  # inputs of the target
+    inputs: dict[str, Any]  # of the drafter, without media in text-only batches; `input_ids` is `[B, S]`
+    supervised: Tensor  # `[B, S]` bool; tokens whose next token is part of the answer
 
 
 class DraftVlmLearner:
-    """A draft VLM of the recipe's language model; see `saccade.train.learner.Learner`.
-
-    Args:
-        processor: of the target.
-        say: called with lines of progress.
-
-    Raises:
-        TrainingError: the recipe names no language model or an option that draft VLMs lack, or the samples are longer
-            than the language model's context.
-        ModelError: the language model cannot be used.
-    """
+    """A draft VLM of the recipe's language model; see `saccade.train.learner.Learner`."""
 
     word, folder = "drafter", "draft"
 
@@ -141,11 +125,7 @@ class DraftVlmLearner:
         return {name: weights[name] for name in self._parts.trained}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load weights as returned by `state`.
-
-        Raises:
-            TrainingError: a trained weight is missing, or one is unknown.
-        """
+        """Load weights as returned by `state`."""
         wanted = set(self._parts.trained)
         for name in sorted(wanted ^ state.keys()):
             raise TrainingError(

@@ -22,17 +22,11 @@ _HEAD_DIM = 64
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """A draft VLM with its groups of weights.
+    """A draft VLM with its groups of weights."""
 
-    Attributes:
-        model: of the target's class, float32, on its device; the tower without gradients.
-        projector: between tower and language model.
-        language: embeddings, layers and LM head.
-    """
-
-    model: Any
-    projector: list[nn.Parameter]
-    language: list[nn.Parameter]
+    model: Any  # of the target's class, float32, on its device; the tower without gradients
+    projector: list[nn.Parameter]  # between tower and language model
+    language: list[nn.Parameter]  # embeddings, layers and LM head
 
     @property
     def trained(self) -> list[str]:
@@ -44,16 +38,6 @@ def new_draft_vlm(target: Target, processor: InputProcessor, lm: str, seed: int)
     """Put the target's vision tower and a new projector in front of a language model.
 
     Source: TABED, Appendix H.1, and LLaVA-1.5, Section 3: the projector has two layers, as wide as the language model.
-
-    Args:
-        processor: of the target.
-        lm: folder or hub id of a language model of the target's tokenizer; or LAYERSxWIDTH, such as ``2x128``, for an
-            untrained Llama.
-        seed: of weights that are new.
-
-    Raises:
-        TrainingError: the target is of another class, or the shape is impossible.
-        ModelError: the language model cannot be loaded, is a VLM, or has another tokenizer.
     """
     _check_class(target)
     with torch.random.fork_rng():
@@ -80,14 +64,7 @@ def _check_class(target: Target) -> None:
 
 
 def joined_config(target: Target, lm: str) -> Any:
-    """Return the configuration of a draft VLM by that of its language model, whose weights are not read.
-
-    Args:
-        lm: as in `new_draft_vlm`.
-
-    Raises:
-        TrainingError, ModelError: as `new_draft_vlm`.
-    """
+    """Return the configuration of a draft VLM by that of its language model, whose weights are not read."""
     _check_class(target)
     small = _fresh_config(target, lm) if _shape(lm) else check_checkpoint(path_of(lm), weights=False)
     small.vocab_size = max(small.vocab_size, _rows(target))

@@ -37,18 +37,6 @@ class FeatureCache:
     read become zeros. Files are named by the hash of their content; a damaged one is reported and removed, and its
     samples are computed again. Several processes may share a folder: each writes files of its own, and finds those of
     the others when it lacks a sample.
-
-    Args:
-        target: whose features they are.
-        needed: returns what the head reads of a sample; everything when None.
-        limit: bytes; further samples are not cached.
-        folder: of the files, in a folder of their fingerprint; None for memory.
-        fingerprint: of target, layers and data; files of another one are discarded.
-        shared: whether files of other fingerprints stay, as other runs may need them.
-        say: takes reports of damaged files.
-
-    Attributes:
-        bytes: cached now.
     """
 
     def __init__(
@@ -63,7 +51,7 @@ class FeatureCache:
     ) -> None:
         self._needed = needed or _all
         self._target, self._limit, self._folder, self._say = target, limit, folder, say
-        self.bytes = 0
+        self.bytes = 0  # cached now
         self._memory: dict[int, dict[str, Tensor]] = {}
         self._shards: dict[int, Path] = {}
         self._known: set[Path] = set()
@@ -88,11 +76,7 @@ class FeatureCache:
         return None if packed is None else self._unpack(packed)
 
     def put(self, index: int, features: Features) -> None:
-        """Cache the features of a sample if there is room.
-
-        Raises:
-            TrainingError: the disk is full.
-        """
+        """Cache the features of a sample if there is room."""
         if index in self._memory or index in self._shards:
             return
         packed = self._pack(features)

@@ -32,46 +32,27 @@ class Features:
     """Target outputs for one sample of S tokens.
 
     Without the teacher's logits, which the LM head computes from the last states.
-
-    Attributes:
-        ids: ``[S]``.
-        visual: ``[S]`` bool; placeholders of images and videos.
-        answer: ``[S]`` bool; tokens whose NEXT token is part of the answer: the prompt's last token is one, the
-            answer's last token is not.
-        states: layer index -> ``[S, d]``; the index after the last layer is included, after the final norm.
-        embeddings: ``[S, d]`` decoder inputs, with visual features in place of placeholders.
-        dropped: ``[S]`` bool; visual tokens without entries; None for none.
-        stops: tokens after images and videos.
     """
 
-    ids: Tensor
-    visual: Tensor
-    answer: Tensor
-    states: dict[int, Tensor]
-    embeddings: Tensor
-    dropped: Tensor | None = None
-    stops: tuple[int, ...] = ()
+    ids: Tensor  # `[S]`
+    visual: Tensor  # `[S]` bool; placeholders of images and videos
+    answer: Tensor  # `[S]` bool
+    states: dict[int, Tensor]  # layer index -> `[S, d]`
+    embeddings: Tensor  # `[S, d]` decoder inputs, with visual features in place of placeholders
+    dropped: Tensor | None = None  # `[S]` bool; visual tokens without entries; None for none
+    stops: tuple[int, ...] = ()  # tokens after images and videos
 
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """Part of a sample that a head reads, by token.
+    """Part of a sample that a head reads, by token."""
 
-    Attributes:
-        states: layer index -> ``[S]`` bool; tokens whose state is read.
-        visual: ``[S]`` bool; visual tokens whose embedding is read. Embeddings of text are looked up.
-    """
-
-    states: dict[int, Tensor]
-    visual: Tensor
+    states: dict[int, Tensor]  # layer index -> `[S]` bool; tokens whose state is read
+    visual: Tensor  # `[S]` bool; visual tokens whose embedding is read. Embeddings of text are looked up
 
 
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
-    """Run the target over prompts and answers, in batches where family and media allow.
-
-    Args:
-        layers: of the states besides the last, as in `saccade.target.hidden_states.FeatureTap`.
-    """
+    """Run the target over prompts and answers, in batches where family and media allow."""
     wanted = sorted({0, *layers, len(target.layers)})
     read: list[Features] = []
     for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
@@ -127,27 +108,16 @@ def _row(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Calibration of one prompt.
+    """Calibration of one prompt."""
 
-    Attributes:
-        layer: index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
-            `saccade.target.forward.Requirements`.
-        dropped: ascending positions of visual tokens that have no entry.
-    """
-
+    # index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
+    # `saccade.target.forward.Requirements`
     layer: int
-    dropped: tuple[int, ...]
+    dropped: tuple[int, ...]  # ascending positions of visual tokens that have no entry
 
 
 class Calibration:
-    """Findings by prompt, also those on disk.
-
-    Args:
-        target: whose attention is read.
-        pruning: which visual tokens have entries.
-        folder: of the findings, one file per process; None for memory.
-        rank: number of this process.
-    """
+    """Findings by prompt, also those on disk."""
 
     def __init__(self, target: Target, pruning: Pruning, folder: Path | None = None, rank: int = 0) -> None:
         self._target, self._pruning = target, pruning
@@ -160,11 +130,7 @@ class Calibration:
                 self._remember(line)
 
     def of(self, prompt: Prompt) -> Finding:
-        """Return the finding of a prompt, by a target forward if there is none yet.
-
-        Raises:
-            ModelError: the target's attention cannot be read.
-        """
+        """Return the finding of a prompt, by a target forward if there is none yet."""
         key = self._key(prompt)
         if key not in self._known:
             self._known[key] = found = calibrate(self._target, prompt, self._pruning)
@@ -172,11 +138,7 @@ class Calibration:
         return self._known[key]
 
     def save(self) -> None:
-        """Write new findings to the folder, if any.
-
-        Raises:
-            TrainingError: the disk is full.
-        """
+        """Write new findings to the folder, if any."""
         if self._file is None or not self._unsaved:
             return
         with writing(self._file, TrainingError):
@@ -199,11 +161,7 @@ class Calibration:
 
 @torch.inference_mode()
 def calibrate(target: Target, prompt: Prompt, pruning: Pruning) -> Finding:
-    """Read the attention of all layers during the prefill of a prompt.
-
-    Raises:
-        ModelError: the target's attention cannot be read.
-    """
+    """Read the attention of all layers during the prefill of a prompt."""
     with AttentionProbe(target) as probe:
         context = Context(target, 1)
         context.cache.reserve(0, len(prompt))

@@ -37,46 +37,27 @@ _MARK = 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one kind of drafter costs.
+    """What one kind of drafter costs."""
 
-    Attributes:
-        word: its name.
-        trained: number of trained weights.
-        memory: bytes on the GPU by what they are, without the target's weights.
-        cache: bytes of a sample's features; 0 where none are cached.
-        reading: arithmetic of a sample that a cache saves.
-        once: arithmetic of a sample in the first epoch alone.
-        learning: arithmetic of a sample in every stage, forward and backward.
-    """
-
-    word: str
-    trained: int
-    memory: Mapping[str, float]
-    cache: float
-    reading: float
-    learning: tuple[float, ...]
-    once: float = 0.0
+    word: str  # its name
+    trained: int  # number of trained weights
+    memory: Mapping[str, float]  # bytes on the GPU by what they are, without the target's weights
+    cache: float  # bytes of a sample's features; 0 where none are cached
+    reading: float  # arithmetic of a sample that a cache saves
+    learning: tuple[float, ...]  # arithmetic of a sample in every stage, forward and backward
+    once: float = 0.0  # arithmetic of a sample in the first epoch alone
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of a run.
+    """Forecast of a run."""
 
-    Attributes:
-        preset: the GPU.
-        settings: of the preset, as a user would type them.
-        recipe: all numbers of the run.
-        size: of the target.
-        lengths: of the samples.
-        work: of the drafter.
-    """
-
-    preset: Preset
-    settings: Mapping[str, object]
-    recipe: Recipe
-    size: ModelSize
-    lengths: Lengths
-    work: Work
+    preset: Preset  # the GPU
+    settings: Mapping[str, object]  # of the preset, as a user would type them
+    recipe: Recipe  # all numbers of the run
+    size: ModelSize  # of the target
+    lengths: Lengths  # of the samples
+    work: Work  # of the drafter
 
     @property
     def memory(self) -> float:
@@ -160,18 +141,7 @@ def forecast(
     settings: Mapping[str, object] | None = None,
     dtype: str = "auto",
 ) -> Forecast:
-    """Compute what a run needs on a preset's GPU; weights are not read and need not be there.
-
-    Args:
-        target: folder with the configuration, or hub id.
-        data: as for `saccade.train.data.Answers`; where it does not exist, typical samples are assumed.
-        settings: of the preset, for the reader.
-        dtype: of the target's weights; as stored for ``auto``.
-
-    Raises:
-        ModelError: the target's configuration cannot be used, or an option of the head does not exist.
-        TrainingError: no draft VLM can be made for the target.
-    """
+    """Compute what a run needs on a preset's GPU; weights are not read and need not be there."""
     size = ModelSize(target, dtype=dtype)
     file, media, _ = place_of(data.expanduser())
     lengths = (of_answers(file, media, size) if file.is_file() else assumed(size, file.name)).cut(recipe.max_tokens)
@@ -191,11 +161,7 @@ def _width(recipe: Recipe) -> int:
 
 
 def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
-    """Compute the work of a head.
-
-    Raises:
-        ModelError: the kind of head has no such option.
-    """
+    """Compute the work of a head."""
     config = HeadConfig.from_target(size.target, recipe.kind, steps=recipe.deepest, **recipe.head)
     with torch.device("meta"):
         head = build_head(config)
@@ -294,12 +260,7 @@ def _logits(places: float, size: ModelSize, known: int, recipe: Recipe) -> float
 
 
 def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
-    """Compute the work of a draft VLM.
-
-    Raises:
-        TrainingError: the recipe names no language model, or the target's class has no draft VLM.
-        ModelError: the language model's configuration cannot be used.
-    """
+    """Compute the work of a draft VLM."""
     check_recipe(recipe)
     lm = str(recipe.head["lm"])
     small = ModelSize(lm, joined_config(size.target, lm))

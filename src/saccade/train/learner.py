@@ -33,19 +33,11 @@ from saccade.train.warm_start import new_head, weights_digest
 
 
 class Learner(Protocol):
-    """A drafter in training: its batches, loss, measure and files.
+    """A drafter in training: its batches, loss, measure and files."""
 
-    Attributes:
-        module: the drafter, as a measure takes it; trained weights have gradients.
-        word: its name in plans.
-        folder: name of its folder.
-        terms: names of the loss's terms, for the log.
-        about: what must be the same on resume (JSON values).
-    """
-
-    word: str
-    folder: str
-    about: Mapping[str, Any]
+    word: str  # its name in plans
+    folder: str  # name of its folder
+    about: Mapping[str, Any]  # what must be the same on resume (JSON values)
 
     @property
     def module(self) -> nn.Module: ...
@@ -114,24 +106,7 @@ class Learner(Protocol):
 
 
 class HeadLearner:
-    """Learner of a head of the recipe's kind, on the target's states.
-
-    Args:
-        out: of the run; features and a calibration are written there.
-        features: folder of a disk cache that runs share: it has all that any head of the same layers reads, and files
-            of other targets or answers stay. None for a cache of this run alone.
-        begin: folder or hub id of the initial head, or a checkpoint; fresh weights when None.
-        rank: number of this process.
-        count: of processes, which share a feature cache on disk.
-        say: takes lines of progress.
-
-    Attributes:
-        feeder: makes entries of samples.
-
-    Raises:
-        TrainingError: an option of the head is of the wrong type, or loss.k is larger than the vocabulary.
-        ModelError: the kind of head has no such option, or there is no head to begin with or it is of another target.
-    """
+    """Learner of a head of the recipe's kind, on the target's states."""
 
     word = folder = "head"
 
@@ -246,16 +221,7 @@ def new_learner(
     say: Callable[[str], None] = print,
     **of_heads: Any,
 ) -> Learner:
-    """A draft VLM, or a head with fresh weights or another's; arguments as in `DraftVlmLearner` and `HeadLearner`.
-
-    Args:
-        of_heads: further arguments of `HeadLearner`.
-
-    Raises:
-        TrainingError: a draft VLM is wanted, and there is no processor, or it cannot be made or is to begin with a
-            head or to share features; or the head to begin with is another than the recipe's.
-        ModelError: the kind of head has no such option, or there is no head to begin with.
-    """
+    """A draft VLM, or a head with fresh weights or another's; arguments as in `DraftVlmLearner` and `HeadLearner`."""
     if recipe.kind != DRAFT_VLM:
         return HeadLearner(target, recipe, source, out, say=say, **of_heads)
     begin = of_heads.get("begin")

@@ -15,16 +15,7 @@ from saccade.train.boards import Board
 
 
 class Log:
-    """The log of a run, continued from a step.
-
-    Args:
-        folder: of ``log.jsonl``.
-        step: steps done; lines of later steps, which will run again, are removed.
-        steps: of the whole run.
-        say: takes the line of progress.
-        again: a value that will be measured again after ``step`` steps; its lines there are removed, too.
-        boards: that get the same numbers; those of lists under names with their places.
-    """
+    """The log of a run, continued from a step."""
 
     def __init__(
         self,
@@ -46,11 +37,7 @@ class Log:
         self._boards = boards
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Record numbers after a step.
-
-        Raises:
-            TrainingError: the disk is full.
-        """
+        """Record numbers after a step."""
         with writing(self._path, TrainingError), self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         numbers = {}

@@ -30,11 +30,7 @@ class WideMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient.
-
-        Raises:
-            ValueError: a closure is given, or another rule for the learning rate.
-        """
+        """Update every matrix that has a gradient."""
         if closure is not None:
             raise ValueError("This optimiser takes no closure; compute the gradients before the step.")
         for group in self.param_groups:
@@ -74,12 +70,7 @@ def muon_and_adamw(
     fused: bool | None = None,
     precision: str = "auto",
 ) -> list[torch.optim.Optimizer]:
-    """Make Muon for matrices, if any, with rates matched to AdamW's, and AdamW for all other weights.
-
-    Args:
-        fused: AdamW in one kernel, whose rounding differs from the default's.
-        precision: of a recipe; ``fp32`` keeps Muon's products in float32 on every device.
-    """
+    """Make Muon for matrices, if any, with rates matched to AdamW's, and AdamW for all other weights."""
     turned = {id(matrix) for matrix in matrices}
     others = [weight for weight in weights if id(weight) not in turned]
     made: list[torch.optim.Optimizer] = []
@@ -92,21 +83,13 @@ def muon_and_adamw(
 
 
 class Optimisers:
-    """Optimisers under one learning rate and one clipped gradient norm.
-
-    Attributes:
-        weights: trained parameters, over which the norm is taken.
-    """
+    """Optimisers under one learning rate and one clipped gradient norm."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], weights: Sequence[nn.Parameter], clip: float) -> None:
         self._parts, self.weights, self._clip = parts, list(weights), clip
 
     def step(self, rate: float) -> float:
-        """Clip the gradients, update the weights and `clear`.
-
-        Returns:
-            The gradient's norm before clipping.
-        """
+        """Clip the gradients, update the weights and `clear`."""
         norm = float(nn.utils.clip_grad_norm_(self.weights, self._clip or math.inf))
         for part in self._parts:
             for group in part.param_groups:
@@ -129,11 +112,7 @@ class Optimisers:
 
 
 class Optimiser(Optimisers):
-    """AdamW for all weights, or Muon for matrices and AdamW for the rest.
-
-    Attributes:
-        weights: trained parameters of the current stage, see `train_only`.
-    """
+    """AdamW for all weights, or Muon for matrices and AdamW for the rest."""
 
     def __init__(self, head: nn.Module, recipe: Recipe) -> None:
         self._all = [p for p in head.parameters() if p.requires_grad]

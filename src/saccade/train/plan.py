@@ -20,38 +20,22 @@ _STEPS, _EACH = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Forecast of a run.
+    """Forecast of a run."""
 
-    Attributes:
-        samples: for training.
-        apart: for validation.
-        epochs: passes over the samples.
-        trained: number of trained weights.
-        word: name of the drafter.
-        target: weights of the teacher.
-        bytes: in each process, of the target's weights; of trained ones with gradients, optimiser and, over several
-            processes, the sum of gradients; and of one micro batch.
-        gathered: bytes of a sharded target's largest layer, which is whole while it runs; 0 for other targets.
-        seconds: per step of each stage.
-        cache: bytes of the features of all samples.
-        kept: the recipe's feature cache, and its limit in bytes per process.
-        does: description of each stage.
-    """
-
-    samples: int
-    apart: int
-    epochs: float
-    word: str
-    trained: int
-    target: int
-    bytes: tuple[int, int, int]
-    gathered: int
-    seconds: tuple[float, ...]
-    does: tuple[str, ...]
+    samples: int  # for training
+    apart: int  # for validation
+    epochs: float  # passes over the samples
+    word: str  # name of the drafter
+    trained: int  # number of trained weights
+    target: int  # weights of the teacher
+    bytes: tuple[int, int, int]  # in each process, of the target's weights
+    gathered: int  # bytes of a sharded target's largest layer, which is whole while it runs; 0 for other targets
+    seconds: tuple[float, ...]  # per step of each stage
+    does: tuple[str, ...]  # description of each stage
     stages: tuple[Stage, ...]
     processes: int
-    cache: float
-    kept: tuple[str, float]
+    cache: float  # bytes of the features of all samples
+    kept: tuple[str, float]  # the recipe's feature cache, and its limit in bytes per process
 
     def __str__(self) -> str:
         weights, learning, batch, layer = (f"{b / 1e9:.2f} GB" for b in (*self.bytes, self.gathered))
@@ -89,9 +73,6 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     """Run one step of every stage, without changing any weight, and estimate the rest.
 
     The first step warms up the machine and is not counted.
-
-    Args:
-        kept: as in `Plan`, for a run that caches features although this trainer, which writes nothing, does not.
     """
     recipe, learner = trainer.recipe, trainer.learner
     trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)

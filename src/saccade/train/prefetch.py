@@ -26,11 +26,6 @@ class Prefetch(Generic[_Batch]):
     The default is one thread, which prepares one batch after another, so that results and caches are the same as
     without it. Media are decoded and the target runs there. An error is raised by the `take` of its batch. Until
     `begin`, each batch is prepared when it is taken.
-
-    Args:
-        prepare: a batch from its work's arguments; picklable if the pool is one of processes.
-        ahead: batches prepared beyond the current one.
-        pool: makes the threads or processes.
     """
 
     def __init__(
@@ -46,11 +41,7 @@ class Prefetch(Generic[_Batch]):
         self._work, self._pool = work, self._new_pool()
 
     def take(self, work: Work) -> _Batch:
-        """Return the next batch.
-
-        Raises:
-            RuntimeError: `work` is not the next of the sequence.
-        """
+        """Return the next batch."""
         if self._pool is None:
             return self._prepare(*work)
         self._fill(max(self._ahead, 1))

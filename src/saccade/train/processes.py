@@ -48,18 +48,13 @@ class Processes:
     Gradients are summed here rather than by DistributedDataParallel: one backward pass runs through several forward
     passes of the head, some weights have no part in some steps, and the mean is over examples of all processes, whose
     number is only known afterwards.
-
-    Attributes:
-        rank: of this process, from 0.
-        count: of processes.
-        device: for this process's target.
     """
 
     def __init__(self) -> None:
         self._state = PartialState(cpu=not torch.cuda.is_available(), timeout=_TIMEOUT)  # gloo, where there is no nccl
-        self.rank: int = self._state.process_index
-        self.count: int = self._state.num_processes
-        self.device: torch.device = self._state.device
+        self.rank: int = self._state.process_index  # of this process, from 0
+        self.count: int = self._state.num_processes  # of processes
+        self.device: torch.device = self._state.device  # for this process's target
 
     @property
     def leads(self) -> bool:

@@ -37,65 +37,39 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of steps with a learning rate of its own.
+    """A stretch of steps with a learning rate of its own."""
 
-    Attributes:
-        steps: optimiser steps; 0 leaves the stage out.
-        rate: peak of the learning rate, reached after ``warmup`` steps and falling on a cosine to ``final`` of it.
-        draft_steps: depth of the trained drafts in tokens; 1 is teacher forcing.
-    """
-
-    steps: int
-    rate: float
-    draft_steps: int = 1
+    steps: int  # optimiser steps; 0 leaves the stage out
+    rate: float  # peak of the learning rate, reached after `warmup` steps and falling on a cosine to `final` of it
+    draft_steps: int = 1  # depth of the trained drafts in tokens; 1 is teacher forcing
     warmup: int = 0
     final: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All numbers of a run.
+    """All numbers of a run."""
 
-    Attributes:
-        kind: of the head, or ``draft-vlm``.
-        stages: one after another, with one optimiser.
-        head: options of the kind (`HeadConfig.from_target`); of a draft VLM ``lm``, its language model.
-        loss: fields of the kind's objective.
-        residuals: False keeps HiViS's step residuals at zero (ablation).
-        batch_size: samples per optimiser step, over all processes.
-        micro_batch: samples per forward pass of a process; gradients add up.
-        recompute: whether the drafter's activations are computed again in the backward pass instead of kept.
-        optimiser: ``adamw``, or ``muon`` for matrices with AdamW for the rest.
-        clip: largest norm of the gradient; 0 for none.
-        precision: of the head's computation: ``fp32``, ``bf16``, or ``auto`` for bf16 where the device has it
-            (`saccade.train.precision.precision_on`). Its weights are always float32.
-        min_words: shorter answers are left out (JSON lines only).
-        max_tokens: samples are cut to this many.
-        validation_samples: held out to measure block efficiency.
-        feature_cache: place of the target's states for later epochs, up to ``cache_gb`` per process.
-        checkpoint_every: steps; 0 for the end only. Likewise ``validate_every`` and ``log_every``.
-    """
-
-    kind: str
-    stages: tuple[Stage, ...]
-    head: Mapping[str, Any] = field(default_factory=dict)
-    loss: Mapping[str, Any] = field(default_factory=dict)
-    residuals: bool = True
+    kind: str  # of the head, or `draft-vlm`
+    stages: tuple[Stage, ...]  # one after another, with one optimiser
+    head: Mapping[str, Any] = field(default_factory=dict)  # options of the kind (`HeadConfig.from_target`)
+    loss: Mapping[str, Any] = field(default_factory=dict)  # fields of the kind's objective
+    residuals: bool = True  # False keeps HiViS's step residuals at zero (ablation)
     seed: int = 0
-    batch_size: int = 16
-    micro_batch: int = 4
-    recompute: bool = False
-    optimiser: str = "adamw"
+    batch_size: int = 16  # samples per optimiser step, over all processes
+    micro_batch: int = 4  # samples per forward pass of a process; gradients add up
+    recompute: bool = False  # whether the drafter's activations are computed again in the backward pass instead of kept
+    optimiser: str = "adamw"  # `adamw`, or `muon` for matrices with AdamW for the rest
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    clip: float = 0.5
-    precision: str = "auto"
-    min_words: int = 0
-    max_tokens: int = 4096
-    validation_samples: int = 32
-    feature_cache: str = "none"
+    clip: float = 0.5  # largest norm of the gradient; 0 for none
+    precision: str = "auto"  # of the head's computation
+    min_words: int = 0  # shorter answers are left out (JSON lines only)
+    max_tokens: int = 4096  # samples are cut to this many
+    validation_samples: int = 32  # held out to measure block efficiency
+    feature_cache: str = "none"  # place of the target's states for later epochs, up to `cache_gb` per process
     cache_gb: float = 4.0
-    checkpoint_every: int = 500
+    checkpoint_every: int = 500  # steps; 0 for the end only. Likewise `validate_every` and `log_every`
     validate_every: int = 1000
     log_every: int = 10
 
@@ -158,14 +132,7 @@ class Recipe:
         return {**given, "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return a recipe with single values changed.
-
-        Args:
-            settings: ``batch_size``, ``head.text_only``, ``loss.k``, ``stage2.steps`` and the like.
-
-        Raises:
-            TrainingError: there is no such setting.
-        """
+        """Return a recipe with single values changed."""
         content = self.as_dict()
         stages = {f"stage{number}": stage for number, stage in enumerate(content["stages"], 1)}
         for key, value in settings.items():
@@ -184,11 +151,7 @@ class Recipe:
 
 
 def from_dict(content: Mapping[str, Any]) -> Recipe:
-    """Return a recipe from the content of its file.
-
-    Raises:
-        TrainingError: a key is unknown or missing, or a value is invalid.
-    """
+    """Return a recipe from the content of its file."""
     given = content.get("stages", ())
     if not (isinstance(given, (list, tuple)) and all(isinstance(stage, Mapping) for stage in given)):
         raise TrainingError(
@@ -211,11 +174,7 @@ def objective_of(kind: str) -> type[Any]:
 
 
 def read_recipe(name: str) -> Recipe:
-    """The built-in recipe of a kind, or one from a TOML file.
-
-    Raises:
-        TrainingError: there is none, or it is not valid.
-    """
+    """The built-in recipe of a kind, or one from a TOML file."""
     built_in = name in trained_kinds()
     file = (HEAD_KINDS[name].recipe if name in HEAD_KINDS else "") or name
     place: Any = files("saccade.train") / "recipes" / f"{file}.toml" if built_in else Path(name).expanduser()

@@ -13,17 +13,11 @@ from saccade.inputs.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt with the target's answer.
+    """One prompt with the target's answer."""
 
-    Attributes:
-        name: for messages.
-        prompt: of the target.
-        answer: token ids of its answer, with the end-of-sequence token if it was reached.
-    """
-
-    name: str
-    prompt: Prompt
-    answer: tuple[int, ...]
+    name: str  # for messages
+    prompt: Prompt  # of the target
+    answer: tuple[int, ...]  # token ids of its answer, with the end-of-sequence token if it was reached
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -32,19 +26,12 @@ class Sample:
 
 
 class Source(Protocol):
-    """A numbered set of samples.
+    """A numbered set of samples."""
 
-    Attributes:
-        lengths: approximate tokens of every sample, for batches of similar length.
-        conversations: a number per sample, equal for turns of one conversation.
-        fingerprint: digest of the content, compared on resume.
-        inputs: digests of other inputs of the samples, by name.
-    """
-
-    lengths: Sequence[int]
-    conversations: Sequence[int]
-    fingerprint: str
-    inputs: Mapping[str, str]
+    lengths: Sequence[int]  # approximate tokens of every sample, for batches of similar length
+    conversations: Sequence[int]  # a number per sample, equal for turns of one conversation
+    fingerprint: str  # digest of the content, compared on resume
+    inputs: Mapping[str, str]  # digests of other inputs of the samples, by name
 
     def sample(self, index: int) -> Sample | None:
         """Return one sample; None to skip an unusable one."""
@@ -56,14 +43,7 @@ class Source(Protocol):
 
 
 class Listed:
-    """Samples in memory, each a conversation of its own.
-
-    Args:
-        pairs: prompts with answer ids.
-
-    Raises:
-        TrainingError: there are none, or an answer is empty.
-    """
+    """Samples in memory, each a conversation of its own."""
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Sequence[int]]]) -> None:
         self._samples = [Sample(str(i), p, tuple(answer)) for i, (p, answer) in enumerate(pairs)]

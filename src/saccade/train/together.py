@@ -36,15 +36,11 @@ _LOST = (RuntimeError, OSError)
 
 
 class EndedTogether(TrainingError):
-    """The run was ended by another process, which says why.
-
-    Attributes:
-        code: its exit code.
-    """
+    """The run was ended by another process, which says why."""
 
     def __init__(self, words: str, code: int) -> None:
         super().__init__(words)
-        self.code = code
+        self.code = code  # its exit code
 
 
 class _Terminated(BaseException):
@@ -52,19 +48,7 @@ class _Terminated(BaseException):
 
 
 class Watch:
-    """This process's count, and its check of the next process's.
-
-    Args:
-        rank: of this process.
-        count: of processes, at least two.
-        name: of the watch; the same in all processes, and another one for every watch.
-
-    Attributes:
-        reason: ``rank``, ``words`` and ``code`` of the process that says why the run ended; None before.
-
-    Raises:
-        TrainingError: the first process cannot be reached.
-    """
+    """This process's count, and its check of the next process's."""
 
     def __init__(self, rank: int, count: int, name: str) -> None:
         self._rank, self._count, self._name = rank, count, name
@@ -89,11 +73,7 @@ class Watch:
             self._left.set()
 
     def close(self, done: bool) -> None:
-        """End the watch.
-
-        Args:
-            done: whether the work came to its end; then the first process, which holds the store, waits for all.
-        """
+        """End the watch."""
         self.leave()
         self._closed.set()
         self._thread.join()
@@ -170,12 +150,7 @@ _active: Watch | None = None
 
 @contextmanager
 def together(rank: int, count: int) -> Iterator[None]:
-    """Do some work that all processes do; nothing in a run of one process, nor inside of another such context.
-
-    Raises:
-        EndedTogether: another process has ended the run, and says why.
-        TrainingError: another process is gone, or the run was told to end.
-    """
+    """Do some work that all processes do; nothing in a run of one process, nor inside of another such context."""
     global _opened, _active
     if count == 1 or _active is not None:
         yield

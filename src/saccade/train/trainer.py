@@ -41,60 +41,22 @@ _OTHER_OUT = "give another --out folder"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a run.
+    """Result of a run."""
 
-    Attributes:
-        head: folder of the drafter after the last step.
-        best: folder of the drafter with the highest block efficiency; None if it was never measured.
-        efficiency: its block efficiency.
-    """
-
-    head: Path
-    best: Path | None
-    efficiency: float | None
+    head: Path  # folder of the drafter after the last step
+    best: Path | None  # folder of the drafter with the highest block efficiency; None if it was never measured
+    efficiency: float | None  # its block efficiency
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Check the folder of a run, which need not exist yet.
-
-    Raises:
-        TrainingError: it cannot be a folder, or holds checkpoints that are not to be resumed.
-    """
+    """Check the folder of a run, which need not exist yet."""
     check_folder(out, TrainingError, _OTHER_OUT)
     if not resume and has_checkpoints(out / _CHECKPOINTS):
         raise TrainingError(f"{out} holds checkpoints; continue them with --resume auto, or {_OTHER_OUT}.")
 
 
 class Trainer:
-    """One run, from its first step or from its last checkpoint.
-
-    Args:
-        target: the teacher. Its weights are frozen, also after the run.
-        recipe: all numbers.
-        source: samples.
-        out: folder of checkpoints, log, ``best`` and ``head``.
-        processor: of the target; for a draft VLM.
-        begin: folder or hub id of the initial head, or a checkpoint of another run, whose drafter learns on.
-        features: folder of a disk cache of features that runs share (`HeadLearner`); None for one in ``out``.
-        measure: score of a drafter; block efficiency on validation samples when None.
-        resume: resume from a checkpoint in ``out``.
-        any_target: take answers whose ``distill.json`` names another target.
-        wandb: project of Weights & Biases that the run is logged to; None for none.
-        say: takes lines of progress.
-
-    Attributes:
-        learner: of the drafter.
-        order: samples of every step.
-        apart: numbers of the validation samples.
-        precision: of the drafter's computation, ``fp32`` or ``bf16``.
-
-    Raises:
-        TrainingError: the data are too few, a batch has fewer samples than there are processes, wandb is not installed,
-            no draft VLM can be made of what was given, the answers are of another target, or the head to begin with
-            does not fit.
-        ModelError: the kind of head has no such option, a draft VLM's language model cannot be used, or there is no
-            head to begin with.
-    """
+    """One run, from its first step or from its last checkpoint."""
 
     def __init__(
         self,
@@ -141,7 +103,7 @@ class Trainer:
         self.precision = precision_on(target.device, recipe.precision)
         self._optimiser = Optimiser(self.learner.module, recipe)
         apart, chosen = split_validation(source.conversations, recipe.validation_samples, recipe.seed)
-        self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)
+        self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)  # samples of every step
         self.apart, self._measure = apart, measure
         self._unread = apart if measure is None else []
         self._checkpoints = Checkpoints(self._out / _CHECKPOINTS, self._about())
@@ -150,13 +112,7 @@ class Trainer:
         self._batches = Prefetch(lambda step, indices: self.learner.prepare(indices, step))
 
     def run(self) -> Outcome:
-        """Train to the end.
-
-        Raises:
-            TrainingError: the folder cannot be made, holds checkpoints without ``resume``, or those of another run; a
-                loss is not a number; the disk is full; a line of the data is bad with ``on_bad_line="stop"``; or
-                another process of the run has ended.
-        """
+        """Train to the end."""
         with self.processes.together():
             return self._run()
 
@@ -207,11 +163,7 @@ class Trainer:
                 self._validate(log)
 
     def train_step(self, step: int) -> dict[str, Any]:
-        """One update of the weights.
-
-        Returns:
-            Means over the step's examples, for the log.
-        """
+        """One update of the weights."""
         number, stage, within = self.recipe.at(step)
         self._optimiser.train_only(self.learner.weights(number))
         tallies = [

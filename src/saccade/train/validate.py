@@ -20,18 +20,7 @@ Measure = Callable[[Any], float]
 
 
 class EngineMeasure:
-    """Block efficiency over greedy answers to held-out prompts.
-
-    Args:
-        target: the model that the head drafts for.
-        prompts: decoded ``rows`` at a time; those without room for an answer are left out.
-        max_new_tokens: longest answer.
-        policy: shape of the draft tree; by default a chain of five, or of the head's reach.
-        say: takes reports of prompts left out.
-
-    Attributes:
-        prompts: those that are measured on.
-    """
+    """Block efficiency over greedy answers to held-out prompts."""
 
     def __init__(
         self,

@@ -16,11 +16,7 @@ from saccade.train.samples import Source
 
 
 def token_counts(source: Source, vocab_size: int) -> Tensor:
-    """``[V]`` how often every token occurs in the answers, end tokens included.
-
-    Args:
-        vocab_size: rows of the target's LM head; ids beyond, if any, are not counted.
-    """
+    """``[V]`` how often every token occurs in the answers, end tokens included."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for answer in source.answers():
         ids = torch.tensor(answer, dtype=torch.long)
@@ -34,15 +30,7 @@ def frequent_tokens(counts: Tensor, size: int) -> Tensor:
 
 
 def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:
-    """Give a new head the answers' most frequent tokens, and the target's rows for them as its first LM head.
-
-    Args:
-        head: with `own_vocabulary` above 0.
-        source: of the training; its answers are read once, without prompts and pictures.
-
-    Returns:
-        A sentence with the share of the answers' tokens that it can draft.
-    """
+    """Give a new head the answers' most frequent tokens, and the target's rows for them as its first LM head."""
     counts = token_counts(source, target.vocab_size)
     ids = frequent_tokens(counts, len(head.token_ids))
     rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logit_map(target).factor

@@ -21,17 +21,7 @@ from saccade.train.recipe import Recipe
 
 
 def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) -> Head:
-    """Return a head with fresh weights of the recipe's seed, or with another head's; float32, on the target's device.
-
-    Args:
-        begin: folder or hub id of a head, or a run's checkpoint, which also has options that the recipe does not set.
-
-    Raises:
-        TrainingError: an option of the head is of another type than its default, or is not for training; or the head
-            to begin with is of another kind, or differs in an option that the recipe names.
-        ModelError: the kind of head has no such option, or a value is out of range; there is no head to begin with,
-            or it was made for another target.
-    """
+    """Return a float32 head on the target's device, with fresh weights of the recipe's seed or another head's."""
     known = None if begin is None else _known(begin, target, recipe)
     for name, usual in head_class(recipe.kind).defaults.items():
         value = recipe.head.get(name, usual)

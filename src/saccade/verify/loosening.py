@@ -26,12 +26,7 @@ def longest_path(
 ) -> Verdict:
     """The longest path on which every draft token is accepted; of equals the one with the most matches.
 
-    Args:
-        choice: ``[B, N]`` the target's token after every node.
-        match: ``[B, N]`` draft tokens that are the target's own.
-        loose: ``[B, N]`` draft tokens that are accepted loosely.
-        shifted: ``[B, N]`` draft tokens accepted because the target's token occurs elsewhere in the draft.
-        ends: ``[B, N]`` nodes at which the path may end; None for all.
+    Shapes: choice ``[B, N]``; match ``[B, N]``; loose ``[B, N]``; shifted ``[B, N]``; ends ``[B, N]``.
     """
     rejected = ~(match | loose | shifted) | ~draft_nodes(tree)
     rejected[:, 0] = False
@@ -46,12 +41,7 @@ def longest_path(
 
 
 def lowest_share(values: Tensor, same_branch: Tensor, share: float) -> Tensor:
-    """``[B, N]`` nodes among the floor(share * K) lowest of the K draft tokens on their branches.
-
-    Args:
-        values: ``[B, N]``; of equal ones the first counts as the lower.
-        same_branch: as returned by `same_branch`.
-    """
+    """``[B, N]`` nodes among the floor(share * K) lowest of the K draft tokens on their branches."""
     here, there = values[:, :, None], values[:, None, :]
     earlier = torch.ones_like(same_branch[0]).tril(-1)
     rank = (same_branch & ((there < here) | ((there == here) & earlier))).sum(-1)
@@ -95,17 +85,11 @@ class FLy(StatelessRule):
 
     A mismatch within the last W positions of its chain lacks a full window and is rejected. In a tree every branch is
     judged as a chain, and the longest accepted one wins.
-
-    Attributes:
-        entropy: h, the least entropy of the target's distribution at a loosened position, as a share of the
-            largest possible (log of the vocabulary).
-        deferred: W, how many draft tokens after it must all match; 0 is the variant without window.
-        special_ids: tokens that are never loosened.
     """
 
-    entropy: float = 0.2
-    deferred: int = 4
-    special_ids: tuple[int, ...] = ()
+    entropy: float = 0.2  # h
+    deferred: int = 4  # W, how many draft tokens after it must all match; 0 is the variant without window
+    special_ids: tuple[int, ...] = ()  # tokens that are never loosened
 
     lossless = False
     samples = False

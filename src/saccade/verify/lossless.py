@@ -79,19 +79,12 @@ class Sampling(StatelessRule):
 
 @dataclass(slots=True)
 class _Siblings:
-    """Order in which the children of every node are tried.
+    """Order in which the children of every node are tried."""
 
-    Attributes:
-        parents: ``[B, N]``.
-        is_draft: ``[B, N]`` as `draft_nodes`.
-        earlier: ``[B, N, N]`` where j is a draft token tried before its sibling i.
-        rank: ``[B, N]`` draft tokens tried before a node among its siblings.
-    """
-
-    parents: Tensor
-    is_draft: Tensor
-    earlier: Tensor
-    rank: Tensor
+    parents: Tensor  # `[B, N]`
+    is_draft: Tensor  # `[B, N]` as `draft_nodes`
+    earlier: Tensor  # `[B, N, N]` where j is a draft token tried before its sibling i
+    rank: Tensor  # `[B, N]` draft tokens tried before a node among its siblings
 
     @classmethod
     def of(cls, tree: DraftTree) -> _Siblings:
@@ -111,14 +104,7 @@ def _choose_point_masses(tree: DraftTree, siblings: _Siblings, p: Tensor, unifor
 
     Where all earlier siblings are rejected, p is what they leave of it, so a child is accepted with its own share of
     the mass that it, later siblings and all other tokens have.
-
-    Args:
-        p: ``[B, N, V]`` probabilities after every node; written to.
-        uniforms: ``[B, L, C]``.
-
-    Returns:
-        ``[B, N]`` True for nodes that are their parent's accepted child, and ``[B, N, V]`` the weights left of p when
-        all children are rejected.
+    Shapes: p ``[B, N, V]``; uniforms ``[B, L, C]``; returns ``[B, N]``.
     """
     batch, _, vocab = p.shape
     places = siblings.parents * vocab + tree.tokens  # of every node's token in its parent's distribution
@@ -162,9 +148,7 @@ def _choose_draws(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Ten
 def _try(token: Tensor, u: Tensor, p: Tensor, q: Tensor, open_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Try one child per node where ``open_``; return (accepted, p, q) after it.
 
-    Args:
-        token, u: ``[R]`` the child's token and random number.
-        p, q: ``[R, V]``; rows sum to one, or to zero where nothing is left.
+    Shapes: token, u ``[R]``; p, q ``[R, V]``.
     """
     at = token[:, None]
     p_token, q_token = p.gather(1, at), q.gather(1, at)

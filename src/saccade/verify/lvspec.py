@@ -45,26 +45,15 @@ class LVSpec:
 
     Guards that the paper leaves out: special tokens and tokens that a logits processor forbids are never loosened, and
     a row without visual tokens is strict.
-
-    Attributes:
-        share: lambda, the share of draft tokens that are loose; 0 without ``shift`` is the greedy rule exactly.
-        nearest: N, how many of the most similar visual tokens are averaged.
-        shift: position-shift tolerance.
-        space: vectors that are compared: the target's last ``hidden`` states, or its input ``embedding``s (Table 6).
-        position: whose hidden state verifies a draft token: its parent's, from which the target predicts that token
-            (``verifying``), or its ``own`` (Eq. 7 to the letter). An embedding always represents its own token.
-        entropy: FLy's condition on top, which the paper lacks: the least entropy of the target where a token is taken
-            without a match, as a share of the largest possible; 0 for none.
-        special_ids: tokens that are never loosened, neither as draft token nor as the target's own.
     """
 
-    share: float = 0.7
-    nearest: int = 10
-    shift: bool = True
-    space: Literal["hidden", "embedding"] = "hidden"
-    special_ids: tuple[int, ...] = ()
-    position: Literal["verifying", "own"] = "verifying"
-    entropy: float = 0.0
+    share: float = 0.7  # lambda, the share of draft tokens that are loose
+    nearest: int = 10  # N, how many of the most similar visual tokens are averaged
+    shift: bool = True  # position-shift tolerance
+    space: Literal["hidden", "embedding"] = "hidden"  # vectors that are compared
+    special_ids: tuple[int, ...] = ()  # tokens that are never loosened, neither as draft token nor as the target's own
+    position: Literal["verifying", "own"] = "verifying"  # whose hidden state verifies a draft token
+    entropy: float = 0.0  # FLy's condition on top, which the paper lacks
 
     lossless = False
     samples = False
@@ -166,14 +155,10 @@ class RandomLoosening(StatelessRule):
     """Control for LVSpec: the same number of draft tokens of every branch is loose, chosen at random. LOSSY.
 
     One random number per level of a tree.
-
-    Attributes:
-        share: share of draft tokens that are loose.
-        special_ids: tokens that are never loosened.
     """
 
-    share: float = 0.7
-    special_ids: tuple[int, ...] = ()
+    share: float = 0.7  # share of draft tokens that are loose
+    special_ids: tuple[int, ...] = ()  # tokens that are never loosened
 
     lossless = False
     samples = False

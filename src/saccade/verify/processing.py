@@ -16,17 +16,7 @@ Warp = Callable[[Tensor], Tensor]
 
 
 class RowProcessing:
-    """One row's processors for its whole life, with the states of the stateful ones.
-
-    Args:
-        processors: in the order in which `generate` would call them, each called as
-            ``processor(input_ids [n, S], scores [n, V])``, or a `StatefulProcessor`.
-        ends: ids that end the row.
-
-    Attributes:
-        needs_prefix: whether scores depend on more than the logits.
-        settings: type and settings of the prefix-free processors; equal for rows that share their warpers.
-    """
+    """One row's processors for its whole life, with the states of the stateful ones."""
 
     def __init__(self, processors: Sequence[Any], ends: Container[int] = ()) -> None:
         self.processors, self.ends = list(processors), ends
@@ -72,12 +62,7 @@ class RowProcessing:
 
 
 class Processing:
-    """The processors of the rows of one forward.
-
-    Args:
-        rows: the rows' `RowProcessing`, or their processors.
-        ends: for rows given as processors the ids that end each; none when empty.
-    """
+    """The processors of the rows of one forward."""
 
     def __init__(self, rows: Sequence[RowProcessing | Sequence[Any]], ends: Sequence[Container[int]] = ()) -> None:
         ends = ends or [()] * len(rows)
@@ -118,10 +103,6 @@ class Processing:
         tree's form is then read on the host. They get only prefixes that plain decoding can reach, as they may
         have no answer to others (a constraint that nothing can continue). Nodes behind a forbidden token, behind one
         that ends the row, or beyond the row's room keep their logits: no lossless rule reaches them.
-
-        Args:
-            prefixes: ids of every row up to and including its root (host lists).
-            room: tokens that every row may still emit, 0 for one that has ended; None for no limit.
         """
         if not any(row.processors for row in self._rows):
             return logits
@@ -153,9 +134,7 @@ def _process_row(
 ) -> None:
     """Process one row's scores ``[N, V]`` in place, depth by depth down to ``limit`` - 1.
 
-    Args:
-        below: ``[N, D]`` tokens from below the root to every node.
-        tokens, children: of every node, on the host.
+    Shapes: below ``[N, D]``.
     """
     root_ids = torch.tensor(list(prefix), device=scores.device)
     nodes, states = [0], [row.states_after(prefix)]

@@ -15,14 +15,7 @@ class Uniforms:
 
     The rule's numbers come first and are indexed by level and rank; the proposer's follow and are taken in turn. So
     none moves when a neighbour's deeper or wider tree takes more.
-
-    Args:
-        generators: one CPU generator per row.
-        judging: L and C, as `saccade.verify.rule.Rule.uniforms` returns them.
-        drafting: numbers per row for the proposer; every row draws all of them, used or not.
-
-    Attributes:
-        judging: ``[B, L, C]`` for the rule.
+    Shapes: judging ``[B, L, C]``.
     """
 
     def __init__(
@@ -41,11 +34,7 @@ class Uniforms:
         self._used = 0
 
     def take(self, count: int) -> Tensor:
-        """Return the next ``[B, count]`` numbers for the proposer.
-
-        Raises:
-            IndexError: more numbers are taken than were drawn.
-        """
+        """Return the next ``[B, count]`` numbers for the proposer."""
         start, self._used = self._used, self._used + count
         drawn = self._drafting.shape[1]
         if self._used > drawn:
@@ -56,12 +45,7 @@ class Uniforms:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution; a token of weight zero is never drawn.
 
-    Args:
-        weights: ``[R, V]`` non-negative, not necessarily normalised; an all-zero row yields token 0.
-        uniform: ``[R]`` in [0, 1 - 2**-24], as in `Uniforms`.
-
-    Returns:
-        ``[R]`` token ids.
+    Shapes: weights ``[R, V]``; uniform ``[R]``; returns ``[R]``.
     """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]

@@ -14,20 +14,12 @@ __all__ = ["contents", "html", "load", "markdown_tables"]
 
 
 def load(folders: Sequence[Path]) -> list[Content]:
-    """Read runs, without the records that cannot be reported.
-
-    Raises:
-        SaccadeError: a folder holds no run, or none of its records is usable.
-    """
+    """Read runs, without the records that cannot be reported."""
     return contents([read(folder) for folder in folders])
 
 
 def contents(runs: Sequence[Run]) -> list[Content]:
-    """Prepare runs for a report.
-
-    Raises:
-        SaccadeError: none of a run's records is usable.
-    """
+    """Prepare runs for a report."""
     checked = [usable(run) for run in runs]
     for run in checked:
         if not run.records:
@@ -37,12 +29,7 @@ def contents(runs: Sequence[Run]) -> list[Content]:
 
 
 def html(content: Sequence[Content], prompts: int = 4) -> str:
-    """Render one self-contained page.
-
-    Args:
-        content: the runs.
-        prompts: most prompts per run in the token view.
-    """
+    """Render one self-contained page."""
     return page.render(content, prompts)
 
 

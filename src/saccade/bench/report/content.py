@@ -147,19 +147,12 @@ _STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Records that are reported together.
+    """Records that are reported together."""
 
-    Attributes:
-        name: of the task, or ``all tasks``.
-        results: by method, plain decoding first.
-        seconds: mean total per answer, by method.
-        reached: by method; entry d is the number of passes that accepted at least d draft tokens.
-    """
-
-    name: str
-    results: dict[str, MethodResult]
-    seconds: dict[str, float]
-    reached: dict[str, list[int]]
+    name: str  # of the task, or `all tasks`
+    results: dict[str, MethodResult]  # by method, plain decoding first
+    seconds: dict[str, float]  # mean total per answer, by method
+    reached: dict[str, list[int]]  # by method; entry d is the number of passes that accepted at least d draft tokens
 
     @property
     def stages(self) -> list[str]:
@@ -172,19 +165,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A run, prepared for a report.
+    """A run, prepared for a report."""
 
-    Attributes:
-        name: unique within the report.
-        run: as read, without unusable records.
-        groups: all tasks together, then every task if there are several.
-        problems: one sentence per line that was left out.
-    """
-
-    name: str
-    run: Run
-    groups: list[Group]
-    problems: list[str]
+    name: str  # unique within the report
+    run: Run  # as read, without unusable records
+    groups: list[Group]  # all tasks together, then every task if there are several
+    problems: list[str]  # one sentence per line that was left out
 
 
 def group(name: str, records: Sequence[Record]) -> Group:

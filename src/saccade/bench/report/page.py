@@ -23,15 +23,7 @@ from saccade.errors import SaccadeError
 
 
 def render(contents: Sequence[Content], prompts: int) -> str:
-    """Render the page.
-
-    Args:
-        contents: the runs.
-        prompts: most prompts per run in the token view.
-
-    Raises:
-        SaccadeError: Jinja is missing.
-    """
+    """Render the page."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as problem:

@@ -56,11 +56,7 @@ _RULES: dict[Any, Any] = {
 
 @contextmanager
 def figure(width: float, height: float) -> Iterator[Figure]:
-    """Open an empty figure of a size in inches, under the report's drawing rules.
-
-    Raises:
-        SaccadeError: matplotlib is missing.
-    """
+    """Open an empty figure of a size in inches, under the report's drawing rules."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -73,13 +69,7 @@ def figure(width: float, height: float) -> Iterator[Figure]:
 
 
 def inline(drawing: Figure, name: str, description: str) -> Markup:
-    """Render the figure as an ``<svg>`` element of the page.
-
-    Args:
-        drawing: to be rendered.
-        name: unique on the page; every id inside starts with it.
-        description: text for screen readers.
-    """
+    """Render the figure as an ``<svg>`` element of the page."""
     buffer = io.StringIO()
     drawing.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()

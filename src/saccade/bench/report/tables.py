@@ -52,16 +52,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A caption, columns and rows of as many cells.
-
-    Attributes:
-        explained: whether the meanings of the columns are printed below it.
-    """
+    """A caption, columns and rows of as many cells."""
 
     caption: str
     columns: list[Column]
     rows: list[Row]
-    explained: bool = False
+    explained: bool = False  # whether the meanings of the columns are printed below it
 
 
 def comparison(group: Group) -> Table:

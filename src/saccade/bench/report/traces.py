@@ -71,40 +71,24 @@ MEANINGS = {**KNOWN_MARKS, "other": "another mark (point at the token to read it
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer.
+    """One token of an answer."""
 
-    Attributes:
-        text: as displayed, with visible line breaks.
-        mark: as recorded.
-        kind: the mark if it is one of `KNOWN_MARKS`, else ``other``.
-        step: number of the step that emitted it; 0 without a tree.
-    """
-
-    text: str
-    mark: str
-    kind: str
-    step: int
+    text: str  # as displayed, with visible line breaks
+    mark: str  # as recorded
+    kind: str  # the mark if it is one of `KNOWN_MARKS`, else `other`
+    step: int  # number of the step that emitted it; 0 without a tree
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A method's answer to a prompt.
+    """A method's answer to a prompt."""
 
-    Attributes:
-        record: of the answer.
-        tokens: its tokens.
-        marks: kinds that occur, in the order of `KNOWN_MARKS`.
-        steps: for the script: tree and accepted path of every step.
-        summary: length and time.
-        difference: first difference from plain decoding's answer; empty if equal.
-    """
-
-    record: Record
-    tokens: list[Token]
-    marks: list[str]
-    steps: list[dict[str, Any]]
-    summary: str
-    difference: str
+    record: Record  # of the answer
+    tokens: list[Token]  # its tokens
+    marks: list[str]  # kinds that occur, in the order of `KNOWN_MARKS`
+    steps: list[dict[str, Any]]  # for the script: tree and accepted path of every step
+    summary: str  # length and time
+    difference: str  # first difference from plain decoding's answer; empty if equal
 
 
 @dataclass(frozen=True, slots=True)

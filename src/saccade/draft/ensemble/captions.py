@@ -25,15 +25,10 @@ from saccade.target.context import Context
 
 @dataclass(frozen=True, slots=True)
 class PromptMedium:
-    """An image or a video in a prompt.
+    """An image or a video in a prompt."""
 
-    Attributes:
-        media: one; of a video that the family takes as images, all its frames.
-        ids: placeholders, with the tokens between and around them.
-    """
-
-    media: tuple[Medium, ...]
-    ids: tuple[int, ...]
+    media: tuple[Medium, ...]  # one; of a video that the family takes as images, all its frames
+    ids: tuple[int, ...]  # placeholders, with the tokens between and around them
 
     @property
     def kind(self) -> Literal["image", "video"]:
@@ -54,20 +49,7 @@ Captioner = Callable[[PromptMedium], str]
 
 
 class Caption(PlainView):
-    """C: ``image: `` and a caption in the place of every image (``video: `` for a video).
-
-    Args:
-        config: the draft model's Hugging Face configuration.
-        tokenizer: its tokenizer.
-        captioner: called once for every image or video, when it first occurs in a prompt; `OwnCaptions`,
-            `GivenCaptions`, or `PictureCaptions` around any function of a PIL image.
-        device: of the captioner. Work that is queued there (the target's prefill) is awaited first, so that it does not
-            count as time spent on captions.
-
-    Attributes:
-        captions: by the digest of the image or video.
-        seconds: spent on captions so far.
-    """
+    """C: ``image: `` and a caption in the place of every image (``video: `` for a video)."""
 
     name = "C"
 
@@ -76,8 +58,8 @@ class Caption(PlainView):
         self._tokenizer = tokenizer
         self._captioner = captioner
         self._device = device
-        self.captions: dict[str, str] = {}
-        self.seconds = 0.0
+        self.captions: dict[str, str] = {}  # by the digest of the image or video
+        self.seconds = 0.0  # spent on captions so far
 
     def read(self, prompt: Prompt) -> Prompt:
         if not prompt.media:
@@ -106,14 +88,7 @@ class Caption(PlainView):
 
 
 class OwnCaptions:
-    """Greedy captions by a VLM that Saccade runs, such as the draft model itself.
-
-    Args:
-        model: the adapter of the VLM.
-        processor: its inputs.
-        max_new_tokens: of a caption.
-        question: of the caption; ``{kind}`` becomes image or video.
-    """
+    """Greedy captions by a VLM that Saccade runs, such as the draft model itself."""
 
     def __init__(
         self,
@@ -163,12 +138,7 @@ class OwnCaptions:
 
 
 class PictureCaptions:
-    """Captions by any function of a PIL image: BLIP, Florence-2, or one's own.
-
-    Args:
-        processor: the draft model's inputs, whose tensors are turned back into pictures.
-        caption: the function; of a video it gets the middle frame.
-    """
+    """Captions by any function of a PIL image: BLIP, Florence-2, or one's own."""
 
     def __init__(self, processor: InputProcessor, caption: Callable[[Image.Image], str]) -> None:
         self._processor = processor
@@ -179,11 +149,7 @@ class PictureCaptions:
 
 
 class GivenCaptions:
-    """Captions given in advance.
-
-    Args:
-        texts: by digest (`Medium.digest`; of a video that a family takes as images, its frames' joined by blanks).
-    """
+    """Captions given in advance."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
@@ -203,13 +169,6 @@ def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], 
     """A function from pictures to captions: a VLM of a known family, or any image-to-text model of transformers.
 
     The last one stays loaded.
-
-    Args:
-        path: checkpoint folder or hub id.
-        device: where it runs.
-
-    Raises:
-        ModelError: the checkpoint cannot be loaded, or takes no images.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -225,16 +184,7 @@ def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], 
 
 
 class CheckpointCaptions:
-    """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words.
-
-    Args:
-        path: checkpoint folder or hub id.
-        max_new_tokens: of a caption.
-        device: where it runs.
-
-    Raises:
-        ModelError: the checkpoint cannot be loaded.
-    """
+    """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words."""
 
     def __init__(self, path: str, max_new_tokens: int = 32, device: str | torch.device | None = None) -> None:
         from transformers import AutoProcessor
@@ -259,11 +209,7 @@ class CheckpointCaptions:
 
 
 def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
-    """The picture of a medium's tensors: the whole image even if it also has tiles, the middle frame of a video.
-
-    Raises:
-        MethodError: the family's tensors are not understood.
-    """
+    """The picture of a medium's tensors: the whole image even if it also has tiles, the middle frame of a video."""
     pixels = family_of(processor.config).picture(medium)
     mean, std = (torch.tensor(v)[:, None, None] for v in processor.colour_scale(medium.kind))
     values = (pixels.detach().float().cpu() * std + mean).clamp(0, 1) * 255

@@ -34,17 +34,6 @@ class EnsembleDrafter(TreeDrafter):
     distribution that it was drawn from.
 
     A row whose views have equal prompts (text alone) has one active view.
-
-    Args:
-        model: the adapter of the draft model.
-        policy: which draft tokens are verified.
-        views: forms of the prompt.
-        weighting: of the views; by default a grid for two views and inverse errors for more.
-        vocab_size: as for `ModelDrafter`.
-        carry: retain the views' history from one turn of a conversation to the next.
-
-    Raises:
-        ValueError: there is no view.
     """
 
     def __init__(
@@ -59,11 +48,11 @@ class EnsembleDrafter(TreeDrafter):
         if not views:
             raise ValueError("An ensemble needs at least one view.")
         super().__init__(policy)
-        self.model = model
-        self.views = tuple(views)
+        self.model = model  # the adapter of the draft model
+        self.views = tuple(views)  # forms of the prompt
         self.weighting = weighting or make_weighting("auto", len(views))
-        self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
-        self.carry = carry
+        self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)  # as for `ModelDrafter`
+        self.carry = carry  # retain the views' history from one turn of a conversation to the next
         self.early = all(view.early for view in views)
 
     def open(self, rows: int, target: Context) -> EnsembleSession:
@@ -71,11 +60,7 @@ class EnsembleDrafter(TreeDrafter):
 
 
 class EnsembleSession:
-    """A draft session of m * R slots that has R rows for the engine: slot ``i * R + r`` is view i of row r.
-
-    Attributes:
-        captioning_seconds: time spent on captions at the last `load`.
-    """
+    """A draft session of m * R slots that has R rows for the engine: slot ``i * R + r`` is view i of row r."""
 
     def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
         device, views = drafter.model.device, len(drafter.views)
@@ -95,7 +80,7 @@ class EnsembleSession:
         self._room = [0] * rows  # tokens that could still be emitted when the row drafted last
         self._has_one_view = [False] * rows  # rows whose views have equal prompts
         self._roots: dict[int, Tensor] = {}  # the views' distributions at the roots, by the first row of a proposal
-        self.captioning_seconds = 0.0
+        self.captioning_seconds = 0.0  # time spent on captions at the last `load`
 
     @property
     def context(self) -> Context:
@@ -182,8 +167,7 @@ class EnsembleSession:
     ) -> None:
         """Add verified blocks, by place, to the weights' history.
 
-        Args:
-            logits: by view and place the logits after every emitted token ``[n, V]``.
+        Shapes: logits ``[n, V]``.
         """
         if not blocks:
             return

@@ -20,18 +20,11 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Positions of some rows' blocks that the target has labelled.
+    """Positions of some rows' blocks that the target has labelled."""
 
-    Attributes:
-        p: ``[B, T, V]`` the target's distribution, after the user's logits processors.
-        q: ``[m, B, T, V]`` every view's distribution.
-        emitted: per row the emitted tokens, one for each of its first positions; T is the longest row's number or
-            more, and later positions are unknown.
-    """
-
-    p: Tensor
-    q: Tensor
-    emitted: Sequence[Sequence[int]]
+    p: Tensor  # `[B, T, V]` the target's distribution, after the user's logits processors
+    q: Tensor  # `[m, B, T, V]` every view's distribution
+    emitted: Sequence[Sequence[int]]  # per row the emitted tokens, one for each of its first positions
 
     @property
     def label(self) -> Tensor:
@@ -59,12 +52,7 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
 
 
 class History:
-    """Sums over the last ``window`` verified positions of every row: running sums, or a ring of positions.
-
-    Args:
-        size: numbers per position.
-        window: positions that count; None for all.
-    """
+    """Sums over the last ``window`` verified positions of every row: running sums, or a ring of positions."""
 
     def __init__(self, batch: int, size: int, window: int | None, device: torch.device) -> None:
         self._window = window
@@ -114,24 +102,17 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class LabelledBlock:
-    """Positions of a row's last block: after its root, and after every emitted token but the last.
+    """Positions of a row's last block: after its root, and after every emitted token but the last."""
 
-    Attributes:
-        scores: ``[T, V]`` the target's processed logits there, for every emitted token or more.
-        roots: ``[m, 1, V]`` the views' distributions after the root.
-        emitted: tokens of the block.
-    """
-
-    scores: Tensor
-    roots: Tensor
-    emitted: Sequence[int]
+    scores: Tensor  # `[T, V]` the target's processed logits there, for every emitted token or more
+    roots: Tensor  # `[m, 1, V]` the views' distributions after the root
+    emitted: Sequence[int]  # tokens of the block
 
 
 def verified_positions(blocks: Sequence[LabelledBlock], logits: Sequence[Sequence[Tensor]]) -> Verified:
     """The positions of some rows' blocks, once the draft model has run the emitted tokens.
 
-    Args:
-        logits: per row and view ``[n, V]`` after at least all emitted tokens but the last.
+    Shapes: logits ``[n, V]``.
     """
     p, q = [], []
     for block, views in zip(blocks, logits, strict=True):
@@ -170,13 +151,7 @@ class PendingBlocks:
     ) -> None:
         """Add blocks that were verified.
 
-        Args:
-            rows: of the blocks.
-            places: of these rows within the A rows of the arguments below.
-            roots: ``[m, A, 1, V]`` the views' distributions after the blocks' roots.
-            tree: as proposed.
-            scores: ``[A, N, V]`` the target's processed logits.
-            verdict: of every row.
+        Shapes: roots ``[m, A, 1, V]``; scores ``[A, N, V]``.
         """
         if tree.max_children > 1:  # else the nodes are the path
             scores = scores.gather(1, verdict.path[..., None].expand(-1, -1, scores.shape[2]))
@@ -189,11 +164,7 @@ class PendingBlocks:
         return None if block is None else block.labelled(new)
 
     def pop_last(self, row: int, room: int) -> LabelledBlock | None:
-        """Return the pending block of a row whose turn has ended, labelled by its accepted tokens.
-
-        Args:
-            room: tokens that could still be emitted; tokens accepted beyond it were drafted for longer rows.
-        """
+        """Return the pending block of a row whose turn has ended, labelled by its accepted tokens."""
         block = self._blocks.pop(row, None)
         return None if block is None else block.labelled(block.emitted()[:room])
 

@@ -19,10 +19,7 @@ class Mixture:
 
     Slot ``i * R + r`` of the draft session is view i of row r. Of a row whose views have equal prompts, view 0 alone
     takes part.
-
-    Attributes:
-        weights: ``[A, m]`` of the rows that draft next; set before their trees are begun.
-        roots: ``[m, A, 1, V]`` every view's distribution after these rows' roots; view 0's where a view takes no part.
+    Shapes: weights ``[A, m]``; roots ``[m, A, 1, V]``.
     """
 
     def __init__(self, policy: TreePolicy, rows: int, views: int, device: torch.device) -> None:
@@ -56,14 +53,7 @@ class Mixture:
 
 
 class MixedGrowth:
-    """One step's trees of A rows.
-
-    Args:
-        growth: of the A rows.
-        mixing: gets the views' distributions at the roots.
-        slots: of the draft session, as in `Mixture.begin`.
-        count: R.
-    """
+    """One step's trees of A rows."""
 
     def __init__(self, growth: Growth, mixing: Mixture, slots: Sequence[int], count: int) -> None:
         places = {row: place for place, row in enumerate(slot for slot in slots if slot < count)}
@@ -134,8 +124,6 @@ class MixedGrowth:
 def mixture(q: Tensor, shares: Tensor) -> Tensor:
     """Logarithm ``[A, W, V]`` of sum_i w_i q_i, always finite.
 
-    Args:
-        q: ``[m, A, W, V]`` distributions, in float32.
-        shares: ``[m, A, 1, 1]`` the weights.
+    Shapes: q ``[m, A, W, V]``; shares ``[m, A, 1, 1]``.
     """
     return (shares * q).sum(0).clamp_min_(TINY).log_()

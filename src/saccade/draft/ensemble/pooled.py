@@ -30,14 +30,7 @@ MAX_HALVED = 16
 
 
 def pooled(model: Target) -> View:
-    """View P for the draft model's family.
-
-    Args:
-        model: the adapter of the draft model.
-
-    Raises:
-        MethodError: the model takes no images, or its family is unknown.
-    """
+    """View P for the draft model's family."""
     family = family_of(model.config)
     if family.is_resizable:
         return HalvedPictures(model.config)
@@ -56,9 +49,6 @@ class HalvedPictures(PlainView):
     that the model was trained on: grid, row breaks and positions are those of a smaller picture, and the tower has a
     quarter of the work. A side with an odd number of visual tokens is rounded up; a video keeps its frames and their
     timestamps.
-
-    Args:
-        config: the draft model's Hugging Face configuration.
     """
 
     name = "P"
@@ -105,13 +95,6 @@ class PooledFeatures(PlainView):
 
     A side with an odd number of features is closed by averages of fewer; a class token stays. Where the projector
     itself averages (Gemma 3), this is a second average behind its own.
-
-    Args:
-        model: the adapter of the draft model.
-        point: where its features lie on square grids.
-
-    Raises:
-        MethodError: the family cuts padding away on a grid that cannot be halved.
     """
 
     name = "P"
@@ -180,14 +163,7 @@ class PooledFeatures(PlainView):
 def pool(features: Tensor) -> Tensor:
     """Average features of n square grids 2x2.
 
-    Args:
-        features: ``[n, s * s, C]``, or ``[n, 1 + s * s, C]`` behind a class token.
-
-    Returns:
-        ``[n, s' * s', C]`` with s' = ceil(s / 2), likewise behind the class token.
-
-    Raises:
-        MethodError: the features are not on a square grid.
+    Shapes: features ``[n, s * s, C]``; returns ``[n, s' * s', C]``.
     """
     side, others = _square(features.shape[1])
     grid = features[:, others:].transpose(1, 2).unflatten(2, (side, side))

@@ -11,15 +11,10 @@ from saccade.target.prefill import PrefillResult
 
 
 class View(Protocol):
-    """One form of a prompt.
+    """One form of a prompt."""
 
-    Attributes:
-        name: the paper's letter.
-        seconds: time spent on captions so far; 0 for views without.
-    """
-
-    name: str
-    seconds: float
+    name: str  # the paper's letter
+    seconds: float  # time spent on captions so far; 0 for views without
 
     @property
     def early(self) -> bool:
@@ -37,12 +32,7 @@ class View(Protocol):
     def load(
         self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
-        """Prefill a row of the draft session with the prompt that `read` returned.
-
-        Args:
-            own: session of the draft model.
-            prefill: result of the target's prefill; None where that is still to come, and every view is early.
-        """
+        """Prefill a row of the draft session with the prompt that `read` returned."""
         ...
 
 

@@ -27,19 +27,7 @@ def make_views(
     pruning: Pruning | None = None,
     config: Any = None,
 ) -> list[View]:
-    """Make the views of one draft model from their letters, as in ``MTCP``.
-
-    Args:
-        names: letters M, T, C, P and R, each once.
-        model: the adapter of the draft model.
-        processor: its input processor.
-        captioner: for C; the draft model itself when None.
-        pruning: for R; SpecVLM's shares when None.
-        config: configuration of the model whose prompts T and C get; the draft model's when None.
-
-    Raises:
-        MethodError: a letter is unknown, repeated or missing, or the draft model does not support that view.
-    """
+    """Make the views of one draft model from their letters, as in ``MTCP``."""
     config, tokenizer = config or processor.config, processor.tokenizer
     makers: dict[str, Callable[[], View]] = {
         "M": Multimodal,
@@ -63,12 +51,7 @@ class Multimodal(PlainView):
 
 
 class TextOnly(PlainView):
-    """T: one newline in place of every image or video (Gagrani et al. 2024).
-
-    Args:
-        config: the draft model's Hugging Face configuration.
-        tokenizer: its tokenizer.
-    """
+    """T: one newline in place of every image or video (Gagrani et al. 2024)."""
 
     name = "T"
 
@@ -83,11 +66,7 @@ class TextOnly(PlainView):
 
 
 class Pruned:
-    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025).
-
-    Args:
-        pruning: choice of the visual tokens that are retained.
-    """
+    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025)."""
 
     name = "R"
     seconds = 0.0

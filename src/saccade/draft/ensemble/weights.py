@@ -60,18 +60,11 @@ class Weighting(Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """The best point of a grid over all weights: MT* with two views (Appendix B.2).
+    """The best point of a grid over all weights: MT* with two views (Appendix B.2)."""
 
-    Attributes:
-        steps: n; the weights are the multiples of 1/n that sum to one (11 points for two views).
-        distance: minimised over the history: ``kl`` KL(p||q), ``tv`` total variation; or ``match``: most positions
-            where the mixture's likeliest token was emitted, of equals the least KL.
-        window: h, verified positions that count; None for all.
-    """
-
-    steps: int = 10
-    distance: Distance = "kl"
-    window: int | None = None
+    steps: int = 10  # n; the weights are the multiples of 1/n that sum to one (11 points for two views)
+    distance: Distance = "kl"  # minimised over the history: `kl` KL(p||q), `tv` total variation
+    window: int | None = None  # h, verified positions that count; None for all
     needs_history = True
 
     def __post_init__(self) -> None:
@@ -117,18 +110,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class InverseError:
-    """softmax((1 / e) / temperature), e the accumulated KL of every view: MTCP* (Appendix B.2).
+    """softmax((1 / e) / temperature), e the accumulated KL of every view: MTCP* (Appendix B.2)."""
 
-    Attributes:
-        temperature: tau.
-        average: take the mean error instead of the paper's sum, which grows without bound: its inverse vanishes, and
-            the weights tend to equal ones.
-        window: h, verified positions that count; None for all.
-    """
-
-    temperature: float = 1.0
-    average: bool = False
-    window: int | None = None
+    temperature: float = 1.0  # tau
+    average: bool = False  # take the mean error instead of the paper's sum, which grows without bound
+    window: int | None = None  # h, verified positions that count; None for all
     needs_history = True
 
     def __post_init__(self) -> None:
@@ -153,14 +139,10 @@ class AdaBoost:
 
     The paper does not define the positions of eps; here it is taken over the history, half an error and half a success
     added, so that it is never 0 or 1. Weights below 0 become 0, and the rest is scaled to sum one.
-
-    Attributes:
-        constant: C; 1 is SAMME's (Hastie et al. 2009).
-        window: h, verified positions that count; None for all.
     """
 
-    constant: float = 1.0
-    window: int | None = None
+    constant: float = 1.0  # C; 1 is SAMME's (Hastie et al. 2009)
+    window: int | None = None  # h, verified positions that count; None for all
     needs_history = True
 
     def __post_init__(self) -> None:
@@ -187,16 +169,7 @@ class AdaBoost:
 def make_weighting(
     name: str, views: int, *, distance: Distance = "kl", window: int | None = None, seed: int = 0
 ) -> Weighting:
-    """Make a weighting from its name in options.
-
-    Args:
-        name: ``grid``; ``best``, a grid whose points give one view all the weight, so that it alone is active;
-            ``inverse-error``, ``adaboost``, ``random``, ``static``; or ``auto``: the paper's choice, a grid for two
-            views and inverse errors for more.
-
-    Raises:
-        ValueError: unknown name, or a value out of range.
-    """
+    """Make a weighting from its name in options."""
     if name == "auto":
         name = "grid" if views <= 2 else "inverse-error"
     makers: dict[str, Callable[[], Weighting]] = {
@@ -259,13 +232,9 @@ def _check(*, window: int | None, steps: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Constant weights: equal ones (the paper's Static), or given values.
+    """Constant weights: equal ones (the paper's Static), or given values."""
 
-    Attributes:
-        values: one per view, non-negative, of any sum; None for equal ones.
-    """
-
-    values: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None  # one per view, non-negative, of any sum; None for equal ones
     needs_history = False
 
     def __post_init__(self) -> None:
@@ -281,13 +250,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Random:
-    """Weights drawn evenly from the simplex for every block (the control of Table 4).
+    """Weights drawn evenly from the simplex for every block (the control of Table 4)."""
 
-    Attributes:
-        seed: determines, with a row's prompt, the row's weights, independently of its neighbours.
-    """
-
-    seed: int = 0
+    seed: int = 0  # determines, with a row's prompt, the row's weights, independently of its neighbours
     needs_history = False
 
     def open(self, batch: int, views: int, device: torch.device) -> Drawn:

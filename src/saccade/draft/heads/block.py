@@ -29,14 +29,6 @@ class Rotary:
     Not a module: frequencies must stay exact when the head is cast to a lower precision. Not transformers' either,
     which computes ``1 / theta ** e`` where this has ``theta ** -e``: the last bits differ, and trained heads rely on
     them.
-
-    Args:
-        head_dim: even.
-        rope: as in `HeadConfig`; with ``mrope_section`` (and ``mrope_interleaved``) frequencies belong to the three
-            axes of M-RoPE positions as in transformers' Qwen2-VL (and Qwen3-VL).
-
-    Raises:
-        ModelError: unknown type of scaling, or sections that do not fit ``head_dim``.
     """
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any]) -> None:
@@ -140,12 +132,7 @@ def cached_attention(
 ) -> Tensor:
     """Attention ``[B, H, N, D]`` of entries over cached ones and each other.
 
-    Args:
-        q: ``[B, H, N, D]``.
-        k, v: ``[B, H_kv, N, D]``.
-        attention_mask: ``[B or 1, N, K]`` bool; not read with a `RowCache`, whose layout has the mask.
-        cache: as of `Placement`.
-        place: index of the layer.
+    Shapes: q ``[B, H, N, D]``; k, v ``[B, H_kv, N, D]``; attention_mask ``[B or 1, N, K]``.
     """
     if isinstance(cache, RowCache):
         packed = [t.transpose(0, 1).flatten(1, 2) for t in (q, k, v)]  # [H, B * N, D]
@@ -161,21 +148,12 @@ def cached_attention(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Places of N entries in their sequences, and the entries that they attend to.
+    """Places of N entries in their sequences, and the entries that they attend to."""
 
-    Attributes:
-        positions: ``[B or 1, N]``.
-        attention_mask: ``[B or 1, N, K]`` bool, cached entries first; every entry attends to itself. None with a
-            `RowCache`, whose layout has the mask.
-        cache: of `Head.new_cache`, laid out for these entries (`RowCache.plan_layout`), or in training any object whose
-            layers have ``update``; None when all entries are given at once (K = N).
-        last: no position is greater, as far as the host knows; None if it does not.
-    """
-
-    positions: Tensor
-    attention_mask: Tensor | None = None
-    cache: RowCache | Any = None
-    last: int | None = None
+    positions: Tensor  # `[B or 1, N]`
+    attention_mask: Tensor | None = None  # `[B or 1, N, K]` bool, cached entries first
+    cache: RowCache | Any = None  # of `Head.new_cache`
+    last: int | None = None  # no position is greater, as far as the host knows; None if it does not
     _angles: dict[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -195,11 +173,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(Fusable):
-    """Grouped-query attention with rotary positions.
-
-    Args:
-        given: width of its input; the head's when None.
-    """
+    """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: HeadConfig, given: int | None = None) -> None:
         super().__init__()
@@ -262,12 +236,7 @@ class GatedMLP(Fusable):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and pre-norm gated MLP, each with its residual.
-
-    Args:
-        place: index of the block in the head, and its layer in the cache.
-        normed: False leaves out the first norm, as in released EAGLE heads.
-    """
+    """Pre-norm attention and pre-norm gated MLP, each with its residual."""
 
     def __init__(self, config: HeadConfig, place: int = 0, normed: bool = True) -> None:
         super().__init__()

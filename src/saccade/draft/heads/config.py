@@ -17,21 +17,13 @@ MARK = "saccade_head"
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """Facts of a target that a head must fit.
+    """Facts of a target that a head must fit."""
 
-    Attributes:
-        model_class: class name of the model.
-        hidden_size: of its text decoder.
-        vocab_size: rows of its LM head.
-        layers: decoder layers.
-        uses_mrope: its positions have three axes (M-RoPE).
-    """
-
-    model_class: str
-    hidden_size: int
-    vocab_size: int
-    layers: int
-    uses_mrope: bool = False
+    model_class: str  # class name of the model
+    hidden_size: int  # of its text decoder
+    vocab_size: int  # rows of its LM head
+    layers: int  # decoder layers
+    uses_mrope: bool = False  # its positions have three axes (M-RoPE)
 
     @classmethod
     def of(cls, target: Target) -> TargetShape:
@@ -47,43 +39,25 @@ class TargetShape:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Shape of a head and of its target.
+    """Shape of a head and of its target."""
 
-    Attributes:
-        kind: a name of `saccade.draft.heads.registry.HEAD_KINDS`.
-        hidden_size: of the target's text decoder and of the head.
-        intermediate_size: of its MLP.
-        heads: attention heads.
-        kv_heads: key and value heads.
-        head_dim: of each.
-        vocab_size: rows of the target's LM head.
-        layers: indices of the target's states that it reads, as in `saccade.target.forward.Requirements`.
-        target_class: class name of the target model.
-        target_layers: decoder layers of the target.
-        rope: rotary parameters as in transformers (``rope_theta``, ``rope_type``, scaling factors).
-        norm_eps: of its RMS norms.
-        qk_norm: normalise queries and keys per attention head.
-        qkv_bias: biases in the query, key and value projections.
-        steps: draft steps of training; later ones reuse the parameters of the last.
-        options: of the kind.
-    """
-
-    kind: str
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    layers: tuple[int, ...]
-    target_class: str
-    target_layers: int
+    kind: str  # a name of `saccade.draft.heads.registry.HEAD_KINDS`
+    hidden_size: int  # of the target's text decoder and of the head
+    intermediate_size: int  # of its MLP
+    heads: int  # attention heads
+    kv_heads: int  # key and value heads
+    head_dim: int  # of each
+    vocab_size: int  # rows of the target's LM head
+    layers: tuple[int, ...]  # indices of the target's states that it reads, as in `saccade.target.forward.Requirements`
+    target_class: str  # class name of the target model
+    target_layers: int  # decoder layers of the target
+    # rotary parameters as in transformers (`rope_theta`, `rope_type`, scaling factors)
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    norm_eps: float = 1e-6
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    steps: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)
+    norm_eps: float = 1e-6  # of its RMS norms
+    qk_norm: bool = False  # normalise queries and keys per attention head
+    qkv_bias: bool = False  # biases in the query, key and value projections
+    steps: int = 1  # draft steps of training; later ones reuse the parameters of the last
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the kind
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,16 +81,7 @@ class HeadConfig:
     def from_target(
         cls, target: Target, kind: str, *, steps: int | None = None, mlp: int | None = None, **options: Any
     ) -> HeadConfig:
-        """Return the configuration of a new head, one block of the target's text shape.
-
-        Args:
-            steps: draft steps of training; the kind's default when None.
-            mlp: width of its MLP; the target's when None.
-            options: of the kind, in place of their defaults.
-
-        Raises:
-            ModelError: unknown kind or option, or a value out of range.
-        """
+        """Return the configuration of a new head, one block of the target's text shape."""
         head, text = head_class(kind), target.text_config
         known = [*(["mlp"] if head.gated else []), *head.defaults]
         unknown = sorted(set(options) - set(known)) if mlp is None or head.gated else ["mlp"]
@@ -154,11 +119,7 @@ class HeadConfig:
 
     @classmethod
     def from_json(cls, text: str) -> HeadConfig:
-        """Parse the text of `to_json`; options newer than the text have their former value (`Head.former`) or default.
-
-        Raises:
-            ModelError: the text is not a head's configuration, or has missing or unknown fields.
-        """
+        """Parse the text of `to_json`; newer options have their former value (`Head.former`) or default."""
         try:
             values = dict(json.loads(text))
         except (ValueError, TypeError):
@@ -180,11 +141,7 @@ class HeadConfig:
 
 
 def rope_of(text: Any) -> dict[str, Any]:
-    """Return the rotary parameters of a decoder's full-attention layers, without M-RoPE sections.
-
-    Args:
-        text: transformers' configuration of a text decoder.
-    """
+    """Return the rotary parameters of a decoder's full-attention layers, without M-RoPE sections."""
     rope = dict(getattr(text, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention", rope))
     rope = {k: v for k, v in rope.items() if not k.startswith("mrope")}

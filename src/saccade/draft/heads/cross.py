@@ -31,9 +31,6 @@ class CrossAttention(Fusable):
 
     As released, features have no positions. With rotary positions, keys rotate by the positions of the features'
     tokens, and queries by that of the latest feature visible to their entry.
-
-    Args:
-        rotary: rotary positions for queries and keys.
     """
 
     def __init__(self, config: HeadConfig, rotary: bool = False) -> None:
@@ -103,11 +100,6 @@ class CrossBlock(nn.Module):
     With the gate ``tanh`` both residuals are scaled by the tanh of a weight initialised to zero, so that an untrained
     block is the identity (as DREAM was released); ``open`` initialises it to one. With ``replace`` the attention's
     output replaces the stream (DREAM, Section 3.1), and the MLP adds to it.
-
-    Args:
-        rotary: as of `CrossAttention`.
-        norms_features: False leaves out the norm of the features, as released.
-        place: index among the head's cross blocks, and its layer in the memory.
     """
 
     def __init__(
@@ -133,14 +125,7 @@ class CrossBlock(nn.Module):
     ) -> Tensor:
         """The residual stream after the block.
 
-        Args:
-            x: ``[B, N, d]``.
-            features: ``[B, M, d]`` not yet in the memory.
-            reach: ``[B or 1, N, F]`` bool mask over features, those in the memory first; every entry attends to at
-                least one. F is M without a memory.
-            memory: keys and values of earlier features, laid out for these.
-            where: positions ``[B or 1, N]`` of the latest feature visible to each entry, and ``[B or 1, M]`` of the
-                features, the same object where these are the same; only read with rotary positions.
+        Shapes: x ``[B, N, d]``; features ``[B, M, d]``; reach ``[B or 1, N, F]``; where ``[B or 1, N]``.
         """
         attended = self.cross_attn(
             self.input_layernorm(x), self.feature_norm(features), reach, memory, self._place, where

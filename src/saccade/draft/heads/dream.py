@@ -103,12 +103,7 @@ class Dream(Head):
     ) -> Tensor:
         """As in `Head.forward`, with a separate number of features.
 
-        Args:
-            features: ``[B, M, d]`` not yet in the memory.
-            reach: ``[B or 1, N, F]`` bool mask over features, those in the memory first. None when each entry brings
-                the feature of the token before it (M = N), which is visible where the entry is.
-            memory: of `new_memory`, laid out for these features; None when all features are given at once (F = M).
-            places: ``[B or 1, M]`` tokens of the features, consecutive; None when each entry brings its own.
+        Shapes: features ``[B, M, d]``; reach ``[B or 1, N, F]``; places ``[B or 1, M]``.
         """
         reach = at.attention_mask if reach is None else reach
         return self.finish(self.begin(embeddings, at), features, at, reach, memory, places)
@@ -176,9 +171,6 @@ class DreamDraftSession(HeadDraftSession):
     Every entry brings the feature of the token before its own into the memory; entries of the prompt also bring those
     of the dropped tokens in between. An entry attends to its row's committed features and to those that its ancestors
     and itself brought in this step, never to a sibling's, which only the sibling's children bring.
-
-    Attributes:
-        memory: keys and values of features; slot j holds token j.
     """
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
@@ -187,7 +179,7 @@ class DreamDraftSession(HeadDraftSession):
         self._dream = drafter.head
         self._pruning = drafter.head.pruning
         self._dropped: list[list[int]] = [[] for _ in range(rows)]
-        self.memory: RowCache = drafter.head.new_memory(rows)
+        self.memory: RowCache = drafter.head.new_memory(rows)  # keys and values of features; slot j holds token j
         self.memory.share_numbers(self.cache)
         if self._pruning.needs_attention:
             target.requirements.add_attention(self._pruning.layers, "all")
@@ -250,8 +242,7 @@ class DreamDraftSession(HeadDraftSession):
     def _lay_memory(self, row: int, count: int, reach: Tensor) -> None:
         """Lay out ``count`` new features of a prompt, with the mask of its entries.
 
-        Args:
-            reach: ``[1, N, count]`` bool.
+        Shapes: reach ``[1, N, count]``.
         """
         held, start = self.memory.lengths[row], self.memory.start(row)
         mask = pad(additive(reach, self._features[0].dtype), (held, 0))

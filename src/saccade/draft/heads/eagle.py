@@ -125,10 +125,6 @@ class Eagle3(Head):
             norm (``normed``; ``norm_output`` of speculators).
         positions: of entries: their number (``entries``), or the target's M-RoPE positions of the tokens before
             (``target``).
-
-    Attributes:
-        lm_head: its own, if any.
-        token_ids: ``[N]`` the target's ids of its tokens.
     """
 
     kind: ClassVar[str] = "eagle3"
@@ -163,8 +159,8 @@ class Eagle3(Head):
                 f"own_vocabulary must be a whole number from 0 to {config.vocab_size}, the target's, not {known!r}."
             )
         if known:
-            self.lm_head = nn.Linear(width, known, bias=False)
-            self.token_ids: Tensor
+            self.lm_head = nn.Linear(width, known, bias=False)  # its own, if any
+            self.token_ids: Tensor  # `[N]` the target's ids of its tokens
             self.register_buffer("token_ids", torch.arange(known))
         self._rotary = rotary_of(config)
 
@@ -225,9 +221,7 @@ class Eagle3(Head):
     def use_tokens(self, ids: Tensor, rows: Tensor) -> None:
         """Set the tokens of its own vocabulary, and initial rows of its LM head.
 
-        Args:
-            ids: ``[N]`` the target's, ascending.
-            rows: ``[N, d]``.
+        Shapes: ids ``[N]``; rows ``[N, d]``.
         """
         self.token_ids.copy_(ids)
         self.lm_head.weight.copy_(rows)

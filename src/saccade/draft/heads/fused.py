@@ -18,12 +18,7 @@ from saccade.target.linear import Linear, pack_where_faster
 
 
 class Fusable(nn.Module):
-    """A module whose layers can be fused.
-
-    Attributes:
-        products: name of a group of layers -> their joint product; empty until they are fused, and for layers that
-            are more than plain weights (quantised, sharded, adapted, hooked).
-    """
+    """A module whose layers can be fused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +54,7 @@ class Fusable(nn.Module):
 
 
 class FusedHead:
-    """Fused modules of a head that drafts.
-
-    Args:
-        head: whose modules are fused now.
-    """
+    """Fused modules of a head that drafts."""
 
     def __init__(self, head: nn.Module) -> None:
         self._modules = [module for module in head.modules() if isinstance(module, Fusable)]

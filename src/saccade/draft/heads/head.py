@@ -31,23 +31,14 @@ class Head(nn.Module, ABC):
     and so is its LM head, unless the head has its own (`has_lm_head`).
 
     The same forward serves training (no cache, all entries of a text at once) and drafting.
-
-    Attributes:
-        config: shape and options.
-        kind: its name in the registry.
-        defaults: options of the kind with their defaults.
-        former: newer options -> their value in heads written earlier, where it is not the default.
-        loaded_only: options that may differ from their defaults in published heads alone, not in training.
-        default_steps: draft steps of training.
-        gated: has a gated MLP of the width `HeadConfig.intermediate_size`.
     """
 
-    kind: ClassVar[str]
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    former: ClassVar[Mapping[str, Any]] = {}
-    loaded_only: ClassVar[tuple[str, ...]] = ()
-    default_steps: ClassVar[int] = 1
-    gated: ClassVar[bool] = True
+    kind: ClassVar[str]  # its name in the registry
+    defaults: ClassVar[Mapping[str, Any]] = {}  # options of the kind with their defaults
+    former: ClassVar[Mapping[str, Any]] = {}  # newer options -> their value in heads written earlier
+    loaded_only: ClassVar[tuple[str, ...]] = ()  # options that may differ from their defaults in published heads alone
+    default_steps: ClassVar[int] = 1  # draft steps of training
+    gated: ClassVar[bool] = True  # has a gated MLP of the width `HeadConfig.intermediate_size`
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -65,7 +56,7 @@ class Head(nn.Module, ABC):
         after = config.options.get("after_image", "text")
         if after not in AFTER_IMAGE:
             raise ModelError(f"after_image must be one of {', '.join(AFTER_IMAGE)}, not {after!r}.")
-        self.config = config
+        self.config = config  # shape and options
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
@@ -124,16 +115,7 @@ class Head(nn.Module, ABC):
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         """Predict the states at the entries' own tokens.
 
-        Args:
-            features: ``[B, N, d]`` states at the token before each entry's: the target's (`fuse`), or the head's own
-                output for a draft token.
-            embeddings: ``[B, N, d]`` inputs of the target's decoder for the entries' tokens.
-            at: their places, counted in entries.
-            step: 0 for entries with the target's own feature, t for a draft token t levels below the last emitted
-                token; a tensor broadcasts to ``[B, N]``.
-
-        Returns:
-            ``[B, N, d]``.
+        Shapes: features ``[B, N, d]``; embeddings ``[B, N, d]``; step ``[B, N]``; returns ``[B, N, d]``.
         """
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -143,14 +125,7 @@ class Head(nn.Module, ABC):
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Return the token of each entry, and the token whose feature it gets.
 
-        Args:
-            visual: ``[S]`` bool; visual tokens of a text.
-            stops: tokens after images, for kinds that distinguish adjacent images.
-
-        Returns:
-            Two index tensors ``[E]``; E is one less than the number of visible tokens. With ``after_image="visual"``
-            the feature for a text token after an image is that of the image's last token, with ``"text"`` (HiViS,
-            Algorithm 1) that of the text token before the image. An index of -1 means a feature of zeros.
+        Shapes: visual ``[S]``; returns ``[E]``.
         """
         if not self.hides_visual:
             tokens = torch.arange(len(visual), device=visual.device)
@@ -163,10 +138,7 @@ class Head(nn.Module, ABC):
     def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
         """Return the entries' inputs for their own tokens, ``[E, w]``; w is d for most kinds.
 
-        Args:
-            embeddings: ``[S, d]`` inputs of the target's decoder.
-            visual: ``[S]`` bool.
-            stops: as of `entries`.
+        Shapes: embeddings ``[S, d]``; visual ``[S]``.
         """
         return embeddings[self.entries(visual)[0]]
 
@@ -179,11 +151,7 @@ class Head(nn.Module, ABC):
 
 
 def build_head(config: HeadConfig) -> Head:
-    """Return a head with fresh weights.
-
-    Raises:
-        ModelError: unknown kind or options.
-    """
+    """Return a head with fresh weights."""
     head: Head = head_class(config.kind)(config)
     return head
 
@@ -191,9 +159,7 @@ def build_head(config: HeadConfig) -> Head:
 def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
     """Return entries without features for visual tokens.
 
-    Args:
-        visual: ``[S]`` bool.
-        tokens: ``[E]`` and ``sources`` ``[E]``, as of `Head.entries`.
+    Shapes: visual ``[S]``; tokens ``[E]``.
     """
     return tokens, sources.masked_fill(visual[tokens], -1)
 

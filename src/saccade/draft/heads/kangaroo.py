@@ -56,11 +56,7 @@ class Kangaroo(Head):
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
-        """Return the exit layer, whose input the head reads.
-
-        Raises:
-            ModelError: the target has no such layer.
-        """
+        """Return the exit layer, whose input the head reads."""
         given = options.get("exit", 0)
         layer = given or -(-target_layers // 16)
         if type(given) is not int or not 0 < layer < target_layers:
@@ -77,9 +73,7 @@ class Kangaroo(Head):
     def forward(self, features: Tensor, embeddings: Tensor | None, at: Placement, step: Step = 0) -> Tensor:
         """Map early states to states for the LM head.
 
-        Args:
-            features: ``[B, N, d]`` inputs of the target's layer ``exit`` at the entries' own tokens.
-            embeddings, step: ignored.
+        Shapes: features ``[B, N, d]``.
         """
         out: Tensor = features + self.self_attn(self.input_norm(features), at.angles(self._rotary), at, 0)
         return out

@@ -36,17 +36,12 @@ class StackedHead(Head):
         layers: residual layers of each stack.
         own_heads: each stack has an LM head of its own, as in released heads (`saccade.draft.heads.published.stacks`).
         own_vocabulary: number of the target's tokens (``token_ids``) that these LM heads know; 0 for all.
-
-    Attributes:
-        follows: a stack also gets the draft tokens so far.
-        biased: LM heads of its own have a bias.
-        lm_heads: one per stack, if any.
     """
 
     default_steps: ClassVar[int] = 5
     gated: ClassVar[bool] = False
-    follows: ClassVar[bool] = False
-    biased: ClassVar[bool] = False
+    follows: ClassVar[bool] = False  # a stack also gets the draft tokens so far
+    biased: ClassVar[bool] = False  # LM heads of its own have a bias
     token_ids: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
@@ -83,11 +78,7 @@ class StackedHead(Head):
 
 
 class ResidualLayer(nn.Module):
-    """``x + SiLU(linear(x))``, initialised to the identity; a wider x is projected for the sum.
-
-    Args:
-        given: width of x; that of the output when None.
-    """
+    """``x + SiLU(linear(x))``, initialised to the identity; a wider x is projected for the sum."""
 
     def __init__(self, width: int, given: int | None = None) -> None:
         super().__init__()
@@ -125,9 +116,7 @@ class Medusa(StackedHead):
     ) -> Tensor:
         """Predict the states ``step`` tokens after the entries' own from the features alone.
 
-        Args:
-            features: ``[B, N, d]`` the target's states at the token before each entry's.
-            step: index of the stack, below `reach`.
+        Shapes: features ``[B, N, d]``.
         """
         out: Tensor = self.stacks[int(step)](features)
         return out
@@ -172,10 +161,7 @@ class Hydra(StackedHead):
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement | None = None, step: Step = 0) -> Tensor:
         """Predict the states ``step`` tokens after the entries' own.
 
-        Args:
-            features: ``[B, N, d]`` the target's states at the token before each entry's.
-            embeddings: ``[B, N, step + 1, d]`` of the entry's token and of the ``step`` ones after it.
-            step: index of the stack, below `reach`.
+        Shapes: features ``[B, N, d]``; embeddings ``[B, N, step + 1, d]``.
         """
         index = int(step)
         if self._is_residual:
@@ -275,8 +261,7 @@ class AheadDraftSession:
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:
     """Return the tokens ``[B, W, depth + 1]`` from the root to every node of a frontier; arbitrary for padding.
 
-    Args:
-        ran: ``[B, 1 + F + W]`` root, earlier nodes, and frontier.
+    Shapes: ran ``[B, 1 + F + W]``.
     """
     if frontier.attention_mask is None:  # a chain
         return ran[:, None]

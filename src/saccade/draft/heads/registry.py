@@ -21,26 +21,16 @@ class HeadKind:
 
     Classes are ``module.Class`` within `saccade.draft.heads` (head, session) or `saccade.train.objectives` (objective,
     feeder), or ``package.module:Class`` anywhere else.
-
-    Attributes:
-        head: `saccade.draft.heads.head.Head`.
-        objective: `saccade.train.objectives.losses.Objective`, a dataclass of the loss's settings.
-        session: `saccade.draft.drafter.DraftSession`, made of a `HeadDrafter`, the number of rows and the target's
-            `Context`.
-        feeder: `saccade.train.objectives.entries.Feeder`.
-        recipe: built-in recipe that the kind is trained with; the one of its own name when empty.
-        summary, source: of the method with the kind's name (`saccade.methods.registry.Method`).
-        settings: of that method, the drafter aside.
     """
 
-    head: str
-    objective: str
-    session: str = "session.HeadDraftSession"
-    feeder: str = "entries.Feeder"
-    recipe: str = ""
+    head: str  # `saccade.draft.heads.head.Head`
+    objective: str  # `saccade.train.objectives.losses.Objective`, a dataclass of the loss's settings
+    session: str = "session.HeadDraftSession"  # `saccade.draft.drafter.DraftSession`
+    feeder: str = "entries.Feeder"  # `saccade.train.objectives.entries.Feeder`
+    recipe: str = ""  # built-in recipe that the kind is trained with; the one of its own name when empty
     summary: str = ""
     source: str = ""
-    settings: Mapping[str, Any] = field(default_factory=lambda: {"tree": "dynamic"})
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"tree": "dynamic"})  # of that method
 
 
 HEAD_KINDS: dict[str, HeadKind] = {
@@ -117,11 +107,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
 
 
 def head_kind(kind: str) -> HeadKind:
-    """The parts of a kind.
-
-    Raises:
-        ModelError: the kind is not registered.
-    """
+    """The parts of a kind."""
     if kind not in HEAD_KINDS:
         raise ModelError(f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}.")
     return HEAD_KINDS[kind]

@@ -37,20 +37,7 @@ MASKS = MaskPlan(None, ())
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter of a head and the target that it was trained for.
-
-    Args:
-        head: on the target's device, in its dtype (`saccade.draft.heads.store.load_head` puts it there).
-        target: whose embedding it shares, and whose LM head unless it has its own.
-        policy: shape of the draft tree.
-        in_training: whether the head is still learning, so that few accepted drafts are no reason for a warning.
-
-    Attributes:
-        fused: what the head's forwards run on while it drafts.
-
-    Raises:
-        ModelError: the head was made for another target, or the tree is deeper than its reach.
-    """
+    """Drafter of a head and the target that it was trained for."""
 
     def __init__(self, head: Head, target: Target, policy: TreePolicy, in_training: bool = False) -> None:
         check_fit(head.config, TargetShape.of(target))
@@ -61,8 +48,8 @@ class HeadDrafter(TreeDrafter):
             )
         super().__init__(policy)
         self.head = head.eval()
-        self.fused = FusedHead(head)
-        self.target = target
+        self.fused = FusedHead(head)  # what the head's forwards run on while it drafts
+        self.target = target  # whose embedding it shares, and whose LM head unless it has its own
         self._trial = None if in_training else Trial(head.kind)
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
 
@@ -92,9 +79,6 @@ class HeadDraftSession:
 
     The target's states are retained for every token of a row: a later turn resumes where the target does, and its
     first entry needs the state before it, which the target does not compute again.
-
-    Attributes:
-        cache: of the head; one entry per visible token but the first.
     """
 
     captioning_seconds = 0.0
@@ -108,7 +92,7 @@ class HeadDraftSession:
         self._slack = policy.max_run + policy.max_nodes
         self._shaping = policy.open(rows, self._device)
         self._order = torch.arange(self._slack + 1, device=self._device)
-        self.cache: RowCache = self._head.new_cache(rows)
+        self.cache: RowCache = self._head.new_cache(rows)  # of the head; one entry per visible token but the first
         self._numbers = self.cache.share_numbers(target.cache)
         self._room = [0] * rows
         # Per row: tokens whose entries have run (hidden ones included), and tokens whose states are stored,

@@ -41,16 +41,7 @@ def save_head(head: Head, folder: str | Path) -> None:
 
 
 def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Head:
-    """Load a head for a target, onto its device.
-
-    Args:
-        folder: of `save_head` or of a released head (`FORMS`); a local folder or a hub id.
-        dtype: of the head; when None the target's, but float32 for a small head on a CPU.
-
-    Raises:
-        ModelError: there is no head, the hub cannot be reached, the head was made for another target, its weights are
-            damaged, missing, unknown or of the wrong shape, or a published head differs from its known layout.
-    """
+    """Load a head for a target, onto its device."""
     values, shape = read_values(folder), TargetShape.of(target)
     form = form_of(folder, values)
     if form is not None:
@@ -70,11 +61,7 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
 
 
 def read_config(folder: str | Path) -> HeadConfig:
-    """Return the configuration of the head in a folder.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """Return the configuration of the head in a folder."""
     file = file_of(folder, "config.json")
     if file is None and not Path(path_of(folder)).exists() and not is_on_hub(folder):
         raise ModelError(f"There is no folder {folder}; give that of a trained head, or a hub id such as OWNER/NAME.")
@@ -84,22 +71,14 @@ def read_config(folder: str | Path) -> HeadConfig:
 
 
 def kind_at(folder: str | Path) -> str:
-    """Return the kind of the head in a folder.
-
-    Raises:
-        ModelError: there is none, or its configuration was changed.
-    """
+    """Return the kind of the head in a folder."""
     values = read_values(folder)
     form = form_of(folder, values)
     return read_config(folder).kind if form is None else form.kind(values).kind
 
 
 def kind_in(folder: Any) -> str | None:
-    """Return the kind of the head in a folder or on the hub; None for anything else.
-
-    Raises:
-        ModelError: a head of unknown kind, or neither a folder nor available from the hub.
-    """
+    """Return the kind of the head in a folder or on the hub; None for anything else."""
     if not isinstance(folder, (str, Path)):
         return None
     values = read_values(folder)
@@ -110,11 +89,7 @@ def kind_in(folder: Any) -> str | None:
 
 
 def form_of(folder: str | Path, values: Mapping[str, Any]) -> Form | None:
-    """Return the layout of the released head in a folder; None for ours and for other folders.
-
-    Args:
-        values: of `read_values`.
-    """
+    """Return the layout of the released head in a folder; None for ours and for other folders."""
     if MARK in values:
         return None
     return next((form for form in FORMS if form.fits(values, partial(_shapes, folder, form.FILES))), None)
@@ -145,11 +120,7 @@ def _shapes(folder: str | Path, names: Sequence[str]) -> dict[str, tuple[int, ..
 
 
 def read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the weights of the first file that exists.
-
-    Raises:
-        ModelError: there is none, or it is damaged or holds more than weights.
-    """
+    """Return the weights of the first file that exists."""
     for file in (file_of(folder, name) for name in names):
         if file is None:
             continue

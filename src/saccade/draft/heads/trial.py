@@ -21,9 +21,6 @@ class Trial:
     A head for another target, with norms, layers or positions read wrongly, or with another prompt format, drafts
     nonsense, and nothing but the speed shows it. Loading stays cheap: the check reads the verdicts of the first drafts
     that are verified anyway, and costs one transfer.
-
-    Args:
-        kind: of the head.
     """
 
     def __init__(self, kind: str) -> None:

@@ -26,17 +26,11 @@ FORMS = ("normed", "released")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A compressed image.
+    """A compressed image."""
 
-    Attributes:
-        first: its first token.
-        stop: the token after its last one.
-        vectors: ``[queries, d]``; the last one is the global vector for later text.
-    """
-
-    first: int
-    stop: int
-    vectors: Tensor
+    first: int  # its first token
+    stop: int  # the token after its last one
+    vectors: Tensor  # `[queries, d]`; the last one is the global vector for later text
 
 
 class Adaptor(nn.Module):
@@ -144,10 +138,7 @@ class ViSpec(Head):
     def with_images(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
         """Return the entries' inputs ``[E, 2 * d]``: own vector and global vector of the latest image before them.
 
-        Args:
-            words: ``[E, d]`` embeddings of the entries' tokens; arbitrary for visual ones.
-            tokens: ``[E]``.
-            images: in order, all up to the last entry.
+        Shapes: words ``[E, d]``; tokens ``[E]``.
         """
         global_vectors = torch.zeros_like(words)
         for image in images:
@@ -178,9 +169,7 @@ class ViSpec(Head):
 def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
     """Return the first token and the one after the last of every run of visual tokens.
 
-    Args:
-        visual: ``[S]`` bool.
-        cuts: tokens before which a run always ends.
+    Shapes: visual ``[S]``.
     """
     flags, found, first, ends = visual.tolist(), list[tuple[int, int]](), -1, set(cuts)
     for token, seen in enumerate([*flags, False]):

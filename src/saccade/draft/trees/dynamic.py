@@ -27,16 +27,11 @@ class DynamicTree(StatelessPolicy):
 
     Its form depends on the drafter's probabilities of the draft tokens, so children are the likeliest tokens, never
     draws: under sampling each is verified as a point mass, which stays exact.
-
-    Attributes:
-        top: children per expanded node, and nodes expanded per level.
-        max_depth: levels.
-        total: nodes that are verified, the root not counted.
     """
 
-    top: int = 10
-    max_depth: int = 6
-    total: int = 60
+    top: int = 10  # children per expanded node, and nodes expanded per level
+    max_depth: int = 6  # levels
+    total: int = 60  # nodes that are verified, the root not counted
 
     can_sample = False
 
@@ -124,14 +119,10 @@ class WidthTree(StatelessPolicy):
     TABED gives d = 2 and 3 without defining which draft tokens a width of d retains; here the d nodes of highest path
     probability at each depth, among the d likeliest children of every node of the depth before. The choice depends on
     draft probabilities, so children are the likeliest tokens, never draws.
-
-    Attributes:
-        width: d.
-        max_depth: levels.
     """
 
-    width: int = 2
-    max_depth: int = 5
+    width: int = 2  # d
+    max_depth: int = 5  # levels
 
     can_sample = False
 

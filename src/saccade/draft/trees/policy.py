@@ -17,21 +17,14 @@ from saccade.verify.rule import Verdict
 
 @dataclass(slots=True)
 class Frontier:
-    """Nodes to expand next: the drafter runs them in one forward.
+    """Nodes to expand next: the drafter runs them in one forward."""
 
-    Attributes:
-        tokens: ``[B, W]`` ids.
-        attention_mask: ``[B or 1, W, F + W]`` bool over the F entries already run (root excluded) and these; None where
-            every node sees all entries before it and itself.
-        depth: of the frontier below the root (host integer).
-        rows: rows of the draft model that run them, where several run for one tree; None for those that the trees were
-            begun with.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # `[B, W]` ids
+    # `[B or 1, W, F + W]` bool over the F entries already run (root excluded) and these; None where every node sees all
+    # entries before it and itself
     attention_mask: Tensor | None
-    depth: int
-    rows: Sequence[int] | None = None
+    depth: int  # of the frontier below the root (host integer)
+    rows: Sequence[int] | None = None  # rows of the draft model that run them, where several run for one tree
 
 
 class Growth(Protocol):
@@ -40,8 +33,7 @@ class Growth(Protocol):
     def expand(self, logits: Tensor) -> Frontier | None:
         """Add children and return the next frontier, or None when the trees are complete.
 
-        Args:
-            logits: the drafter's, ``[B, 1, V]`` after the roots (first call) or ``[B, W, V]`` after the last frontier.
+        Shapes: logits ``[B, 1, V]``.
         """
         ...
 
@@ -135,9 +127,7 @@ def require_positive(**values: int) -> None:
 def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
     """Attention mask ``[B, W', F + W']`` of a new frontier: every node sees the entries of its ancestors and itself.
 
-    Args:
-        mask: ``[B, W, F]`` of the last frontier, over all F entries run so far; ``[B, 1, 0]`` of the root.
-        above: ``[B, W']`` places of the new nodes' parents in that frontier.
+    Shapes: mask ``[B, W, F]``; above ``[B, W']``.
     """
     batch, width = above.shape
     inherited = mask.gather(1, above[..., None].expand(-1, -1, mask.shape[2]))
@@ -151,9 +141,7 @@ class Proposer(Protocol):
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         """Propose children from ``[B, W, V]`` logits.
 
-        Returns:
-            ``[B, W, width]`` tokens in the order in which they are verified, and the distribution ``[B, W, V]`` that
-            they were drawn from; None when they are deterministic.
+        Shapes: returns ``[B, W, width]``.
         """
         ...
 
@@ -168,13 +156,7 @@ class TopProposer:
 
 
 class DrawProposer:
-    """Draws without replacement from the warped draft distribution (recursive rejection verifies them).
-
-    Args:
-        warp: the request's prefix-free warpers (temperature, top-k, top-p, ...).
-        uniforms: this step's random numbers of every row. A policy that draws must request its nodes' children in the
-            same order in every batch; it may stop early.
-    """
+    """Draws without replacement from the warped draft distribution (recursive rejection verifies them)."""
 
     def __init__(self, warp: Warp, uniforms: Uniforms) -> None:
         self._warp = warp

@@ -33,43 +33,24 @@ class SageTree:
 
     A session's first tree is SpecVLM's static one. Children are the likeliest tokens, never draws: under sampling
     each is verified as a point mass, which stays exact.
-
-    Attributes:
-        d_min: levels at confidence 0 (``D_min``).
-        d_max: levels at confidence 1 (``D_max``), where the history starts.
-        w_min: children of the root at confidence 1 (``W_min``).
-        w_max: children of the root at confidence 0 (``W_max``).
-        total: nodes that are verified, the root not counted (``N_max``): those of the likeliest paths.
-        k: most likely tokens whose entropy is taken.
-        threshold: a node of level l needs a probability above ``threshold * l / D``.
-        signal: confidence from the entropy (Eq. 9), or from the largest probability alone (ablation).
-        alpha_of: where the confidence is measured: after the ``root`` of step t, its newest committed token, or after
-            its last ``accepted`` node (after that node's parent where the drafter has not run it).
-        lookahead: the confidence of step t shapes the tree of step t + 1; False: its own tree, at the price of
-            one more synchronisation per step (ablation).
-        probability: of a node, in its threshold and in Eq. 12: that of its whole path (the paper's formal
-            condition) or its own (its prose).
-        window: steps over which accepted lengths are averaged to move ``D_max``; 0: it never moves (ablation).
-        low: an average below it lowers ``D_max`` by one, not under ``D_min``.
-        high: an average above it raises ``D_max`` by one.
-        ceiling: largest ``D_max``.
     """
 
-    d_min: int = 3
-    d_max: int = 8
-    w_min: int = 2
-    w_max: int = 10
-    total: int = 64
-    k: int = 10
-    threshold: float = 0.1
+    d_min: int = 3  # levels at confidence 0 (`D_min`)
+    d_max: int = 8  # levels at confidence 1 (`D_max`), where the history starts
+    w_min: int = 2  # children of the root at confidence 1 (`W_min`)
+    w_max: int = 10  # children of the root at confidence 0 (`W_max`)
+    total: int = 64  # nodes that are verified, the root not counted (`N_max`): those of the likeliest paths
+    k: int = 10  # most likely tokens whose entropy is taken
+    threshold: float = 0.1  # a node of level l needs a probability above `threshold * l / D`
+    # confidence from the entropy (Eq. 9), or from the largest probability alone (ablation)
     signal: Literal["entropy", "top"] = "entropy"
-    alpha_of: Literal["root", "accepted"] = "root"
-    lookahead: bool = True
-    probability: Literal["path", "own"] = "path"
-    window: int = 10
-    low: float = 2.0
-    high: float = 3.0
-    ceiling: int = 12
+    alpha_of: Literal["root", "accepted"] = "root"  # where the confidence is measured
+    lookahead: bool = True  # the confidence of step t shapes the tree of step t + 1
+    probability: Literal["path", "own"] = "path"  # of a node, in its threshold and in Eq
+    window: int = 10  # steps over which accepted lengths are averaged to move `D_max`; 0: it never moves (ablation)
+    low: float = 2.0  # an average below it lowers `D_max` by one, not under `D_min`
+    high: float = 3.0  # an average above it raises `D_max` by one
+    ceiling: int = 12  # largest `D_max`
 
     can_sample = False
 
@@ -149,12 +130,7 @@ class SageTree:
         return {}
 
     def levels(self, deepest: int, starting: bool) -> tuple[LevelBounds, ...]:
-        """Bounds of every level's size at any confidence.
-
-        Args:
-            deepest: the current ``D_max``.
-            starting: whether some rows grow their static first tree.
-        """
+        """Bounds of every level's size at any confidence."""
         key = deepest, starting
         if key not in self._levels:
             self._levels[key] = _bounds(self, deepest, starting)
@@ -210,23 +186,14 @@ def rounded(value: float) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """A row's confidence and history.
+    """A row's confidence and history."""
 
-    Attributes:
-        lengths: accepted lengths of the last steps.
-        deepest: the current ``D_max``.
-        confidence: alpha, measured at the last step.
-        starting: whether the next tree is the static first one.
-        top: pending transfer of k largest probabilities, and the row's line in it; the next confidence.
-        accepted: pending transfer of accepted lengths, and the row's place in it.
-    """
-
-    lengths: deque[int]
-    deepest: int
-    confidence: float = START
-    starting: bool = True
-    top: tuple[_Transfer, int] | None = None
-    accepted: tuple[_Transfer, int] | None = None
+    lengths: deque[int]  # accepted lengths of the last steps
+    deepest: int  # the current `D_max`
+    confidence: float = START  # alpha, measured at the last step
+    starting: bool = True  # whether the next tree is the static first one
+    top: tuple[_Transfer, int] | None = None  # pending transfer of k largest probabilities, and the row's line in it
+    accepted: tuple[_Transfer, int] | None = None  # pending transfer of accepted lengths, and the row's place in it
 
 
 class SageSession:

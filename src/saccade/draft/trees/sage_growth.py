@@ -22,17 +22,11 @@ _PADDING = -1.0
 
 @dataclass(frozen=True, slots=True)
 class LevelBounds:
-    """Upper bounds of one level, per row.
+    """Upper bounds of one level, per row."""
 
-    Attributes:
-        children: per expanded node.
-        nodes: on the level.
-        run: of these, nodes that are expanded in turn.
-    """
-
-    children: int
-    nodes: int
-    run: int
+    children: int  # per expanded node
+    nodes: int  # on the level
+    run: int  # of these, nodes that are expanded in turn
 
     def or_larger(self, other: LevelBounds) -> LevelBounds:
         return LevelBounds(max(self.children, other.children), max(self.nodes, other.nodes), max(self.run, other.run))
@@ -40,43 +34,26 @@ class LevelBounds:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The shape of one step's trees, by row and level.
+    """The shape of one step's trees, by row and level."""
 
-    Attributes:
-        levels: bounds, as many as the deepest row's tree may have.
-        widest: largest ``W(alpha)`` of a row.
-        width: ``[L, B, 1]`` each row's ``W(alpha)`` (Eq. 11), divided by the level.
-        threshold: ``[L, B, 1]`` probability that a node must exceed.
-        limits: the same on the host, by level and row.
-        starting: ``[B, 1]`` rows that grow their static first tree, None when no row does.
-    """
-
-    levels: tuple[LevelBounds, ...]
-    widest: float
-    width: Tensor
-    threshold: Tensor
-    limits: list[list[float]]
-    starting: Tensor | None
+    levels: tuple[LevelBounds, ...]  # bounds, as many as the deepest row's tree may have
+    widest: float  # largest `W(alpha)` of a row
+    width: Tensor  # `[L, B, 1]` each row's `W(alpha)` (Eq. 11), divided by the level
+    threshold: Tensor  # `[L, B, 1]` probability that a node must exceed
+    limits: list[list[float]]  # the same on the host, by level and row
+    starting: Tensor | None  # `[B, 1]` rows that grow their static first tree, None when no row does
 
 
 @dataclass
 class GrowthConstants:
-    """What all growths of a session share.
+    """What all growths of a session share."""
 
-    Attributes:
-        k: probabilities that give a row's confidence.
-        max_nodes, max_children: bounds of a tree.
-        by_path: whether a node's probability is that of its whole path; its own otherwise.
-        start: shape of a row's first tree.
-        device: of the drafter.
-    """
-
-    k: int
+    k: int  # probabilities that give a row's confidence
     max_nodes: int
     max_children: int
-    by_path: bool
-    start: TreeShape
-    device: torch.device
+    by_path: bool  # whether a node's probability is that of its whole path; its own otherwise
+    start: TreeShape  # shape of a row's first tree
+    device: torch.device  # of the drafter
 
     @cached_property
     def ranks(self) -> Tensor:
@@ -101,19 +78,12 @@ class GrowthConstants:
 
 @dataclass(slots=True)
 class _Expanding:
-    """The frontier's F nodes.
+    """The frontier's F nodes."""
 
-    Attributes:
-        nodes: ``[B, F]`` their node indices.
-        path: ``[B, F]`` probabilities of their paths.
-        own: ``[B, F]`` probabilities that Eq. 12 reads: of the path, or the node's own.
-        start: ``[B, F]`` their nodes in the static first tree; None where no row grows it.
-    """
-
-    nodes: Tensor
-    path: Tensor
-    own: Tensor
-    start: Tensor | None
+    nodes: Tensor  # `[B, F]` their node indices
+    path: Tensor  # `[B, F]` probabilities of their paths
+    own: Tensor  # `[B, F]` probabilities that Eq. 12 reads: of the path, or the node's own
+    start: Tensor | None  # `[B, F]` their nodes in the static first tree; None where no row grows it
 
 
 class SageGrowth:
@@ -122,13 +92,7 @@ class SageGrowth:
     A level's candidates are scored by the probability of their path, -1 for rejected ones, so that everywhere the best
     come first and padding last; below a rejected one every path is negative and is rejected, too. On a CPU sizes are
     read off the scores; an accelerator gets the bounds instead of a synchronisation.
-
-    Args:
-        roots: ``[B]`` ids.
-        choose_shape: returns this step's shape from the k largest probabilities after the roots ``[B, k]``.
-        record: called at the end, where confidence is measured at accepted nodes, with the k largest probabilities
-            after every node that was run ``[B, E, k]`` and the index ``[B, N]`` of each node's own, or of its parent's
-            where it was not run.
+    Shapes: roots ``[B]``; choose_shape ``[B, k]``; record ``[B, E, k]``.
     """
 
     def __init__(

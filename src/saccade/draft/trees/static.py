@@ -81,11 +81,7 @@ class StaticTree(FixedShape):
 
 
 def branches_of(count: int, gamma: int) -> StaticTree:
-    """A tree of ``count`` chains of ``gamma`` draft tokens that branch at the root.
-
-    Raises:
-        ValueError: one of the numbers is below 1.
-    """
+    """A tree of ``count`` chains of ``gamma`` draft tokens that branch at the root."""
     if count < 1 or gamma < 1:
         raise ValueError(f"branches and gamma must be at least 1, not {count} and {gamma}.")
     return StaticTree([(branch, *(0,) * below) for branch in range(count) for below in range(gamma)])
@@ -107,23 +103,14 @@ class Chain(FixedShape):
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Constants of one level of a static tree.
+    """Constants of one level of a static tree."""
 
-    Attributes:
-        width: children proposed per expanded parent.
-        pick: ``[n]`` which of the ``W * width`` candidates become nodes.
-        run: places, within the new nodes, of those that have children themselves.
-        run_index: the same on the device.
-        run_nodes: their node indices, on the device.
-        attention_mask: ``[1, W', F + W']`` of the next frontier; None where each sees all before it and itself.
-    """
-
-    width: int
-    pick: Tensor
-    run: list[int]
-    run_index: Tensor
-    run_nodes: Tensor
-    attention_mask: Tensor | None
+    width: int  # children proposed per expanded parent
+    pick: Tensor  # `[n]` which of the `W * width` candidates become nodes
+    run: list[int]  # places, within the new nodes, of those that have children themselves
+    run_index: Tensor  # the same on the device
+    run_nodes: Tensor  # their node indices, on the device
+    attention_mask: Tensor | None  # `[1, W', F + W']` of the next frontier
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +219,10 @@ class ConfidentChain(Chain):
     drafter stops once all have. Confidence is the drafter's largest probability, before temperature or any other
     processing. It is known before a token is drawn and depends on the tokens above alone, so that sampling with drawn
     tokens stays exact.
-
-    Attributes:
-        gamma: most draft tokens.
-        confidence: smallest confidence at which drafting continues; 0 is the plain chain.
     """
 
-    gamma: int = 6
-    confidence: float = 0.6
+    gamma: int = 6  # most draft tokens
+    confidence: float = 0.6  # smallest confidence at which drafting continues; 0 is the plain chain
 
     def __post_init__(self) -> None:
         super().__post_init__()

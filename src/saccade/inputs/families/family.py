@@ -49,34 +49,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Strings of a family's placeholders and wrappers.
+    """Strings of a family's placeholders and wrappers."""
 
-    Attributes:
-        image: one image token.
-        video: one video token, or a whole video in the chat template; None without video.
-        slot: an image in the chat template (``image``, except for Gemma 3).
-        opener: in front of an image; "" for none.
-        closer: behind an image; "" for none.
-    """
-
-    image: str
-    video: str | None
-    slot: str
-    opener: str
-    closer: str
+    image: str  # one image token
+    video: str | None  # one video token, or a whole video in the chat template; None without video
+    slot: str  # an image in the chat template (`image`, except for Gemma 3)
+    opener: str  # in front of an image; "" for none
+    closer: str  # behind an image; "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPoint:
-    """Module at which the features of square images can be averaged.
+    """Module at which the features of square images can be averaged."""
 
-    Attributes:
-        module: dotted name under the base model.
-        at_output: whether its output ``[n, C, h, w]`` is averaged instead of its input ``[n, h * w, C]``.
-    """
-
-    module: str
-    at_output: bool = False
+    module: str  # dotted name under the base model
+    at_output: bool = False  # whether its output `[n, C, h, w]` is averaged instead of its input `[n, h * w, C]`
 
 
 class Family(ABC):
@@ -85,66 +72,41 @@ class Family(ABC):
     A new family is a subclass in a file of this package and a line in the registry. It sets the class attributes,
     implements `count` and `cut`, and overrides those other methods in which it differs from one square of pixels
     ``pixel_values [1, 3, H, W]`` per image.
-
-    Args:
-        config: the model's Hugging Face configuration.
-        name: key in the registry, for messages.
-
-    Attributes:
-        names: registry keys (``model_type``) -> names for people.
-        decoders: ``model_type`` of its own language models.
-        is_tested: whether the conformance suite covers it; other families are checked at load.
-        is_known: whether media can be assigned to their placeholders.
-        is_composite: whether prompts are made by its own Hugging Face processor.
-        reads_images: whether it takes images at all.
-        is_resizable: whether the number of visual tokens follows from a picture's size.
-        bidirectional_images: whether the tokens of an image attend to each other in both directions.
-        visual_keys: forward arguments that hold images and videos.
-        join_dim: dimension along which media of one row are concatenated.
-        padded_keys: forward arguments that are padded with zeros to the largest medium.
-        openers: wrapper tokens in front of a medium's placeholders.
-        closers: wrapper tokens behind them.
-        types: forward argument that distinguishes image tokens from text, where the model needs it.
-        raw: an image in a prompt without chat template; ``{}`` is the placeholder.
-        image_options: keyword arguments that the composite processor passes to its image processor.
-        video_defaults: the video processor's defaults, under the names of ``video_preprocessor_config.json``; None
-            where the family takes no videos.
-        video_sampling: sampling of files when a checkpoint names neither ``num_frames`` nor ``fps``; transformers
-            itself would then take every frame.
-        frames_as_images: whether every frame of a video is an image.
-        stamps_video: whether every temporal patch follows a text timestamp.
-        pool_point: where square features are averaged for fewer visual tokens; None if they cannot be.
-        unpads: whether the model removes padding on a grid that it derives from ``vision_config.patch_size``.
-        caption_prompt: text that a captioner of this family needs beside a picture.
     """
 
-    names: ClassVar[Mapping[str, str]] = _NOTHING
-    decoders: ClassVar[tuple[str, ...]] = ()
-    is_tested: ClassVar[bool] = False
-    is_known: ClassVar[bool] = True
-    is_composite: ClassVar[bool] = False
-    reads_images: ClassVar[bool] = True
-    is_resizable: ClassVar[bool] = False
+    names: ClassVar[Mapping[str, str]] = _NOTHING  # registry keys (`model_type`) -> names for people
+    decoders: ClassVar[tuple[str, ...]] = ()  # `model_type` of its own language models
+    is_tested: ClassVar[bool] = False  # whether the conformance suite covers it; other families are checked at load
+    is_known: ClassVar[bool] = True  # whether media can be assigned to their placeholders
+    is_composite: ClassVar[bool] = False  # whether prompts are made by its own Hugging Face processor
+    reads_images: ClassVar[bool] = True  # whether it takes images at all
+    is_resizable: ClassVar[bool] = False  # whether the number of visual tokens follows from a picture's size
+    # whether the tokens of an image attend to each other in both directions
     bidirectional_images: ClassVar[bool] = False
-    visual_keys: ClassVar[tuple[str, ...]] = VISUAL_KEYS
-    join_dim: ClassVar[int] = 0
-    padded_keys: ClassVar[tuple[str, ...]] = ()
-    openers: ClassVar[tuple[str, ...]] = ()
-    closers: ClassVar[tuple[str, ...]] = ()
+    visual_keys: ClassVar[tuple[str, ...]] = VISUAL_KEYS  # forward arguments that hold images and videos
+    join_dim: ClassVar[int] = 0  # dimension along which media of one row are concatenated
+    padded_keys: ClassVar[tuple[str, ...]] = ()  # forward arguments that are padded with zeros to the largest medium
+    openers: ClassVar[tuple[str, ...]] = ()  # wrapper tokens in front of a medium's placeholders
+    closers: ClassVar[tuple[str, ...]] = ()  # wrapper tokens behind them
+    # forward argument that distinguishes image tokens from text, where the model needs it
     types: ClassVar[Literal["mm_token_type_ids", "token_type_ids"] | None] = None
-    raw: ClassVar[str] = "{}"
+    raw: ClassVar[str] = "{}"  # an image in a prompt without chat template; `{}` is the placeholder
+    # keyword arguments that the composite processor passes to its image processor
     image_options: ClassVar[Mapping[str, Any]] = _NOTHING
-    video_defaults: ClassVar[Mapping[str, Any] | None] = None
+    video_defaults: ClassVar[Mapping[str, Any] | None] = None  # the video processor's defaults
+    # sampling of files when a checkpoint names neither `num_frames` nor `fps`; transformers itself would then take
+    # every frame
     video_sampling: ClassVar[Mapping[str, Any]] = _NOTHING
-    frames_as_images: ClassVar[bool] = False
-    stamps_video: ClassVar[bool] = False
-    pool_point: ClassVar[PoolPoint | None] = None
+    frames_as_images: ClassVar[bool] = False  # whether every frame of a video is an image
+    stamps_video: ClassVar[bool] = False  # whether every temporal patch follows a text timestamp
+    pool_point: ClassVar[PoolPoint | None] = None  # where square features are averaged for fewer visual tokens
+    # whether the model removes padding on a grid that it derives from `vision_config.patch_size`
     unpads: ClassVar[bool] = False
-    caption_prompt: ClassVar[str | None] = None
+    caption_prompt: ClassVar[str | None] = None  # text that a captioner of this family needs beside a picture
 
     def __init__(self, config: Any, name: str) -> None:
-        self.config = config
-        self.name = name
+        self.config = config  # the model's Hugging Face configuration
+        self.name = name  # key in the registry, for messages
 
     @property
     def visual_ids(self) -> dict[Kind, int]:
@@ -158,23 +120,14 @@ class Family(ABC):
 
     @abstractmethod
     def count(self, kind: Kind, tensors: Tensors) -> int:
-        """Number of placeholder tokens of one medium.
-
-        Args:
-            kind: image or video.
-            tensors: its forward arguments, without padding.
-        """
+        """Number of placeholder tokens of one medium."""
 
     def medium(self, kind: Kind, tensors: Tensors) -> Medium:
         """A medium from its forward arguments, counted and hashed."""
         return Medium(kind, tensors, self.count(kind, tensors), digest(tensors))
 
     def words(self, tokenizer: Any) -> Words | None:
-        """Placeholder strings by the configuration's ids and the tokenizer; None for a text family.
-
-        Raises:
-            ModelError: the tokenizer lacks the configuration's image token.
-        """
+        """Placeholder strings by the configuration's ids and the tokenizer; None for a text family."""
         image = token_string(tokenizer, self.config.image_token_id)
         video = None
         if self.frames_as_images:
@@ -196,12 +149,7 @@ class Family(ABC):
         return dict(self.image_options)
 
     def prepare_images(self, run: Callable[[Any], Features], images: Sequence[Any]) -> list[Features]:
-        """Prepare all images of one row.
-
-        Args:
-            run: the image processor on images in the nesting that the family wants.
-            images: PIL images.
-        """
+        """Prepare all images of one row."""
         return [run([image]) for image in images]
 
     def expand_image(self, words: Words, features: Features) -> str:
@@ -231,25 +179,10 @@ class Family(ABC):
 
     @abstractmethod
     def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Piece]:
-        """Cut the visual tensors of a batch into single images, then single videos, in batch order without padding.
-
-        Args:
-            tensors: the visual forward arguments of the whole batch.
-            rows: ids of every row without padding, for families whose images end where the placeholders do.
-
-        Raises:
-            InputError: tensors that belong together disagree, or are missing.
-        """
+        """Cut the visual tensors of a batch into single images, then single videos, in batch order without padding."""
 
     def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
-        """Prompts of a batch.
-
-        Args:
-            rows, tensors: as for `cut`.
-
-        Raises:
-            InputError: placeholders and media do not match.
-        """
+        """Prompts of a batch."""
         queues = {"image": list[Piece](), "video": list[Piece]()}
         for piece in self.cut(tensors, rows):
             queues[piece.kind].append(piece)
@@ -279,11 +212,7 @@ class Family(ABC):
         return prompts
 
     def join(self, media: Sequence[Medium]) -> dict[str, Tensor]:
-        """Forward arguments of one row with these media in prompt order; none gives ``{}``.
-
-        Raises:
-            InputError: the media do not fit into one forward pass together.
-        """
+        """Forward arguments of one row with these media in prompt order; none gives ``{}``."""
         out: dict[str, Tensor] = {}
         for name in dict.fromkeys(name for m in media for name in m.tensors):
             out[name] = self.join_tensors(name, [m.tensors[name] for m in media if name in m.tensors])
@@ -302,11 +231,7 @@ class Family(ABC):
         return torch.cat([*tensors], self.join_dim)
 
     def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
-        """Forward arguments of a batch, given the media of every row.
-
-        Raises:
-            InputError: the media do not fit into one forward pass together.
-        """
+        """Forward arguments of a batch, given the media of every row."""
         return self.join([medium for row in rows for medium in row])
 
     def tiles(self, medium: Medium) -> int:
@@ -318,11 +243,7 @@ class Family(ABC):
         return None if "pixel_values" not in medium.tensors else square_grid(medium, self.tiles(medium))
 
     def picture(self, medium: Medium) -> Tensor:
-        """Normalised pixels ``[3, H, W]`` of a whole image, or of a video's middle frame.
-
-        Raises:
-            MethodError: the tensors of the family's images are unknown.
-        """
+        """Normalised pixels ``[3, H, W]`` of a whole image, or of a video's middle frame."""
         if medium.kind == "video" and "pixel_values_videos" in medium.tensors:
             frames = medium.tensors["pixel_values_videos"][0]  # [T, 3, H, W]
             return frames[len(frames) // 2]
@@ -343,19 +264,12 @@ class Family(ABC):
         Equal to the family's processor at that size, apart from rounding and the processor's lower bound on the size.
         Normalised pixels are resampled as well as raw ones (bicubic over the area of a new pixel, within the range of
         the old values).
-
-        Raises:
-            InputError: the family's pictures are all of one size (not `is_resizable`).
         """
         raise InputError(f"Images for {self.name} have a fixed size; only those of Qwen-VL and Pixtral can be halved.")
 
 
 def token_string(tokenizer: Any, token: int) -> str:
-    """The string of a token id.
-
-    Raises:
-        ModelError: the tokenizer has no such token.
-    """
+    """The string of a token id."""
     text = tokenizer.convert_ids_to_tokens(int(token)) if 0 <= token < len(tokenizer) else None
     if text is None:
         raise ModelError(
@@ -379,11 +293,7 @@ def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
 
 
 def need(tensors: Tensors, name: str, beside: str) -> Tensor:
-    """A forward argument that must come with another one.
-
-    Raises:
-        InputError: it is missing.
-    """
+    """A forward argument that must come with another one."""
     if name not in tensors:
         raise InputError(f"The batch has {beside} but no {name}; pass all that the model's processor returns.")
     return tensors[name]

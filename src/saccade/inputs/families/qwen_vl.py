@@ -89,11 +89,7 @@ class Qwen2VL(Family):
         return torch.arange(0, total, total / count).int().tolist()[:count]
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """Space-time patches; the last frame is repeated up to a multiple of ``temporal_patch_size``.
-
-        Raises:
-            InputError: the frames are more than 200 times longer than wide, or the other way round.
-        """
+        """Space-time patches; the last frame is repeated up to a multiple of ``temporal_patch_size``."""
         patch, merge, step = (int(settings[k]) for k in ("patch_size", "merge_size", "temporal_patch_size"))
         frames = video.frames
         if len(frames) < step:
@@ -107,8 +103,7 @@ class Qwen2VL(Family):
     def frame_size(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
         """Height and width as multiples of the merged patch, each frame's area within bounds.
 
-        Args:
-            shape: ``[T, H, W, 3]`` of the frames.
+        Shapes: shape ``[T, H, W, 3]``.
         """
         count, height, width = shape[:3]
         factor, step = _factor(settings), int(settings["temporal_patch_size"])
@@ -205,14 +200,7 @@ class Qwen3VL(Qwen2VL):
 def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tensor, Tensor]:
     """Cut frames into space-time patches, in the order in which the models merge neighbours.
 
-    Args:
-        frames: ``[T, C, H, W]``; T a multiple of ``step``, H and W of ``patch * merge``.
-        patch: pixels along a patch's side.
-        merge: patches along the side of a block whose features the model merges.
-        step: frames in a patch.
-
-    Returns:
-        ``[t * h * w, C * step * patch**2]``, block by block, and the grid ``[[t, h, w]]``.
+    Shapes: frames ``[T, C, H, W]``; returns ``[t * h * w, C * step * patch**2]``.
     """
     channels, height, width = frames.shape[1:]
     t, h, w = len(frames) // step, height // patch, width // patch
@@ -236,13 +224,7 @@ def _fitted(
     frames: tuple[int, int],
     bounds: tuple[int, int],
 ) -> tuple[int, int]:
-    """Height and width as multiples of ``factor``, shape kept as far as possible.
-
-    Args:
-        shape: of the frames as given, for messages.
-        frames: number of frames that share the bounds, and that number rounded to whole patches.
-        bounds: fewest and most pixels.
-    """
+    """Height and width as multiples of ``factor``, shape kept as far as possible."""
     if max(height, width) / min(height, width) > 200:
         raise InputError(
             f"The video's frames are {shape[2]}x{shape[1]} pixels, more than 200 times longer than wide; crop them."

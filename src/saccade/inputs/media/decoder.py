@@ -66,15 +66,7 @@ def accepted_container(data: bytes, limits: MediaLimits) -> str:
 
 
 class Decoder:
-    """A video file of which the first video stream is decoded.
-
-    Args:
-        data: content of the file.
-        limits: of the reader.
-
-    Raises:
-        Refused: the container is not an accepted one.
-    """
+    """A video file of which the first video stream is decoded."""
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
         self._data, self._limits = data, limits
@@ -88,11 +80,7 @@ class Decoder:
         pass
 
     def probe(self) -> tuple[int, float | None, int]:
-        """Number of frames as the file says (0: it does not), frames per second and pixels of one frame.
-
-        Raises:
-            Refused: the video is not decodable or beyond the limits.
-        """
+        """Number of frames as the file says (0: it does not), frames per second and pixels of one frame."""
         limits = self._limits
         with self._open() as (container, stream):
             seconds = (container.duration or 0) / 1_000_000
@@ -107,12 +95,7 @@ class Decoder:
     def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Decode in order up to the last wanted frame, all without any, or up to damage.
 
-        Yields:
-            Number and upright pixels ``[H, W, 3]`` of wanted frames; at last the number of frames that were passed, and
-            None.
-
-        Raises:
-            Refused: no frame can be decoded, or the limits are reached.
+        Shapes: returns ``[H, W, 3]``.
         """
         import av
 
@@ -213,16 +196,7 @@ def send(pipe: IO[bytes], message: Any, content: Any = b"") -> None:
 
 
 def receive(pipe: IO[bytes], most: int) -> tuple[Any, bytes]:
-    """Read a message.
-
-    Args:
-        pipe: of the other process.
-        most: bytes of its content.
-
-    Raises:
-        EOFError: the other process has ended.
-        ValueError: the message is malformed or too large.
-    """
+    """Read a message."""
     lengths = pipe.read(16)
     if len(lengths) < 16:
         raise EOFError("the other process has ended")
@@ -246,13 +220,7 @@ def _import_all() -> None:
 
 
 def confine(memory: int, seconds: float, files: bool) -> None:
-    """Give up more memory and time than the limits, and new files, sockets and programs, where the system can.
-
-    Args:
-        memory: bytes beside what this process has.
-        seconds: of 16 threads.
-        files: whether files, sockets and programs remain allowed.
-    """
+    """Give up more memory and time than the limits, and new files, sockets and programs, where the system can."""
     try:
         import resource
     except ImportError:  # Windows

@@ -39,16 +39,6 @@ def fetch(url: str, what: str, limits: MediaLimits, most: int) -> bytes:
 
     The host is resolved once, every one of its addresses must be public, and the connection goes to one of these.
     Proxies of the environment are not used, because they would resolve the host again.
-
-    Args:
-        url: http(s) address.
-        what: "image" or "video", for messages.
-        limits: listed domains and seconds.
-        most: bytes of the file.
-
-    Raises:
-        InputError: the address is malformed or not listed, its host is not public or does not answer in time, or the
-            answer is a redirect, an error or too large.
     """
     address = _parse(url, what)
     if not _is_listed(address, limits.domains):

@@ -89,12 +89,7 @@ _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), 
 
 
 def is_cut_png(data: bytes, last_row: Any) -> bool:
-    """Whether the compressed pixels of a PNG end before its last row, which Pillow then leaves at zero.
-
-    Args:
-        data: the file; empty for an image without one.
-        last_row: decoded. Only where it is zero are the pixels decompressed to count them.
-    """
+    """Whether the compressed pixels of a PNG end before its last row, which Pillow then leaves at zero."""
     width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data.ljust(29, b"\0"), 16)
     if not data or (last_row.any() and not interlace):
         return False

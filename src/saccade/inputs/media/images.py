@@ -21,17 +21,7 @@ def load_image(source: Any, limits: MediaLimits = LOCAL) -> Image.Image:
     """Load an upright RGB image.
 
     Transparent images are laid over white, as the Hugging Face image processors do.
-
-    Args:
-        source: a path, a ``file://`` or ``data:`` URI, the bytes of an image file, a PIL image, or an array
-            ``[H, W]``, ``[H, W, 1]``, ``[H, W, 3]`` or ``[H, W, 4]`` of uint8 or of floats from 0 to 1.
-        limits: accepted places, formats and sizes.
-
-    Returns:
-        A decoded image in mode RGB with its EXIF orientation applied; the first one of an animation.
-
-    Raises:
-        InputError: the source is missing, empty, corrupt, too large or of another kind.
+    Shapes: source ``[H, W]``.
     """
     if isinstance(source, Image.Image):
         return _rgb(source, f"The PIL image of size {source.size}", limits)
@@ -161,11 +151,7 @@ def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def to_uint8(array: np.ndarray[Any, Any], what: str) -> np.ndarray[Any, Any]:
-    """Pixels as uint8 from uint8, bool or floats between 0 and 1.
-
-    Raises:
-        InputError: another type, or floats outside 0..1.
-    """
+    """Pixels as uint8 from uint8, bool or floats between 0 and 1."""
     if array.dtype == np.uint8:
         return array
     if array.dtype == np.bool_:

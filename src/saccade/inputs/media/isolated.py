@@ -23,15 +23,7 @@ from saccade.inputs.media.decoder import Refused, accepted_container, receive, s
 
 
 class DecoderProcess:
-    """A `decoder.Decoder` in a process of its own, which ends with it.
-
-    Args:
-        data: content of the file.
-        limits: of the reader.
-
-    Raises:
-        Refused: the container is not an accepted one.
-    """
+    """A `decoder.Decoder` in a process of its own, which ends with it."""
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
         accepted_container(data, limits)

@@ -19,19 +19,7 @@ _WEB = ("http", "https")
 
 
 def read_source(source: Any, what: str, limits: MediaLimits = LOCAL) -> tuple[str, bytes]:
-    """Read a path, a ``file://``, ``data:`` or http(s) address, or bytes.
-
-    Args:
-        source: place or content of the file.
-        what: "image" or "video", for messages.
-        limits: accepted places, and bytes.
-
-    Returns:
-        A name for messages, and the content.
-
-    Raises:
-        InputError: the source is missing, not a regular file, empty, too large, of another kind or not accepted.
-    """
+    """Read a path, a ``file://``, ``data:`` or http(s) address, or bytes."""
     most = limits.image_bytes if what == "image" else limits.video_bytes
     if isinstance(source, (bytes, bytearray, memoryview)):
         name, data = f"The {what} given as bytes", bytes(source)

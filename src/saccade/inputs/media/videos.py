@@ -25,19 +25,12 @@ Choose = Callable[[int, float], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """Frames of a video and their times.
+    """Frames of a video and their times."""
 
-    Attributes:
-        frames: ``[T, H, W, 3]`` uint8.
-        indices: for every frame, its number in the whole video.
-        total: number of frames of the whole video.
-        fps: frames per second of the whole video; None when unknown.
-    """
-
-    frames: Frames
-    indices: tuple[int, ...]
-    total: int
-    fps: float | None
+    frames: Frames  # `[T, H, W, 3]` uint8
+    indices: tuple[int, ...]  # for every frame, its number in the whole video
+    total: int  # number of frames of the whole video
+    fps: float | None  # frames per second of the whole video; None when unknown
 
     @property
     def timestamps(self) -> tuple[float, ...]:
@@ -64,15 +57,7 @@ def wanted_frames(total: int, fps: float, settings: Mapping[str, Any]) -> int:
 def load_video(source: Any, choose: Choose | None = None, limits: MediaLimits = LOCAL) -> Video:
     """Load the frames of a video.
 
-    Args:
-        source: a path, a ``file://`` or ``data:`` URI, the bytes of a video file; or frames that are sampled
-            already: a list of images (each as :func:`load_image` takes it), an array ``[T, H, W, 3]`` of
-            uint8 or of floats from 0 to 1, or a :class:`Video`. Given frames are all kept.
-        choose: (total frames, frames per second) -> numbers of the frames to keep; None keeps all.
-        limits: accepted places, containers and sizes.
-
-    Raises:
-        InputError: the source is missing, empty, damaged or of another kind, or PyAV is not installed.
+    Shapes: source ``[T, H, W, 3]``.
     """
     if isinstance(source, Video):
         return source

@@ -19,11 +19,7 @@ _MARGIN, _PITCH = 5, 17
 def _page(
     rng: Random, title: str, lines: Sequence[tuple[str, str]], told: Sequence[Mapping[str, str]]
 ) -> tuple[Image.Image, Labels]:
-    """A framed sheet with a title, a rule, and lines of a left-hand and a right-hand word, and its labels.
-
-    Args:
-        told: label words of the title and of each line, as in `label_patch`.
-    """
+    """A framed sheet with a title, a rule, and lines of a left-hand and a right-hand word, and its labels."""
     ink = rng.choice(INKS)
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), rng.choice(PAPERS))
     canvas = ImageDraw.Draw(image)

@@ -40,16 +40,12 @@ from saccade.train.samples import Sample, Source
 class DreamEntries(Entries):
     """E entries and S features of B samples, padded on the right.
 
-    Attributes:
-        features: ``[B, S, d]`` the target's last state at every token.
-        tokens: ``[B, E]`` the token of every entry; 0 where there is none.
-        middle: ``[B, E, d]`` an inner state of the target at the own token; ``[B, E, 0]`` without that loss term.
-        own: ``[B, E]`` bool; entries whose own token is part of the answer.
+    Shapes: features ``[B, S, d]``.
     """
 
-    tokens: Tensor
-    middle: Tensor
-    own: Tensor
+    tokens: Tensor  # `[B, E]` the token of every entry; 0 where there is none
+    middle: Tensor  # `[B, E, d]` an inner state of the target at the own token; `[B, E, 0]` without that loss term
+    own: Tensor  # `[B, E]` bool; entries whose own token is part of the answer
 
     @property
     def positions(self) -> Tensor:
@@ -74,12 +70,7 @@ class DreamEntries(Entries):
 
 
 def dream_entries(samples: Sequence[Features], middle: bool) -> DreamEntries:
-    """The entries of samples, in float32.
-
-    Args:
-        samples: with the last state and at most one other.
-        middle: whether an inner state is wanted: the other one, or the last where there is no other.
-    """
+    """The entries of samples, in float32."""
     rows = [_row(sample, middle) for sample in samples]
     return DreamEntries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
 
@@ -111,11 +102,7 @@ def _row(sample: Features, middle: bool) -> tuple[Tensor, ...]:
 
 
 class DreamFeeder(Feeder):
-    """Makes entries of samples as a DREAM head drafts: without the visual tokens that its compression drops.
-
-    Args:
-        folder: of the calibration.
-    """
+    """Makes entries of samples as a DREAM head drafts: without the visual tokens that its compression drops."""
 
     def __init__(
         self,
@@ -179,25 +166,16 @@ class DreamObjective:
 
     The first draft step is teacher forcing; in every later one features are the head's own outputs of the step before,
     and the distribution alone counts.
-
-    Attributes:
-        states: weight of SmoothL1 between the last states and the head's (L_feat).
-        middle: weight of SmoothL1 between an inner state and the output of the head's first block (L_intermed).
-        distribution: weight of KL(target || head) (L_KL).
-        layer: layer of the inner state: ``entropy``: that of the least attention entropy, chosen per prompt (Eq. 2);
-            ``25``, ``50``, ``75``: at that per cent of the depth; ``none``: no such term (Figure 4).
-        feeding: features of later steps. ``answer``: the head's outputs at all places of the answer, as released, so
-            that no true feature behind the prompt remains. ``guess``: true features up to the start of a draft and the
-            head's own from there on, as in drafting.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "middle", "distribution")
 
-    states: float = 0.2
+    states: float = 0.2  # weight of SmoothL1 between the last states and the head's (L_feat)
+    # weight of SmoothL1 between an inner state and the output of the head's first block (L_intermed)
     middle: float = 0.2
-    distribution: float = 1.0
-    layer: str = "entropy"
-    feeding: str = "guess"
+    distribution: float = 1.0  # weight of KL(target || head) (L_KL)
+    layer: str = "entropy"  # layer of the inner state
+    feeding: str = "guess"  # features of later steps
 
     def __post_init__(self) -> None:
         if self.layer not in LAYERS:
@@ -261,12 +239,7 @@ def drafts(
 ) -> Iterator[Tensor]:
     """Outputs ``[B, A, d]`` at the window's places, step by step; see `DreamObjective` for the feeding.
 
-    Args:
-        begun: ``[B, E, d]`` of `Dream.begin`.
-
-    Yields:
-        With the feeding ``guess`` the first s places of step s are undefined in every row; with ``answer`` the first
-        place alone repeats its feature.
+    Shapes: begun ``[B, E, d]``.
     """
     at, places = Placement(entries.positions, entries.attention_mask), entries.places
     if feeding == "answer":

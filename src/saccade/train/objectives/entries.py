@@ -22,21 +22,13 @@ from saccade.train.samples import Sample, Source
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """E entries of B samples, padded on the right; see `saccade.draft.heads.head.Head` for what an entry is.
+    """E entries of B samples, padded on the right; see `saccade.draft.heads.head.Head` for what an entry is."""
 
-    Attributes:
-        features: ``[B, E, k * d]`` the target's states at the token before each entry's own.
-        embeddings: ``[B, E, d]`` of the entry's own token.
-        states: ``[B, E, d]`` the target's last state at the own token, after the final norm: the teacher.
-        following: ``[B, E]`` the token behind the own one.
-        supervised: ``[B, E]`` bool; entries whose following token is part of the answer, consecutive.
-    """
-
-    features: Tensor
-    embeddings: Tensor
-    states: Tensor
-    following: Tensor
-    supervised: Tensor
+    features: Tensor  # `[B, E, k * d]` the target's states at the token before each entry's own
+    embeddings: Tensor  # `[B, E, d]` of the entry's own token
+    states: Tensor  # `[B, E, d]` the target's last state at the own token, after the final norm: the teacher
+    following: Tensor  # `[B, E]` the token behind the own one
+    supervised: Tensor  # `[B, E]` bool; entries whose following token is part of the answer, consecutive
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,18 +85,9 @@ class Feeder:
 
     With a cache, every sample is read alone: its features do not depend on its neighbours, so that a resumed run
     repeats them bitwise, whatever the cache has lost.
-
-    Args:
-        objective: of the kind; read by feeders whose features depend on it.
-        folder: for what a feeder keeps on disk; None for memory alone.
-        rank: number of this process.
-
-    Attributes:
-        cache: of features; None for none.
-        layer: setting of the objective that features depend on, where there is one.
     """
 
-    layer: str | None = None
+    layer: str | None = None  # setting of the objective that features depend on, where there is one
 
     def __init__(
         self,

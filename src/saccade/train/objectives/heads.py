@@ -24,16 +24,12 @@ class Eagle2Objective:
 
     EAGLE itself trains one step on noisy features; more steps on the head's own outputs match drafting better (HASS,
     Section 3.2).
-
-    Attributes:
-        states: weight of SmoothL1.
-        distribution: weight of the cross entropy.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution")
 
-    states: float = 1.0
-    distribution: float = 0.1
+    states: float = 1.0  # weight of SmoothL1
+    distribution: float = 0.1  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         return draft_loss(head, entries, lm_head, draft_steps, Weights(self.states, self.distribution))
@@ -41,17 +37,12 @@ class Eagle2Objective:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Objective:
-    """Training-time test: the distribution alone, over steps on the head's own outputs (EAGLE-3, 3.2).
-
-    Attributes:
-        distribution: weight of the cross entropy under the target's distribution.
-        decay: weight of every further step, relative to the one before; not in the paper, 0.8 as released.
-    """
+    """Training-time test: the distribution alone, over steps on the head's own outputs (EAGLE-3, 3.2)."""
 
     TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
 
-    distribution: float = 1.0
-    decay: float = 0.8
+    distribution: float = 1.0  # weight of the cross entropy under the target's distribution
+    decay: float = 0.8  # weight of every further step, relative to the one before; not in the paper, 0.8 as released
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         return draft_loss(head, entries, lm_head, draft_steps, Weights(0.0, self.distribution), decay=self.decay)
@@ -63,22 +54,15 @@ class HiViSObjective:
 
     Stage 1 is one draft step at all supervised places. Stage 2 has more; there a step of a draft counts only if the
     answer's token was in the head's top K in it and in all earlier ones.
-
-    Attributes:
-        states: weight of SmoothL1 (L_fus).
-        distribution: weight of the cross entropy (beta).
-        top: weight of the top-K term (gamma).
-        k: K of the top-K term and of the early stop.
-        early_stop: filter in stage 2.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution", "top")
 
-    states: float = 1.0
-    distribution: float = 0.1
-    top: float = 1.0
-    k: int = 5
-    early_stop: bool = True
+    states: float = 1.0  # weight of SmoothL1 (L_fus)
+    distribution: float = 0.1  # weight of the cross entropy (beta)
+    top: float = 1.0  # weight of the top-K term (gamma)
+    k: int = 5  # K of the top-K term and of the early stop
+    early_stop: bool = True  # filter in stage 2
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -101,21 +85,14 @@ class KangarooObjective:
     """Cross entropy of the adapter's distribution under the target's (Kangaroo, Section 3.1).
 
     There is only one draft step: in drafting, too, every token's state comes from the target's own layers.
-
-    Attributes:
-        distribution: weight of the cross entropy.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
 
-    distribution: float = 1.0
+    distribution: float = 1.0  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        """Judge the one step.
-
-        Raises:
-            TrainingError: more steps are wanted.
-        """
+        """Judge the one step."""
         if draft_steps != 1:
             raise TrainingError(
                 f"A kangaroo head never drafts from its own states, so draft_steps must be 1, not {draft_steps}."
@@ -125,17 +102,12 @@ class KangarooObjective:
 
 @dataclass(frozen=True, slots=True)
 class AheadObjective:
-    """Cross entropy of the answer's own tokens, the target being frozen (Medusa-1, Eq. 1; Hydra, Section 3).
-
-    Attributes:
-        tokens: weight of the cross entropy.
-        decay: weight of every further stack, relative to the one before.
-    """
+    """Cross entropy of the answer's own tokens, the target being frozen (Medusa-1, Eq. 1; Hydra, Section 3)."""
 
     TERMS: ClassVar[tuple[str, ...]] = ("tokens",)
 
-    tokens: float = 1.0
-    decay: float = 0.8
+    tokens: float = 1.0  # weight of the cross entropy
+    decay: float = 0.8  # weight of every further stack, relative to the one before
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         """The first ``draft_steps`` stacks; stack s at an entry predicts the token s + 1 after the entry's."""
@@ -179,19 +151,13 @@ def _stack(head: StackedHead, here: Tensor, path: Tensor | None, step: int, _: o
 class DraftVlmObjective:
     """Cross entropy on the answer's tokens, and Kullback-Leibler divergence from the target (TABED, Appendix H.1, has
     the first alone).
-
-    Attributes:
-        tokens: weight of the cross entropy.
-        kl: weight of KL(target || drafter); above 0 the target runs on every batch, too.
-        blind_every: every n-th batch has a line break in place of every medium, which trains the drafter on text
-            alone; 0 for none, 1 for all. The target still gets the media.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("tokens", "kl")
 
-    tokens: float = 1.0
-    kl: float = 0.0
-    blind_every: int = 3
+    tokens: float = 1.0  # weight of the cross entropy
+    kl: float = 0.0  # weight of KL(target || drafter); above 0 the target runs on every batch, too
+    blind_every: int = 3  # every n-th batch has a line break in place of every medium
 
     def __post_init__(self) -> None:
         if not (min(self.tokens, self.kl) >= 0 and max(self.tokens, self.kl) > 0 and self.blind_every >= 0):
@@ -207,10 +173,7 @@ class DraftVlmObjective:
     def __call__(self, logits: Tensor, answer: Tensor, teacher: Tensor | None) -> Tally:
         """Judge M tokens.
 
-        Args:
-            logits: ``[M, V]`` of the drafter.
-            answer: ``[M]`` ids that the answer has there.
-            teacher: ``[M, W]`` logits of the target; divergence is over the tokens that both have. None without KL.
+        Shapes: logits ``[M, V]``; answer ``[M]``; teacher ``[M, W]``.
         """
         logits, count = logits.float(), logits.new_full((1,), len(answer), dtype=torch.long)
         found: dict[str, Tensor] = {}

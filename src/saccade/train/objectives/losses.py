@@ -25,30 +25,19 @@ class Tally:
     """Sums over examples, so that those of several batches and processes add up to the same mean.
 
     An example is one supervised place in one draft step.
-
-    Attributes:
-        loss: sum of the weighted terms, with gradients.
-        terms: each term's sum without its weight, without gradients.
-        kept: ``[steps]`` examples in the loss.
-        tried: ``[steps]`` examples before the filter of the top K.
-        right: ``[steps]`` of those tried, with the answer's token as the head's likeliest.
     """
 
-    loss: Tensor
-    terms: dict[str, Tensor]
-    kept: Tensor
-    tried: Tensor
-    right: Tensor
+    loss: Tensor  # sum of the weighted terms, with gradients
+    terms: dict[str, Tensor]  # each term's sum without its weight, without gradients
+    kept: Tensor  # `[steps]` examples in the loss
+    tried: Tensor  # `[steps]` examples before the filter of the top K
+    right: Tensor  # `[steps]` of those tried, with the answer's token as the head's likeliest
 
 
 class Objective(Protocol):
-    """Loss of one kind of head; a dataclass of its settings.
+    """Loss of one kind of head; a dataclass of its settings."""
 
-    Attributes:
-        TERMS: names of its terms, each a setting, the term's weight.
-    """
-
-    TERMS: ClassVar[tuple[str, ...]]
+    TERMS: ClassVar[tuple[str, ...]]  # names of its terms, each a setting, the term's weight
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         """Return the loss over ``draft_steps`` draft steps."""
@@ -62,19 +51,13 @@ def terms_of(objective: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of the loss terms.
-
-    Attributes:
-        states: SmoothL1 between the target's state and the head's.
-        distribution: cross entropy of the head's next-token distribution under the target's.
-        top: the same sum over the target's K likeliest tokens alone.
-    """
+    """Weights of the loss terms."""
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution", "top")
 
-    states: float = 1.0
-    distribution: float = 0.1
-    top: float = 0.0
+    states: float = 1.0  # SmoothL1 between the target's state and the head's
+    distribution: float = 0.1  # cross entropy of the head's next-token distribution under the target's
+    top: float = 0.0  # the same sum over the target's K likeliest tokens alone
 
 
 def draft_loss(
@@ -89,12 +72,6 @@ def draft_loss(
     decay: float = 1.0,
 ) -> Tally:
     """Return the loss over ``draft_steps`` steps on the head's own outputs.
-
-    Args:
-        top_k: K of the top term and of the early stop.
-        early_stop: an example counts only if the answer's token was among the head's top K in every earlier
-            step of its draft and is in this one (HiViS, Eq. 3); a draft in which one has failed is not continued.
-        decay: weight of every further step, relative to the one before.
 
     With a vocabulary of the head's own (`Head.known_tokens`) the teacher's distribution is that of these tokens alone,
     and places where its likeliest token is another have no such term, as released for EAGLE-3.
@@ -157,10 +134,7 @@ def in_chunks(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Apply ``measure`` to rows in chunks of at most `LOGITS` logits; several chunks are recomputed for gradients.
 
-    Args:
-        measure: takes slices of the rows; its sums must not depend on the chunks.
-        vocabulary: logits per row.
-        rows: ``[M, ...]`` each.
+    Shapes: rows ``[M, ...]``.
     """
     count, size = len(rows[0]), max(LOGITS // vocabulary, 1)
     if count <= size:
@@ -210,15 +184,10 @@ def _terms(
 
 @dataclass(slots=True)
 class Window:
-    """The supervised entries of every row side by side: place c of row b is entry ``first[b] + c``.
+    """The supervised entries of every row side by side: place c of row b is entry ``first[b] + c``."""
 
-    Attributes:
-        places: ``[B, A]`` entry numbers; those past a row's end repeat its last entry.
-        supervised: ``[B, A]`` bool; False for repeated places.
-    """
-
-    places: Tensor
-    supervised: Tensor
+    places: Tensor  # `[B, A]` entry numbers; those past a row's end repeat its last entry
+    supervised: Tensor  # `[B, A]` bool; False for repeated places
 
     @classmethod
     def of(cls, supervised: Tensor) -> Window:
@@ -243,10 +212,7 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
     feature is the output of the previous step at the previous place, and it attends to the entries with true features
     up to the draft's start, one entry of every step since, and itself (HASS, Section 3.2; HiViS, Eq. 2). Embeddings are
     always those of the answer. Gradients flow through all steps.
-
-    Yields:
-        ``[B, A, d]`` per step. Of step s the first s places of every row are undefined: their drafts would start
-        before the window.
+    Shapes: returns ``[B, A, d]``.
     """
     kept = Kept(head.blocks)
     count, device = entries.supervised.shape[1], entries.supervised.device
@@ -278,9 +244,7 @@ def shifted(guess: Tensor) -> Tensor:
 def with_guesses(true: Tensor, step: int) -> Tensor:
     """``[B, A, K + step * A]`` bool: mask of each place over true entries, then over all predictions so far.
 
-    Args:
-        true: ``[B, A, K]`` bool; the true entries up to the start of its draft.
-        step: of the places, from 1; each attends to one prediction of every step up to this one, its own in the last.
+    Shapes: true ``[B, A, K]``.
     """
     own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
     drafts = [_behind(own, step - earlier).expand(len(true), -1, -1) for earlier in range(1, step + 1)]

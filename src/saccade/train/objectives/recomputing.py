@@ -50,12 +50,7 @@ def recomputing(on: bool) -> Iterator[None]:
 
 
 def recomputed(work: Callable[[Sequence[Kept]], Tensor], held: Sequence[Kept] = ()) -> Tensor:
-    """Run a part of a loss; within `recomputing` it runs again in the backward pass, with the same bits.
-
-    Args:
-        work: from the keys and values so far, to which it adds.
-        held: these; what ``work`` adds is added once, also where it runs twice.
-    """
+    """Run a part of a loss; within `recomputing` it runs again in the backward pass, with the same bits."""
     if not _ON.get():
         return work(held)
     before, order = [kept.copy() for kept in held], list[_Layer]()

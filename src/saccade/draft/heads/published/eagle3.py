@@ -82,11 +82,7 @@ def fits(values: Mapping[str, Any], shapes: Shapes) -> bool:
 
 
 def kind(values: Mapping[str, Any]) -> type[Eagle3]:
-    """Return the class of the head.
-
-    Raises:
-        ModelError: a speculator of another algorithm.
-    """
+    """Return the class of the head."""
     algorithm = values.get(SPECULATORS)
     if algorithm not in (None, "eagle3"):
         raise ModelError(f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is.")
@@ -98,9 +94,7 @@ def translate(
 ) -> tuple[HeadConfig, dict[str, Tensor]]:
     """Return configuration and weights of a published head under our names; arguments and errors as of `Form`.
 
-    Returns:
-        The weights are those of an `Eagle3` head of the configuration, whose ``lm_head.weight`` is ``[N, d]`` and
-        ``token_ids`` ``[N]``; without these two if the head was released to be used with the target's LM head.
+    Shapes: returns ``[N, d]``.
     """
     name = f"The EAGLE-3 head {folder}"
     kind(values)

@@ -67,9 +67,6 @@ def translate(
     """Return configuration and weights of an `Eagle2` or `Msd` head; arguments as of `Form`.
 
     The target's class, depth and vocabulary are not in config.json.
-
-    Raises:
-        ModelError: an unknown or missing setting or weight, or another target's hidden size.
     """
     name, text = f"The EAGLE head {folder}", _text(values)
     translation.check_settings(name, text)

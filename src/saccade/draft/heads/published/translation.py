@@ -20,24 +20,15 @@ Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 
 
 class Form(Protocol):
-    """Module that reads one layout of released heads.
+    """Module that reads one layout of released heads."""
 
-    Attributes:
-        FILES: names of its weight file, in order of preference.
-    """
-
-    FILES: tuple[str, ...]
+    FILES: tuple[str, ...]  # names of its weight file, in order of preference
 
     def name(self, values: Mapping[str, Any]) -> str:
         """Return the layout's name for a person."""
 
     def fits(self, values: Mapping[str, Any], shapes: Shapes) -> bool:
-        """Whether a folder holds a head of this layout, supported or not.
-
-        Args:
-            values: its config.json.
-            shapes: of the weights in `FILES`; called only where config.json leaves it open.
-        """
+        """Whether a folder holds a head of this layout, supported or not."""
 
     def kind(self, values: Mapping[str, Any]) -> type[Head]:
         """Return the class of the head; raises `ModelError` for heads that are known and not supported."""
@@ -45,17 +36,7 @@ class Form(Protocol):
     def translate(
         self, folder: str | Path, values: Mapping[str, Any], weights: Weights, shape: TargetShape
     ) -> tuple[HeadConfig, dict[str, Tensor]]:
-        """Return configuration and weights under our names.
-
-        Args:
-            folder: for messages.
-            values: its config.json.
-            weights: under their released names.
-            shape: of the target that it is loaded for.
-
-        Raises:
-            ModelError: a setting or a weight is not known, one is missing, or the target does not fit.
-        """
+        """Return configuration and weights under our names."""
 
 
 MODEL_FILES: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
@@ -65,12 +46,7 @@ _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "use_s
 
 
 def check_settings(name: str, values: Mapping[str, Any], **only: Any) -> None:
-    """Raise `ModelError` for a setting of config.json that would need another module; absent ones are fine.
-
-    Args:
-        name: of the head, in messages here and below.
-        only: further settings of the layout.
-    """
+    """Raise `ModelError` for a setting of config.json that would need another module; absent ones are fine."""
     for key, value in {**_ONLY, **only}.items():
         if values.get(key) not in (None, value):
             raise ModelError(f"{name} has {key} {values[key]!r}, which is not supported; expected {value!r}.")
@@ -88,16 +64,7 @@ def check_target(name: str, what: str, given: int, found: int) -> None:
 def rename_weights(
     name: str, weights: Weights, names: Mapping[str, str], needed: Collection[str], not_needed: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return the weights under our names.
-
-    Args:
-        names: theirs -> ours.
-        needed: of theirs; the first missing one is reported.
-        not_needed: of theirs, left out.
-
-    Raises:
-        ModelError: a weight is unknown or missing.
-    """
+    """Return the weights under our names."""
     odd = [key for key in weights if key not in names and key not in not_needed]
     if odd:
         raise ModelError(f"{name} has the weight {odd[0]}, which is not known; it is not of the released form.")
@@ -119,14 +86,7 @@ def block_config(
     qk_norm: bool = False,
     mrope: bool = False,
 ) -> HeadConfig:
-    """Return the configuration of a head of one block from a Llama's config.json.
-
-    Args:
-        mrope: keep the M-RoPE sections of the rotary embedding.
-
-    Raises:
-        ModelError: a size is missing or no number, or the rotary embedding is not known or incomplete.
-    """
+    """Return the configuration of a head of one block from a Llama's config.json."""
     hidden, heads = number(name, values, "hidden_size"), number(name, values, "num_attention_heads")
     config = HeadConfig(
         kind=kind.kind,
@@ -154,11 +114,7 @@ def block_config(
 
 
 def number(name: str, values: Mapping[str, Any], key: str, usual: int | None = None) -> int:
-    """A size in config.json.
-
-    Raises:
-        ModelError: it is not a positive whole number, or missing without a usual value.
-    """
+    """A size in config.json."""
     found = usual if values.get(key) is None else values[key]
     if type(found) is not int or found < 1:
         raise ModelError(f"{name} has {key} {found!r} in its config.json; expected a whole number from 1.")
