@@ -8,8 +8,9 @@ Measurements, all on one thread and in one process:
   runs while the process computes and jumps over idle time, so that with ``--clock cpu`` other work on the machine
   changes nothing but the caches.
 
-Two more: what a neighbour's video costs the others (the gaps between a row's chunks, quiet and beside videos), and the
-time to the first token of a second question in a conversation against the first's.
+Three more: what a neighbour's video costs the others (the gaps between a row's chunks, quiet and beside videos), what a
+long prompt costs them (the length of steps), and the time to the first token of a second question in a conversation
+against the first's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import nan
+from dataclasses import dataclass, field, replace
+from math import inf, nan
 from statistics import median, quantiles
 from typing import Any
 
@@ -29,6 +30,9 @@ from transformers.utils import logging
 from benchmarks.clock import Clock
 from benchmarks.pocket_pair import FIRST_SEED, add_options, load
 from saccade import VLM
+from saccade.engine import Request, Row, RunningBatch
+from saccade.engine.chunks import LONGEST_STEP
+from saccade.engine.generation import plan
 from saccade.inputs.batching import join, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
@@ -260,6 +264,41 @@ def beside_a_video(vlm: VLM, clock: Clock, tokens: int, chunk: int) -> dict[str,
     return {**found, "ratio": found["beside videos"] / found["quiet"]}
 
 
+def beside_a_prompt(vlm: VLM, clock: Clock, count: int) -> dict[str, dict[str, float]]:
+    """Steps of a row without and beside a new prompt of 1,821 tokens of text, by the limit on a step's length.
+
+    The step that admits the prompt is left out: caches grow in it.
+    """
+    words = " ".join(f"The {word} square is left of circle {i}." for i in range(100) for word in ("red", "blue"))
+    text = vlm.processor.encode(words)[:1820]
+    found = {}
+    for longest in (inf, LONGEST_STEP):
+        measured = []
+        for number in range(count):
+            batch = vlm.engine.open(2, longest_step=longest)
+
+            def add(prompt: Prompt, tokens: int, batch: RunningBatch = batch) -> Row:
+                (row,) = plan(vlm.target, [prompt], max_new_tokens=tokens).rows
+                return batch.add(Request(prompt, prompt), replace(row, eos=frozenset()))
+
+            def steps(row: Row, tokens: int, batch: RunningBatch = batch) -> list[float]:
+                spent = []
+                while len(row.output) < tokens:
+                    now = Now(clock)
+                    batch.step()
+                    spent.append(now())
+                return spent
+
+            neighbour = add(vlm.processor.prompt(draw(FIRST_SEED + 277 + number, "prose").messages()), 900)
+            ordinary = median(steps(neighbour, 60)[-8:])
+            _, *beside = steps(add(Prompt((100 + number, *text)), 8), 1)
+            measured.append((ordinary, _spread(beside)[1] / ordinary, max(beside) / ordinary, sum(beside)))
+            batch.close()
+        names = ("ordinary step", "p95 in steps", "longest in steps", "first token")
+        found[f"{longest:g}"] = dict(zip(names, map(median, zip(*measured, strict=True)), strict=True))
+    return found
+
+
 def followed(vlm: VLM, clock: Clock, tokens: int, count: int) -> dict[str, tuple[float, float]]:
     """Seconds to the first token of a question about something new, and of a second one in the same conversation."""
     found = {}
@@ -300,7 +339,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens a step reads (default: 256)")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
-    parser.add_argument("--only", choices=("full", "arrivals", "video", "follow"), help="one of the measurements alone")
+    parser.add_argument("--only", choices=("full", "arrivals", "video", "prompt", "follow"), help="one alone")
     options = parser.parse_args()
     logging.set_verbosity_error()
     if options.threads:
@@ -322,6 +361,10 @@ def main() -> None:
     if options.only in (None, "video"):
         measured["video"] = video = beside_a_video(vlm, clock, options.new_tokens, options.chunk)
         print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
+    if options.only in (None, "prompt"):
+        measured["prompt"] = beside_a_prompt(vlm, clock, 5)
+        for longest, values in measured["prompt"].items():
+            print(f"longest step {longest:4}", ", ".join(f"{n} {v:.3f}" for n, v in values.items()))
     if options.only in (None, "follow"):
         measured["follow"] = followed(vlm, clock, options.new_tokens, 12)
         print("\nseconds to the first token   new     known   ratio")

@@ -9,7 +9,7 @@ from saccade.engine.step_times import Recent
 
 LONGEST_STEP = 3.0
 """Default length of a step with a part of a prompt, over one without."""
-_SAFE = 0.8
+_SAFE = 0.75
 """Share of it that is aimed at."""
 _FEWEST = 16
 """Tokens that a step takes however long they last: on a CPU half of them take hardly less."""
