@@ -100,11 +100,7 @@ def memory(root: int) -> int:
 
 
 class Neighbours:
-    """Requests that go on while others come.
-
-    Args:
-        port: of the server.
-    """
+    """Requests that go on while others come."""
 
     def __init__(self, port: int) -> None:
         self.seen: list[tuple[str, float, float, list[float]]] = []

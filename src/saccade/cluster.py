@@ -35,19 +35,12 @@ _ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 @dataclass(frozen=True)
 class Places:
-    """Room for engines in a cluster.
+    """Room for engines in a cluster."""
 
-    Attributes:
-        count: of engines.
-        cpus: cores that each one reserves, which are its threads on a CPU.
-        gpus: GPUs that each one reserves, 0 or 1.
-        per_machine: largest number of engines on one machine when they are spread evenly.
-    """
-
-    count: int
-    cpus: int
-    gpus: int
-    per_machine: int
+    count: int  # of engines
+    cpus: int  # cores that each one reserves, which are its threads on a CPU
+    gpus: int  # GPUs that each one reserves, 0 or 1
+    per_machine: int  # largest number of engines on one machine when they are spread evenly
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,14 +49,7 @@ class Places:
 
 
 def load_ray(address: str) -> Any:
-    """Import Ray.
-
-    Args:
-        address: with `LOCAL`, all processes of this import stay on loopback.
-
-    Raises:
-        SaccadeError: it is not installed.
-    """
+    """Import Ray."""
     if address == LOCAL:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray makes 127.0.0.1 this machine's address
     try:
@@ -73,11 +59,7 @@ def load_ray(address: str) -> Any:
 
 
 def check_address(address: str) -> str:
-    """Return the address of a cluster.
-
-    Raises:
-        SaccadeError: it has another form than ``local``, ``auto`` and HOST:PORT.
-    """
+    """Return the address of a cluster."""
     if address.startswith("ray://"):
         raise SaccadeError(
             "An address ray:// is for Ray's remote client, which streams no answers; run the command on a machine of "
@@ -93,17 +75,7 @@ def check_address(address: str) -> str:
 
 @contextmanager
 def connected(address: str, engines: int | None = None) -> Iterator[Any]:
-    """Connect to a cluster, or start one of this machine's own, which ends with the context or with the process.
-
-    Args:
-        engines: for which a cluster of this machine's own has room, however few cores it has.
-
-    Yields:
-        The module ``ray``.
-
-    Raises:
-        SaccadeError: Ray is missing, or there is no cluster at the address.
-    """
+    """Connect to a cluster, or start one of this machine's own, which ends with the context or with the process."""
     check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = load_ray(address)
@@ -149,25 +121,13 @@ def _knock(address: str) -> None:
 
 
 def limit_threads(vlm: VLM, threads: int | None) -> None:
-    """Let a small model on a CPU run on one thread, however many cores Ray has reserved for its process.
-
-    Args:
-        threads: as given by the user, which stay.
-    """
+    """Let a small model on a CPU run on one thread, however many cores Ray has reserved for its process."""
     if threads is None and vlm.target.model.num_parameters() < SMALL_MODEL:
         torch.set_num_threads(1)
 
 
 def places(ray: Any, count: int | None, threads: int | None, with_gpu: bool) -> Places:
-    """Find room for engines: one per GPU; without GPUs one per machine, unless ``count`` says otherwise.
-
-    Args:
-        threads: of an engine on a CPU; None: an even share of the cores.
-        with_gpu: whether the models may run on a GPU.
-
-    Raises:
-        SaccadeError: fewer than one engine.
-    """
+    """Find room for engines: one per GPU; without GPUs one per machine, unless ``count`` says otherwise."""
     if count is not None and count < 1:
         raise SaccadeError(f"The number of engines must be at least 1, not {count}.")
     resources = ray.cluster_resources()

@@ -104,27 +104,13 @@ def available_memory() -> int | None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Check a number of threads as given.
-
-    Raises:
-        InputError: fewer than one.
-    """
+    """Check a number of threads as given."""
     if threads is not None and threads < 1:
         raise InputError(f"The number of threads must be at least 1, not {threads}.")
 
 
 def use_threads(threads: int | None, parameters: int) -> int:
-    """Set the number of CPU threads of this process, and return it.
-
-    Args:
-        threads: as given; None: `OMP_NUM_THREADS` where set, else one for a model below `SMALL_MODEL`, else as many
-            as cores are idle. A thread that shares its core with another program is waited for at every product,
-            which can make a step a hundred times slower.
-        parameters: of the target.
-
-    Raises:
-        InputError: fewer than one thread.
-    """
+    """Set the number of CPU threads of this process, and return it."""
     check_threads(threads)
     if threads is None and os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()

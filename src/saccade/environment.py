@@ -56,12 +56,7 @@ def revision() -> str | None:
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Kind, size, dtype and fingerprint of a model.
-
-    Args:
-        model: a loaded Hugging Face model.
-        name: as given by the user; a folder is reduced to its last part.
-    """
+    """Kind, size, dtype and fingerprint of a model."""
     text = model.config.get_text_config(decoder=True)
     path = Path(name)
     return {
@@ -82,11 +77,7 @@ def dtype_name(model: torch.nn.Module) -> str:
 
 
 def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> str:
-    """Hash of the names, shapes and first weights of one row of every parameter; any training changes it.
-
-    Args:
-        dtype: that the weights are rounded to before.
-    """
+    """Hash of the names, shapes and first weights of one row of every parameter; any training changes it."""
     hasher = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.named_parameters()):
         hasher.update(f"{name}|{tuple(weight.shape)}|".encode())

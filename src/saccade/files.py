@@ -31,16 +31,7 @@ def write_file(
     error: type[SaccadeError] = SaccadeError,
     advice: str = _ADVICE,
 ) -> None:
-    """Replace a file atomically, by way of ``NAME.part`` beside it. Missing parent folders are made.
-
-    Args:
-        content: text (UTF-8), bytes, or a function that writes the file at the path that it gets.
-        error: class of the exception.
-        advice: end of its message, without a full stop.
-
-    Raises:
-        SaccadeError: the disk is full, or the file cannot be written; the old file is intact.
-    """
+    """Replace a file atomically, by way of ``NAME.part`` beside it. Missing parent folders are made."""
     part = path.with_name(f"{path.name}.part")
     with writing(path, error, advice):
         try:
@@ -63,14 +54,7 @@ def write_folder(
     error: type[SaccadeError] = SaccadeError,
     advice: str = _ADVICE,
 ) -> None:
-    """Replace a folder atomically, by one that ``write`` fills; `recover` ends a replacement that was cut short.
-
-    Args:
-        error, advice: as in `write_file`.
-
-    Raises:
-        SaccadeError: the disk is full, or the folder cannot be written; the old folder is intact.
-    """
+    """Replace a folder atomically, by one that ``write`` fills; `recover` ends a replacement that was cut short."""
     part, old = _part(folder), _old(folder)
     with writing(folder, error, advice):
         try:

@@ -19,21 +19,7 @@ _ADVICE = "choose another folder"
 
 
 class Journal:
-    """Folder of one run.
-
-    Args:
-        path: of the folder; it need not exist yet.
-        header: what makes the run; ``schema`` is added.
-        names: file names of the header and of the lines.
-        compared: groups of the header that must be the same in every attempt.
-        own: groups whose keys are options under their own names, in messages.
-        later: groups that headers of older versions lack, which are not compared then.
-        inputs: other files in the folder that were made with the header's options, and bind them like lines.
-        advice: what to do where the folder cannot be used.
-
-    Raises:
-        SaccadeError: the folder holds something else, or a run whose header differs.
-    """
+    """Folder of one run."""
 
     def __init__(
         self,
@@ -47,7 +33,7 @@ class Journal:
         inputs: Sequence[str] = (),
         advice: str = _ADVICE,
     ) -> None:
-        self.path = path
+        self.path = path  # of the folder; it need not exist yet
         self._names, self._compared, self._own, self._later = names, compared, own, later
         self._inputs, self._advice = inputs, advice
         self._header = json.loads(json.dumps({"schema": SCHEMA, **header}))
@@ -55,11 +41,7 @@ class Journal:
         self._check()
 
     def __enter__(self) -> Self:
-        """Lock the folder for this run, and cut off the unfinished line of a killed attempt.
-
-        Raises:
-            SaccadeError: it cannot be written, or another run is writing there.
-        """
+        """Lock the folder for this run, and cut off the unfinished line of a killed attempt."""
         path = self._lines
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -91,11 +73,7 @@ class Journal:
         return dict(self._header)
 
     def rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Number, offset in bytes and content of every line; an unfinished last one is skipped.
-
-        Raises:
-            SaccadeError: a line is damaged.
-        """
+        """Number, offset in bytes and content of every line; an unfinished last one is skipped."""
         path = self._lines
         if not path.is_file():
             return
@@ -119,15 +97,7 @@ class Journal:
         return f"{self._lines}, line {number}"
 
     def append(self, rows: Sequence[Mapping[str, Any]], *, sync: bool = True) -> int:
-        """Write whole lines and return the offset of the first; when it cannot, none of them are there.
-
-        Args:
-            sync: whether they are on disk before this returns. Without it they survive a kill of the process, but not
-                of the machine, until `sync` is called.
-
-        Raises:
-            SaccadeError: the disk is full or the file cannot be written; earlier lines are intact.
-        """
+        """Write whole lines and return the offset of the first; when it cannot, none of them are there."""
         assert self._file is not None
         data = b"".join(encoded(row) for row in rows)
         before = os.fstat(self._file).st_size
@@ -199,11 +169,7 @@ class Journal:
 
 
 def check_place(folder: Path, names: tuple[str, str], advice: str = _ADVICE) -> None:
-    """Check that a folder is absent, empty, or that of a run; arguments as of `Journal`.
-
-    Raises:
-        SaccadeError: it is a file or below one, or holds something else.
-    """
+    """Check that a folder is absent, empty, or that of a run; arguments as of `Journal`."""
     check_folder(folder, SaccadeError, advice)
     if not folder.exists():
         return

@@ -34,18 +34,6 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     """Load a causal language model or an image-text-to-text model with all its weights.
 
     Code in a checkpoint is never run.
-
-    Args:
-        path: a checkpoint folder, or a hub id.
-        dtype: ``auto``: as stored, but on a CPU float32 for the built-in pair and where the stored format is not
-            faster; one of ``float32``, ``bfloat16``, ``float16``, or that torch dtype.
-        device_map: as in `from_pretrained`: a device, ``auto`` or a dictionary (both need accelerate); or ``tp``:
-            split over the processes that `torchrun` started (`saccade.target.sharding`); or ``fsdp``: sharded over them
-            for training (`saccade.target.sharding`).
-
-    Raises:
-        ModelError: the checkpoint does not exist, is incomplete, corrupt or of an unsupported kind, or the dtype or
-            the device cannot be used.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -134,15 +122,7 @@ def empty_model(config: Any) -> Any:
 
 
 def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
-    """Check a checkpoint without reading its weights, and return its configuration.
-
-    Args:
-        weights: False where the configuration is enough, so that a folder may lack weight files.
-
-    Raises:
-        ModelError: the checkpoint does not exist, its files are missing or truncated, it needs code of its own, or
-            its model does not generate text.
-    """
+    """Check a checkpoint without reading its weights, and return its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = Path(path)
@@ -166,11 +146,7 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
 
 
 def file_of(given: str | Path, name: str) -> Path | None:
-    """Return a file of a folder or, without such a folder, of a repository on the hub; None if it has no such file.
-
-    Raises:
-        ModelError: neither a folder nor a reachable repository on the hub.
-    """
+    """Return a file of a folder or, without such a folder, of a repository on the hub; None if it has no such file."""
     if is_on_hub(given):
         return _file_on_hub(str(given), name)
     file = Path(path_of(given)) / name
@@ -240,11 +216,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Return a torch dtype, by name or as given; ``auto`` stays.
-
-    Raises:
-        ModelError: not one of `DTYPES`.
-    """
+    """Return a torch dtype, by name or as given; ``auto`` stays."""
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return name
@@ -255,11 +227,7 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def check_device(device_map: Any) -> Any:
-    """Return a `device_map` as given, a single device as a torch device.
-
-    Raises:
-        ModelError: the device is not available, or accelerate is needed and not installed.
-    """
+    """Return a `device_map` as given, a single device as a torch device."""
     if device_map is None or (isinstance(device_map, str) and device_map in (TENSOR_PARALLEL, SHARDED)):
         return device_map
     if isinstance(device_map, dict) or device_map in SPREADING:
@@ -287,14 +255,7 @@ def default_device() -> str | None:
 
 
 def adapt(model: Any, exact: bool = False) -> Target:
-    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
-
-    Args:
-        exact: whether it runs in exact mode (`saccade.target.lean`).
-
-    Raises:
-        ModelError: the model cannot be verified on trees, or cannot be exact.
-    """
+    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it."""
     target = Target(model, exact=exact)
     if not target.traits.tested:
         from saccade.target.selfcheck import self_check
@@ -315,13 +276,6 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     """Return the number of leading ids that both tokenizers share, of which drafts may consist.
 
     Added tokens (placeholders, control tokens) may differ between the two: such a draft token would only be rejected.
-
-    Args:
-        target, drafter: tokenizers.
-        names: of target and drafter, for messages.
-
-    Raises:
-        ModelError: the tokenizers differ, other than by padding or by further tokens at the end of one of them.
     """
     ours, theirs = target.get_vocab(), drafter.get_vocab()
     shared = min(len(ours), len(theirs))

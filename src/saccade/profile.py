@@ -16,34 +16,19 @@ from saccade.typed import make
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A target, what drafts for it, and how.
+    """A target, what drafts for it, and how."""
 
-    Attributes:
-        target: checkpoint folder, hub id, or ``pocket``.
-        method: a name of `saccade methods`.
-        drafter: checkpoint or head; None for the built-in one, or none.
-        heads: folders of heads by name.
-        head: name of the head that the method drafts with.
-        options: of the method.
-        measured: what `saccade tune` saw, for readers.
-        exact: whether the target runs in exact mode.
-    """
-
-    target: str
-    method: str
-    drafter: str | None = None
-    heads: dict[str, str] = field(default_factory=dict)
-    head: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, Any] = field(default_factory=dict)
-    exact: bool = False
+    target: str  # checkpoint folder, hub id, or `pocket`
+    method: str  # a name of `saccade methods`
+    drafter: str | None = None  # checkpoint or head; None for the built-in one, or none
+    heads: dict[str, str] = field(default_factory=dict)  # folders of heads by name
+    head: str | None = None  # name of the head that the method drafts with
+    options: dict[str, Any] = field(default_factory=dict)  # of the method
+    measured: dict[str, Any] = field(default_factory=dict)  # what `saccade tune` saw, for readers
+    exact: bool = False  # whether the target runs in exact mode
 
     def write(self, path: Path) -> None:
-        """Write the profile atomically.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """Write the profile atomically."""
         lines = ["# Written by `saccade tune`; give this file as --target, or to saccade.load."]
         names = ("target", "method", "drafter", "head")
         lines += [f"{name} = {_toml(value)}" for name in names if (value := getattr(self, name)) is not None]
@@ -70,11 +55,7 @@ def is_profile(given: Any) -> bool:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        InputError: there is no such file, it is no TOML, or a value is missing, unknown or of the wrong type.
-    """
+    """Read a profile."""
     try:
         content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -28,16 +28,7 @@ def make(
     prefix: str = "",
     error: type[SaccadeError] = SaccadeError,
 ) -> T:
-    """Make a dataclass of the values of a table. Fields of numbers, text, truths and tables are checked, also optional.
-
-    Args:
-        where: origin of the table, for messages.
-        prefix: of the keys in messages, such as ``stage1.``.
-        error: class of the exception.
-
-    Raises:
-        SaccadeError: a key is unknown or missing, or a value has the wrong type.
-    """
+    """Make a dataclass of the values of a table. Fields of numbers, text, truths and tables are checked, also optional."""
     check_keys(table, (field.name for field in fields(kind)), where, prefix=prefix, error=error)  # type: ignore[arg-type]
     hints = get_type_hints(kind)
     for name, value in table.items():

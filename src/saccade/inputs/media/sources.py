@@ -42,56 +42,28 @@ _DOMAIN = re.compile(r"(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)(:[0-9]{1,5})?")
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits of the reader of images and videos; the defaults are those for untrusted input (`SERVER`).
+    """Limits of the reader of images and videos; the defaults are those for untrusted input (`SERVER`)."""
 
-    Attributes:
-        paths: whether paths and ``file://`` addresses are read.
-        domains: hosts that http(s) addresses may name: ``example.com`` for itself, ``.example.com`` for it and its
-            subdomains, ``*`` for all; with ``:port`` for another port than 80 and 443. Empty: no address is fetched.
-        private_addresses: whether those hosts may be this machine or in a private network.
-        fetch_seconds: seconds of one download, name resolution and handshakes included.
-        formats: image formats, under Pillow's names.
-        image_bytes: bytes of an image file.
-        image_pixels: width times height of an image, which takes 4 bytes per pixel once decoded.
-        longest_side: pixels along a side of an image or of a video's frames.
-        aspect_ratio: how many times longer than wide these may be, or wider than long.
-        containers: video containers, under FFmpeg's names of their demuxers.
-        codecs: video decoders, under FFmpeg's names.
-        own_process: whether videos are decoded in a process of their own, which can open no other file and whose end
-            harms no one; in a server, also whether workers decode and resize all media.
-        video_bytes: bytes of a video file.
-        video_pixels: width times height of a video's frames.
-        video_frames: frames of a whole video.
-        video_seconds: seconds of a whole video.
-        decode_seconds: seconds until a video must be decoded.
-        decode_memory: bytes that this process may allocate.
-        media: images and videos of one conversation.
-        total_pixels: pixels of all images and sampled frames of one conversation.
-
-    Raises:
-        InputError: a number is not above 0, a domain is no host, or a format runs other programs.
-    """
-
-    paths: bool = False
-    domains: tuple[str, ...] = ()
-    private_addresses: bool = False
-    fetch_seconds: float = 10.0
-    formats: tuple[str, ...] = FORMATS
-    image_bytes: int = 20 << 20
-    image_pixels: int = 50_000_000
-    longest_side: int = 65_535
-    aspect_ratio: float = 200.0
-    containers: tuple[str, ...] = CONTAINERS
-    codecs: tuple[str, ...] = CODECS
-    own_process: bool = True
-    video_bytes: int = 100 << 20
-    video_pixels: int = 4096 * 2304
-    video_frames: int = 20_000
-    video_seconds: float = 600.0
-    decode_seconds: float = 30.0
-    decode_memory: int = 1 << 30
-    media: int = 32
-    total_pixels: int = 250_000_000
+    paths: bool = False  # whether paths and `file://` addresses are read
+    domains: tuple[str, ...] = ()  # hosts that http(s) addresses may name
+    private_addresses: bool = False  # whether those hosts may be this machine or in a private network
+    fetch_seconds: float = 10.0  # seconds of one download, name resolution and handshakes included
+    formats: tuple[str, ...] = FORMATS  # image formats, under Pillow's names
+    image_bytes: int = 20 << 20  # bytes of an image file
+    image_pixels: int = 50_000_000  # width times height of an image, which takes 4 bytes per pixel once decoded
+    longest_side: int = 65_535  # pixels along a side of an image or of a video's frames
+    aspect_ratio: float = 200.0  # how many times longer than wide these may be, or wider than long
+    containers: tuple[str, ...] = CONTAINERS  # video containers, under FFmpeg's names of their demuxers
+    codecs: tuple[str, ...] = CODECS  # video decoders, under FFmpeg's names
+    own_process: bool = True  # whether videos are decoded in a process of their own
+    video_bytes: int = 100 << 20  # bytes of a video file
+    video_pixels: int = 4096 * 2304  # width times height of a video's frames
+    video_frames: int = 20_000  # frames of a whole video
+    video_seconds: float = 600.0  # seconds of a whole video
+    decode_seconds: float = 30.0  # seconds until a video must be decoded
+    decode_memory: int = 1 << 30  # bytes that this process may allocate
+    media: int = 32  # images and videos of one conversation
+    total_pixels: int = 250_000_000  # pixels of all images and sampled frames of one conversation
 
     def __post_init__(self) -> None:
         for field in fields(self):
