@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from saccade.errors import InputError
 from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import InputProcessor, kept_video, one_or_more
+from saccade.inputs.processor import InputProcessor, MediaOptions, one_or_more
 from saccade.output import Output
 from saccade.stream import Chunk, GenerationOptions, Stream
 
@@ -16,7 +16,7 @@ class Chat:
     """A conversation with one model; see `VLM.chat`.
 
     Args:
-        stream: `VLM.stream` bound to the conversation's session.
+        stream: streams of a VLM bound to the conversation's session.
         processor: the target's.
         system: system message; None for none.
 
@@ -48,17 +48,8 @@ class Chat:
         **options: Unpack[GenerationOptions],
     ) -> Output:
         """Send a user message and return the answer; arguments as in `VLM.generate`."""
-        turn = self.stream(
-            text,
-            images,
-            videos,
-            seed=seed,
-            num_frames=num_frames,
-            fps=fps,
-            limits=limits,
-            text_as_text=text_as_text,
-            **options,
-        )
+        media = MediaOptions(num_frames, fps, limits, text_as_text)
+        turn = self._next(text, images, videos, media, options, seed)
         for _ in turn:
             pass
         return turn.output
@@ -84,24 +75,28 @@ class Chat:
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
         stopped before its first token, or is overtaken by another one, leaves the conversation unchanged.
         """
-        films = [kept_video(self._processor, video, num_frames, fps, limits) for video in one_or_more(videos)]
+        media = MediaOptions(num_frames, fps, limits, text_as_text)
+        return self._next(text, images, videos, media, options, seed, streamer, trace)
+
+    def _next(
+        self,
+        text: str,
+        images: Sequence[Any],
+        videos: Sequence[Any],
+        media: MediaOptions,
+        options: GenerationOptions,
+        seed: int | None,
+        streamer: Any = None,
+        trace: bool = False,
+    ) -> Turn:
+        films = [self._processor.load_video(video, media) for video in one_or_more(videos)]
         content: list[dict[str, Any]] = [
-            *({"type": "image", "image": load_image(i, limits)} for i in one_or_more(images)),
+            *({"type": "image", "image": load_image(i, media.limits)} for i in one_or_more(images)),
             *({"type": "video", "video": film} for film in films),
             {"type": "text", "text": text},
         ]
         messages = [*self.messages, {"role": "user", "content": content}]
-        stream = self._stream(
-            messages,
-            seed=seed,
-            streamer=streamer,
-            trace=trace,
-            num_frames=num_frames,
-            fps=fps,
-            limits=limits,
-            text_as_text=text_as_text,
-            **options,
-        )
+        stream = self._stream(messages, (), (), media, options, seed=seed, streamer=streamer, trace=trace)
         return Turn(self, messages, stream)
 
 

@@ -14,7 +14,7 @@ from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
+from saccade.inputs.processor import MediaOptions, Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
 from saccade.stream import GenerationOptions
 from saccade.target.media_cache import MEDIA_BYTES
@@ -155,9 +155,9 @@ class Batch:
         """
         if is_batch(prompt):
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
-        reading = {"num_frames": num_frames, "fps": fps, "limits": limits, "text_as_text": text_as_text}
+        media = MediaOptions(num_frames, fps, limits, text_as_text)
         loaded = [load_image(image, limits) for image in one_or_more(images)]
-        given = RowInput(prompt, loaded, one_or_more(videos), reading)
+        given = RowInput(prompt, loaded, one_or_more(videos), media)
         request = self._request(given, seeds_of(seed, 1)[0])
         decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **options)
         row = self._running.add(request, decoding.rows[0], decoding.do_sample)

@@ -20,7 +20,16 @@ from saccade.engine.generation import plan
 from saccade.errors import InputError
 from saccade.inputs.families import vision_signature
 from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import InputProcessor, Messages, Question, RowInput, is_batch, per_row, seeds_of
+from saccade.inputs.processor import (
+    InputProcessor,
+    MediaOptions,
+    Messages,
+    Question,
+    RowInput,
+    is_batch,
+    per_row,
+    seeds_of,
+)
 from saccade.inputs.prompt import Prompt
 from saccade.loading import (
     adapt,
@@ -290,19 +299,8 @@ class VLM:
         Raises:
             InputError: a prompt, a medium or an option cannot be used as it is.
         """
-        stream = self.stream(
-            prompt,
-            images,
-            videos,
-            seed=seed,
-            session=session,
-            streamer=streamer,
-            num_frames=num_frames,
-            fps=fps,
-            limits=limits,
-            text_as_text=text_as_text,
-            **options,
-        )
+        media = MediaOptions(num_frames, fps, limits, text_as_text)
+        stream = self._stream(prompt, images, videos, media, options, seed, session, streamer)
         for _ in stream:
             pass
         return stream.outputs if stream.is_batch else stream.outputs[0]
@@ -330,18 +328,30 @@ class VLM:
             prompt, images, videos, seed, session, streamer, num_frames, fps, limits, text_as_text, options: as of
                 `generate`.
         """
+        media = MediaOptions(num_frames, fps, limits, text_as_text)
+        return self._stream(prompt, images, videos, media, options, seed, session, streamer, trace)
+
+    def _stream(
+        self,
+        prompt: Any,
+        images: Sequence[Any],
+        videos: Sequence[Any],
+        media: MediaOptions,
+        options: GenerationOptions,
+        seed: int | Sequence[int] | None,
+        session: RunningBatch | None,
+        streamer: Any,
+        trace: bool = False,
+    ) -> Stream:
         batch = is_batch(prompt)
-        questions: Sequence[Question] = prompt if batch else [prompt]  # type: ignore[list-item,assignment]
-        images_of, videos_of = (
-            per_row(m, len(questions), batch, n) for m, n in ((images, "images"), (videos, "videos"))
-        )
+        questions: Sequence[Question] = prompt if batch else [prompt]
+        images_of = per_row(images, len(questions), batch, "images")
+        videos_of = per_row(videos, len(questions), batch, "videos")
         if streamer is not None and len(questions) > 1:
             raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
-        seeds = seeds_of(seed, len(questions))
-        reading = {"num_frames": num_frames, "fps": fps, "limits": limits, "text_as_text": text_as_text}
         requests = [
-            self.request(RowInput(q, [load_image(x, limits) for x in i], v, reading), s)
-            for q, i, v, s in zip(questions, images_of, videos_of, seeds, strict=True)
+            self.request(RowInput(q, [load_image(x, media.limits) for x in i], v, media), s)
+            for q, i, v, s in zip(questions, images_of, videos_of, seeds_of(seed, len(questions)), strict=True)
         ]
         tokenizer = self.processor.tokenizer
         decoding = plan(self.target, [r.prompt for r in requests], tokenizer=tokenizer, **options)
@@ -385,7 +395,7 @@ class VLM:
 
     def chat(self, system: str | None = None) -> Chat:
         """Open a conversation whose turns reuse the KV cache of the earlier ones."""
-        return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
+        return Chat(partial(self._stream, session=self.engine.open(1)), self.processor, system)
 
     def request(self, given: RowInput, seed: int) -> Request:
         """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile.

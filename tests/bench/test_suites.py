@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_kit import suite
@@ -141,7 +142,7 @@ def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(
 ) -> None:
     prompt = type(vlm.processor).prompt
 
-    def still(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]]) -> Prompt:
+    def still(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]], **_: Any) -> Prompt:
         if any(part["type"] == "video" for message in messages for part in message["content"]):
             raise InputError("The model takes images but no videos.")
         return prompt(self, messages)
@@ -160,7 +161,7 @@ def test_a_task_whose_prompts_are_longer_than_the_context_is_left_out(
     assert context is not None
     lengths = iter((100, 100, 100, context + 1))
 
-    def measured(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]]) -> Prompt:
+    def measured(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]], **_: Any) -> Prompt:
         return Prompt(tuple([20] * next(lengths)))
 
     monkeypatch.setattr(type(vlm.processor), "prompt", measured)

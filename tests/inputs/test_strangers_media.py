@@ -24,6 +24,7 @@ from PIL import Image
 
 from saccade.errors import InputError
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits, decoder, load_image, load_video, videos
+from saccade.inputs.processor import MediaOptions
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
 ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"
@@ -664,10 +665,12 @@ def test_loaded_messages_make_the_prompt_of_their_files(name: str) -> None:
         {"type": "image_url", "image_url": {"url": uri(encoded("PNG"))}},
         {"type": "video_url", "video_url": {"url": uri(film(), "video/mp4")}},
     )
-    loaded = processor.load_media(messages, IN_PROCESS, num_frames=4)
+    loaded = processor.load_media(messages, MediaOptions(4, limits=IN_PROCESS))
     kinds = [part["type"] for part in loaded[0]["content"]]
     assert kinds == ["image", "video", "text"]
-    assert processor.prompt(loaded, limits=SERVER, num_frames=4) == processor.prompt(messages, num_frames=4)
+    assert processor.prompt(loaded, options=MediaOptions(limits=SERVER, num_frames=4)) == processor.prompt(
+        messages, options=MediaOptions(num_frames=4)
+    )
 
 
 def test_a_conversation_has_a_limit_of_media_and_of_pixels() -> None:
@@ -675,9 +678,9 @@ def test_a_conversation_has_a_limit_of_media_and_of_pixels() -> None:
     picture = {"type": "image_url", "image_url": uri(encoded("PNG"))}
     for call in (processor.load_media, processor.prompt):
         with pytest.raises(InputError, match="has 3 images and videos; at most 2 are accepted"):
-            call(question(*[picture] * 3), limits=replace(SERVER, media=2))
+            call(question(*[picture] * 3), options=MediaOptions(limits=replace(SERVER, media=2)))
         with pytest.raises(InputError, match="more than 5999 pixels together"):
-            call(question(*[picture] * 3), limits=replace(SERVER, total_pixels=5999))
-        call(question(*[picture] * 3), limits=replace(SERVER, total_pixels=6000))
+            call(question(*[picture] * 3), options=MediaOptions(limits=replace(SERVER, total_pixels=5999)))
+        call(question(*[picture] * 3), options=MediaOptions(limits=replace(SERVER, total_pixels=6000)))
         with pytest.raises(InputError, match="given as a path, and no files are read here"):
-            call(question({"type": "image", "path": "/etc/passwd"}), limits=SERVER)
+            call(question({"type": "image", "path": "/etc/passwd"}), options=MediaOptions(limits=SERVER))

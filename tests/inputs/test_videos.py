@@ -20,6 +20,7 @@ from saccade.errors import InputError
 from saccade.inputs.families import FAMILIES
 from saccade.inputs.families.idefics import number_words
 from saccade.inputs.media import Video, load_video
+from saccade.inputs.processor import MediaOptions
 
 
 def write(path: Path, codec: str, frames: list[np.ndarray[Any, Any]]) -> None:
@@ -147,7 +148,7 @@ def test_a_clip_of_a_few_frames_is_no_error(name: str, total: int) -> None:
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_film_becomes_media_of_as_many_frames_as_asked_for(name: str, movie: Path) -> None:
     k = kit(name)
-    few, many = (k.ours.prompt("What happens?", videos=[movie], num_frames=n) for n in (4, 8))
+    few, many = (k.ours.prompt("What happens?", videos=[movie], options=MediaOptions(num_frames=n)) for n in (4, 8))
     assert sum(m.n_tokens for m in few.media) < sum(m.n_tokens for m in many.media)
     if name in ("internvl", "smolvlm"):
         assert {m.kind for m in few.media} == {"image"}
@@ -157,22 +158,23 @@ def test_a_film_becomes_media_of_as_many_frames_as_asked_for(name: str, movie: P
 
 def test_timestamps_of_a_qwen3_video_are_in_its_text(movie: Path) -> None:
     k = kit("qwen3_vl")
-    text = k.ours.tokenizer.decode(k.ours.prompt("?", videos=[movie], num_frames=4).ids)
+    text = k.ours.tokenizer.decode(k.ours.prompt("?", videos=[movie], options=MediaOptions(num_frames=4)).ids)
     assert "<0.5 seconds>" in text  # frames 0 and 10 of 30, at 10 frames a second
     assert "<2.4 seconds>" in text  # frames 19 and 29
 
 
 def test_qwen2_5_learns_how_many_seconds_a_patch_spans(movie: Path) -> None:
-    medium = kit("qwen2_5_vl").ours.prompt("?", videos=[movie], fps=2).media[0]
+    medium = kit("qwen2_5_vl").ours.prompt("?", videos=[movie], options=MediaOptions(fps=2)).media[0]
     torch.testing.assert_close(medium.tensors["second_per_grid_ts"], torch.tensor([1.0]))
 
 
-def test_asking_for_frames_and_rate_at_once_is_refused(movie: Path) -> None:
+def test_asking_for_frames_and_rate_at_once_is_refused() -> None:
     with pytest.raises(InputError, match="give one of them"):
-        kit("qwen3_vl").ours.prompt("?", videos=[movie], num_frames=4, fps=2)
-    for wish in ({"num_frames": 0}, {"fps": -1.0}):
+        MediaOptions(num_frames=4, fps=2)
+    wishes: list[dict[str, Any]] = [{"num_frames": 0}, {"fps": -1.0}]
+    for wish in wishes:
         with pytest.raises(InputError, match="give a number above 0"):
-            kit("qwen3_vl").ours.prompt("?", videos=[movie], **wish)
+            MediaOptions(**wish)
 
 
 def test_a_video_object_brings_its_own_times() -> None:

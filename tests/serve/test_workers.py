@@ -24,12 +24,12 @@ from PIL import Image
 from checkpoints import picture, vlm
 from saccade.errors import InputError
 from saccade.inputs.media import SERVER
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, MediaOptions
 from saccade.inputs.prompt import Prompt
 from saccade.serve.workers import PromptWorkers
 
 ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"
-OPTIONS = {"limits": SERVER, "num_frames": None, "fps": None, "text_as_text": True}
+OPTIONS = MediaOptions(limits=SERVER, text_as_text=True)
 SEEN = tuple(vlm(name).processor for name in ("qwen", "llava"))
 FAILING = FailingProcessor(SEEN[0].parts)
 FAILURES = [
@@ -55,8 +55,8 @@ def source(kind: str, **options: Any) -> str:
 
 
 def here(messages: Any, processor: InputProcessor) -> Prompt:
-    loaded = processor.load_media(messages, SERVER)
-    return processor.prompt(loaded, limits=SERVER, text_as_text=True)
+    loaded = processor.load_media(messages, OPTIONS)
+    return processor.prompt(loaded, options=OPTIONS)
 
 
 def are_equal(first: Prompt, second: Prompt) -> bool:

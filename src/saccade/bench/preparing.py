@@ -14,6 +14,7 @@ from saccade.bench.suites import MethodEntry, Suite
 from saccade.draft.heads.head import Head
 from saccade.environment import dtype_name, environment, fingerprint, model_facts
 from saccade.errors import InputError, MethodError, SaccadeError
+from saccade.inputs.processor import MediaOptions
 from saccade.vlm import VLM
 
 
@@ -154,7 +155,8 @@ def _refusal(vlm: VLM, group: list[Question]) -> str:
     """Reason why the model cannot take a question of a task, its prompt's length included; empty when it can."""
     try:
         for question in group:
-            vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages, **question.reading)))
+            options = MediaOptions(**question.reading)
+            vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages, options=options)))
     except InputError as problem:
         return str(problem)
     return ""

@@ -21,6 +21,7 @@ from saccade.bench.records import FILE, Header, Record, Run, Writer, by_name, fi
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
+from saccade.inputs.processor import MediaOptions
 from saccade.inputs.prompt import Prompt
 from saccade.target.adapter import Target
 from saccade.target.context import Context
@@ -203,7 +204,7 @@ class Runner:
         """Step times after the first prompt."""
         prepared = self._prepared
         first = next(iter(prepared.questions.values()))[0]
-        prompt = prepared.vlm.processor.prompt(first.turns[0].messages, **first.reading)
+        prompt = prepared.vlm.processor.prompt(first.turns[0].messages, options=MediaOptions(**first.reading))
         trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
         text = prepared.vlm.processor.text_only(prompt)
         models = prepared.vlm.target, prompt, prepared.vlm.draft_model, text
@@ -253,7 +254,7 @@ class Runner:
             record = answer.record
             if all(r.equal for r in records):
                 vlm = self._prepared.vlm
-                prompt = partial(vlm.processor.prompt, answer.messages, **answer.reading)
+                prompt = partial(vlm.processor.prompt, answer.messages, options=MediaOptions(**answer.reading))
                 record = compare_with_plain(record, tokens, vlm.target, prompt)
             records.append(record)
         return records

@@ -153,9 +153,9 @@ def batch(
     decoded = decoding.options()
     settings = args.settings(set_)
     decoding.check()
+    from saccade.inputs.processor import MediaOptions
     from saccade.jobs import Attempt, Job, preview, run
     from saccade.jobs.folders import Source
-    from saccade.jobs.forms import Reading
     from saccade.jobs.items import Asking
     from saccade.jobs.job import Shard, written
     from saccade.jobs.pipes import is_stream
@@ -164,7 +164,7 @@ def batch(
     job = Job(
         Source(inputs, images_per_row, root, written(out)),
         Asking(prompt, system),
-        Reading(num_frames, fps, text_as_text),
+        MediaOptions(num_frames, fps, text_as_text=text_as_text),
         Shard.parse(shard),
         limit,
         decoding.seed or 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.engine import Row
@@ -16,7 +16,7 @@ from saccade.errors import InputError, SaccadeError, SaccadeWarning
 from saccade.evaluators.continuations import Scorer
 from saccade.evaluators.tallies import Speed, speed_file
 from saccade.evaluators.task_settings import Decoding, Report, decoding, sort_arguments, without_stop
-from saccade.inputs.processor import Messages, RowInput, seeds_of
+from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
 from saccade.loading import name_of
 from saccade.output import Output
 from saccade.text import text_of
@@ -84,7 +84,7 @@ class EvaluatedModel:
         self.vlm: VLM = load(**arguments.loading)
         self._skips = bool(own.get("skip_failed", False))
         self._system = own.get("system")
-        self._reading = {"num_frames": own.get("num_frames"), "fps": own.get("fps")}
+        self._reading = MediaOptions(own.get("num_frames"), own.get("fps"), text_as_text=True)
         kv_memory = int(KV_MEMORY_SHARE * free_memory(self.vlm.target.device))
         self._batch = self.vlm.engine.open(self.max_rows, kv_memory=kv_memory)
         self._running: list[Running] = []
@@ -169,7 +169,7 @@ class EvaluatedModel:
         started = time.perf_counter()
         if self._scorer is None:
             self._scorer = Scorer(self.vlm)
-        given = RowInput(self._with_system(messages()), (), (), {**self._reading, "text_as_text": True})
+        given = RowInput(self._with_system(messages()), options=self._reading)
         try:
             found = self._scorer.score(given.prompt(self.vlm.processor), continuation)
         except SaccadeError as problem:
@@ -195,9 +195,10 @@ class EvaluatedModel:
 
     def _added(self, ask: Ask, chosen: Decoding) -> Row:
         vlm = self.vlm
-        asked = {name: n for name, n in (("num_frames", ask.num_frames), ("fps", ask.fps)) if n is not None}
-        reading = {**self._reading, **asked, "text_as_text": True}
-        given = RowInput(self._with_system(ask.messages()), (), (), reading)
+        asked: dict[str, Any] = {
+            name: n for name, n in (("num_frames", ask.num_frames), ("fps", ask.fps)) if n is not None
+        }
+        given = RowInput(self._with_system(ask.messages()), options=replace(self._reading, **asked))
         request = vlm.request(given, seeds_of(chosen.seed, 1)[0])
         room = vlm.target.traits.context
         options = dict(chosen.options)

@@ -73,12 +73,7 @@ def patched() -> Iterator[None]:
 
 
 def _hand_over(
-    model: Any,
-    custom_generate: Any,
-    kwargs: dict[str, Any],
-    synced_gpus: Any,
-    assistant_model: Any,
-    streamer: Any,
+    model: Any, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
 ) -> dict[str, Any]:
     """`GenerationMixin._extract_generation_mode_kwargs`, the one place that selects the arguments of a callable."""
     if not isinstance(custom_generate, TakesPixels):
@@ -110,11 +105,7 @@ _READ = ("input_ids", "attention_mask", "past_key_values", "logits_to_keep", "as
 
 
 def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
-    """Raise `InputError` for inputs of the model that would be ignored.
-
-    Args:
-        given: all keyword arguments; those that no model takes are left to `generate`, which reports them as typos.
-    """
+    """Raise `InputError` for inputs of the model that would be ignored; `generate` reports those that none takes."""
     check(model.config, given)
     present = {name for name, value in given.items() if value is not None} - vars(GenerationConfig()).keys()
     family = family_of(model.config)
@@ -136,13 +127,11 @@ def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
 def _are_default(model: Any, positions: Tensor, given: Mapping[str, Any]) -> bool:
     """Whether positions equal those that `generate` derives from ids, mask and media.
 
-    Args:
-        positions: ``[B, S]``; of models with M-RoPE also ``[3, B, S]``, or ``[4, B, S]`` with those of the text first.
+    They are ``[B, S]``; of models with M-RoPE also ``[3, B, S]``, or ``[4, B, S]`` with those of the text first.
     """
-    ids = given.get("input_ids")
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
     if ids is None:
         return False
-    mask = given.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     default = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # [B, S]
     if positions.dim() == 3:
@@ -150,8 +139,8 @@ def _are_default(model: Any, positions: Tensor, given: Mapping[str, Any]) -> boo
         if rope_index is None:
             return False
         wanted = inspect.signature(rope_index).parameters
-        known = {name: given[name] for name in wanted if given.get(name) is not None}
-        rotary, _ = rope_index(**{**known, "attention_mask": mask})  # [3, B, S]
+        present = {name: given[name] for name in wanted if given.get(name) is not None}
+        rotary, _ = rope_index(**{**present, "attention_mask": mask})  # [3, B, S]
         default = torch.cat([default[None].to(rotary.device), rotary])[-positions.shape[0] :]
     if positions.shape != default.shape:
         return False

@@ -1,4 +1,4 @@
-"""Per-row limits, processors and criteria of a padded batch of `generate`."""
+"""A padded batch of `generate`: its rows' limits, processors and criteria; its tokens, scores, logits and KV cache."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import MaxLengthCriteria, logits_process
 
+from saccade.engine import Engine
 from saccade.engine.generation import RowPlan
 from saccade.errors import InputError
+from saccade.inputs.prompt import Prompt
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
+from saccade.target.cache import RowCache
+from saccade.target.context import Context, PrefillResult
+from saccade.target.forward import ForwardOutput
+from saccade.tree import DraftTree
+from saccade.verify.rule import Judge, Rows, Rule, Verdict
 
-_READ_IDS = (
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.WatermarkLogitsProcessor,
+_PENALTIES = ("RepetitionPenalty", "EncoderRepetitionPenalty", "NoRepeatNGram", "EncoderNoRepeatNGram")
+_READ_IDS = tuple(
+    getattr(logits_process, f"{name}LogitsProcessor")
+    for name in (*_PENALTIES, "SequenceBias", "NoBadWords", "Watermark")
 )
 """Processors of transformers that read which ids there are, and not how many."""
 
 
-class Rows:
-    """The plans of the rows of a padded batch.
+class PaddedRows:
+    """The plans of the rows of a padded batch of ids ``[B, S]``.
 
     Processors and criteria count the padding, as they do in `generate`: lengths measured on the padded prompt stay
     valid. Those that read ids see padding on the left, as in `generate`, but none on the right, where `generate` has no
     right answer: a row's tokens are those of its prompt alone.
-    Shapes: ids ``[B, S]``; mask ``[B, S]``.
     """
 
     def __init__(
@@ -43,11 +46,9 @@ class Rows:
         criteria: Sequence[Any],
         with_scores: bool = False,
     ) -> None:
-        self._with_scores = with_scores
         self._ids, self._kept = ids, mask.bool()
         self._padding = [row[~kept] for row, kept in zip(ids, self._kept, strict=True)]
-        self._each = each
-        self._processors = processors
+        self._each, self._processors, self._with_scores = each, processors, with_scores
         longest = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         self._limit = max(longest - ids.shape[1], 1)
         ends = [c for c in criteria if hasattr(c, "eos_token_id")]
@@ -137,3 +138,105 @@ class _NoScores:
         )
 
     __getitem__ = __len__ = __iter__ = __bool__ = _refuse
+
+
+def fill(theirs: Any, ours: RowCache, mask: Tensor, width: int) -> None:
+    """Copy the committed entries of all rows into an empty cache of transformers, in the columns of a padded batch.
+
+    Entries of padding and of columns behind a row's end are zeros; `generate` has padding tokens' entries there, which
+    every mask ``[B, S]`` hides.
+    """
+
+    def placed(held: Tensor, kept: Tensor) -> Tensor:
+        """One row's entries ``[1, H, n, D]`` at their columns, ``[1, H, width - 1, D]``."""
+        prompt = kept.nonzero().flatten().to(held.device)
+        columns = held.new_zeros(1, held.shape[1], width - 1, held.shape[3])
+        columns[:, :, prompt] = held[:, :, : len(prompt)]
+        answer = held[:, :, len(prompt) :][:, :, : width - 1 - len(kept)]
+        columns[:, :, len(kept) : len(kept) + answer.shape[2]] = answer
+        return columns
+
+    rows = [ours.export(row) for row in range(len(mask))]
+    for layer in range(len(rows[0])):
+        keys, values = (
+            torch.cat([placed(row[layer][which], kept) for row, kept in zip(rows, mask, strict=True)])
+            for which in (0, 1)
+        )
+        theirs.update(keys, values, layer)
+
+
+class Sheet:
+    """New tokens of all rows; a column is complete when every unfinished row has reached it."""
+
+    def __init__(self, rows: int, streamer: Any, pad: int, run_on: bool) -> None:
+        self._rows: list[list[int]] = [[] for _ in range(rows)]
+        self._columns: list[list[int]] = []
+        self._streamer, self._pad, self._run_on = streamer, pad, run_on
+
+    def take(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
+        """Add the tokens of one step."""
+        for row, new in zip(self._rows, tokens, strict=True):
+            row.extend(new)
+        running = [len(row) for row, ended in zip(self._rows, finished, strict=True) if self._run_on or not ended]
+        width = min(running, default=max(map(len, self._rows)))
+        for place in range(len(self._columns), width):
+            column = [row[place] if place < len(row) else self._pad for row in self._rows]
+            self._columns.append(column)
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor(column))
+
+    @property
+    def width(self) -> int:
+        """Number of complete columns."""
+        return len(self._columns)
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[B, width]`` ids."""
+        return torch.tensor(self._columns).T
+
+
+class Recorder:
+    """Recorder of the logits behind every emitted token, wrapped around an engine's rule."""
+
+    def __init__(self, engine: Engine, do_sample: bool, rows: int) -> None:
+        self._rule = _Rule(engine.rule(do_sample))
+        self.engine = Engine(engine.target, engine.drafter, self._rule)  # the engine to record; it stays unchanged
+        self._rows: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    def take(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Record the logits of the tokens of one step; row i is in slot i."""
+        for row, new in enumerate(tokens):
+            if new:
+                self._rows[row].append(self._rule.latest[row][: len(new)])
+
+    def columns(self, which: int, width: int) -> tuple[Tensor, ...]:
+        """Processed (0) or raw (1) logits ``[B, V]`` of ``width`` tokens, zeros behind a row's end."""
+        padded = pad_sequence([torch.cat(row)[:, which] for row in self._rows], batch_first=True)
+        return tuple(padded[:, :width].unbind(1))
+
+
+class _Rule:
+    """A rule that records scores and logits ``[D + 1, 2, V]`` along the accepted path, per row."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.lossless, self.samples, self.uniforms = rule.lossless, rule.samples, rule.uniforms
+        self.latest: dict[int, Tensor] = {}
+        self._judge: Judge
+
+    def open(self, context: Context) -> _Rule:
+        self._judge = self._rule.open(context)
+        return self
+
+    def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        self._judge.read(row, prompt, prefill)
+
+    def judge(
+        self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
+    ) -> Verdict:
+        verdict = self._judge.judge(rows, tree, scores, uniforms, output)
+        at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])
+        along = torch.stack([t.gather(1, at).float() for t in (scores, output.logits)], 2)
+        self.latest |= dict(zip(rows, along, strict=True))
+        return verdict

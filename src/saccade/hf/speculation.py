@@ -18,8 +18,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.generation import DecodingPlan, check_options
 from saccade.errors import InputError, MethodError
 from saccade.hf.patching import TakesPixels, patch
-from saccade.hf.results import Recorder, Sheet, fill
-from saccade.hf.rows import Rows
+from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
 from saccade.inputs.batching import check, media_spans, split
 from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.prompt import Prompt
@@ -28,7 +27,6 @@ from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import AnyHead
 from saccade.output import Output
-from saccade.target.adapter import Target
 
 
 def speculate(
@@ -74,17 +72,16 @@ class Speculation(TakesPixels):
                 f"or name a method: method={str(drafter)!r}."
             )
         model = drafter if isinstance(drafter, nn.Module) and kind is None else None
-        given = drafter is not None and model is None and kind is None
-        if given and (method is not None or options):
+        is_ready = drafter is not None and model is None and kind is None
+        if is_ready and (method is not None or options):
             raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
         self._method = method or kind or methods.default(model is not None, options)
         kinds = {kind: kind} if kind else {}
         options = drafters.completed(self._method, options, model, kinds)
-        if not given:
-            values = methods.options(self._method, options)
-            has_drafter = drafter is not None
-            methods.fit(self._method, values, model is not None, kinds, has_drafter=has_drafter, has_processor=False)
-        self._given: Drafter | None = drafter if given else None  # type: ignore[assignment]
+        if not is_ready:
+            values, has = methods.options(self._method, options), drafter is not None
+            methods.fit(self._method, values, model is not None, kinds, has_drafter=has, has_processor=False)
+        self._ready: Drafter | None = drafter if is_ready else None  # type: ignore[assignment]
         self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
         self._draft_model = None if model is None else adapt(model)
         self._options = options
@@ -122,7 +119,12 @@ class Speculation(TakesPixels):
         each = config.num_return_sequences or 1
         config.num_return_sequences = 1  # input_ids has their rows already
         check_options(config)
-        _check_outputs(config)
+        wanted = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
+        if wanted and config.return_dict_in_generate:
+            raise InputError(
+                f"{wanted[0]} is not available from speculative decoding, whose forwards hold several tokens and "
+                "rejected ones; run the model once over the finished sequence instead."
+            )
         engine = self._engine_for(model)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = split(model.config, {**visuals, "input_ids": input_ids[::each], "attention_mask": mask[::each]})
@@ -130,9 +132,9 @@ class Speculation(TakesPixels):
         seeds = torch.randint(2**62, (batch,)).tolist() if config.do_sample else [0] * batch
         requests = [Request(prompts[b // each], draft_prompts[b // each], seeds[b]) for b in range(batch)]
 
-        scored = bool(config.return_dict_in_generate and config.output_scores)
-        rows = Rows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
-        recorder = Recorder(engine, config.do_sample, batch) if _wants_logits(config) else None
+        scored, raw = (bool(config.return_dict_in_generate and n) for n in (config.output_scores, config.output_logits))
+        rows = PaddedRows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
+        recorder = Recorder(engine, config.do_sample, batch) if scored or raw else None
         decoding = DecodingPlan(bool(config.do_sample), rows.plans)
         run = (engine if recorder is None else recorder.engine).start(requests, decoding)
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
@@ -153,21 +155,22 @@ class Speculation(TakesPixels):
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
-            scores=recorder.scores(sheet.width) if recorder and config.output_scores else None,
-            logits=recorder.logits(sheet.width) if recorder and config.output_logits else None,
+            scores=recorder.columns(0, sheet.width) if recorder and scored else None,
+            logits=recorder.columns(1, sheet.width) if recorder and raw else None,
             past_key_values=past_key_values,
         )
 
     def _engine_for(self, model: Any) -> Engine:
-        if self._engine is None or self._engine.target.model is not model:
-            target = adapt(model)
-            if self._given is not None:
-                self._engine = Engine(target, self._given)
-            else:
-                special = methods.special_ids(model.config, model.generation_config)
-                head = drafters.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
-                parts = Models(target, self._draft_model, special_ids=special, head=head)
-                self._engine = methods.build(self._method, parts, **self._options)
+        if self._engine is not None and self._engine.target.model is model:
+            return self._engine
+        target = adapt(model)
+        if self._ready is not None:
+            self._engine = Engine(target, self._ready)
+        else:
+            special = methods.special_ids(model.config, model.generation_config)
+            head = drafters.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
+            parts = Models(target, self._draft_model, special_ids=special, head=head)
+            self._engine = methods.build(self._method, parts, **self._options)
         return self._engine
 
     def _draft_prompts(
@@ -191,29 +194,14 @@ class Speculation(TakesPixels):
         if not any(p.media for p in prompts) or drafts is engine.target:
             return prompts
         if not visual_ids(drafts.config):
-            return [_without_media(engine.target, p) for p in prompts]
+            return [
+                Prompt(tuple(t for i, t in enumerate(p.ids) if not any(first <= i < last for first, last in spans)))
+                for p in prompts
+                for spans in [media_spans(engine.target.config, p)]
+            ]
         if vision_signature(drafts.config) != vision_signature(engine.target.config):
             raise InputError(
                 "The drafter takes images in another form than the target; pass its own processor's tensors of the "
                 "same rows as assistant_inputs."
             )
         return prompts
-
-
-def _check_outputs(config: Any) -> None:
-    wanted = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
-    if wanted and config.return_dict_in_generate:
-        raise InputError(
-            f"{wanted[0]} is not available from speculative decoding, whose forwards hold several tokens and rejected "
-            "ones; run the model once over the finished sequence instead."
-        )
-
-
-def _wants_logits(config: Any) -> bool:
-    return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
-
-
-def _without_media(target: Target, prompt: Prompt) -> Prompt:
-    """Return the prompt of a text-only drafter: without placeholders and the tokens between them."""
-    hidden = {i for first, last in media_spans(target.config, prompt) for i in range(first, last)}
-    return Prompt(tuple(token for i, token in enumerate(prompt.ids) if i not in hidden))

@@ -17,11 +17,7 @@ Ids = Sequence[int] | Tensor
 
 
 def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
-    """Forward keyword arguments of one row for all its media.
-
-    Tensors are concatenated along their first dimension (Idefics3, SmolVLM: along the second, the tiles);
-    where a family's images differ in size, the smaller ones are padded with zeros as its processor does.
-    """
+    """Forward keyword arguments of one row for all its media."""
     return family_of(config).join(media)
 
 
@@ -30,9 +26,9 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
 
     Shapes: tensors ``input_ids [B, S]``.
     """
-    rows, family = _rows(tensors), family_of(config)
+    family = family_of(config)
     visual = {name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None}
-    return family.split(rows, visual)
+    return family.split(_rows(tensors), visual)
 
 
 def type_ids(config: Any, ids: Ids) -> dict[str, Tensor]:
@@ -43,20 +39,19 @@ def type_ids(config: Any, ids: Ids) -> dict[str, Tensor]:
     family = family_of(config)
     if family.types is None:
         return {}
-    given = torch.as_tensor(ids)
-    given = given[None] if given.dim() == 1 else given
-    types = torch.zeros_like(given, dtype=torch.long)
+    tensor = torch.atleast_2d(torch.as_tensor(ids))
+    types = torch.zeros_like(tensor, dtype=torch.long)
     for kind, token in family.visual_ids.items():
-        types[given == token] = 1 if kind == "image" else 2
+        types[tensor == token] = 1 if kind == "image" else 2
     return {family.types: types}
 
 
 def visual_mask(config: Any, ids: Ids) -> Tensor:
     """Mask of image and video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
-    given = torch.as_tensor(ids)
-    mask = torch.zeros_like(given, dtype=torch.bool)
+    tensor = torch.as_tensor(ids)
+    mask = torch.zeros_like(tensor, dtype=torch.bool)
     for token in visual_ids(config).values():
-        mask |= given == token
+        mask |= tensor == token
     return mask
 
 
@@ -64,24 +59,22 @@ def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
     """Spans of a prompt's media in its ids."""
     tokens = visual_ids(config)
     places = {kind: [i for i, t in enumerate(prompt.ids) if t == token] for kind, token in tokens.items()}
-    used = dict.fromkeys(places, 0)
+    used = dict.fromkeys([*places, *(m.kind for m in prompt.media)], 0)
     spans = []
     for medium in prompt.media:
-        if medium.n_tokens == 0:  # of an unknown family, whose placeholders are unknown
-            spans.append((0, len(prompt.ids)))
-            continue
-        mine = places.get(medium.kind, [])[used.get(medium.kind, 0) :][: medium.n_tokens]
-        if len(mine) < medium.n_tokens:
-            raise InputError(
-                f"The prompt has {len(places.get(medium.kind, []))} {medium.kind} placeholders, fewer than its media "
-                "fill; build it with InputProcessor.prompt or split."
-            )
+        first = used[medium.kind]
         used[medium.kind] += medium.n_tokens
-        spans.append((mine[0], mine[-1] + 1))
-    for kind, found in places.items():
-        if used[kind] < len(found) and all(m.n_tokens for m in prompt.media):
+        mine = places.get(medium.kind, [])[first : used[medium.kind]]
+        if len(mine) < medium.n_tokens:
+            break
+        # the placeholders of an unknown family are unknown
+        spans.append((mine[0], mine[-1] + 1) if mine else (0, len(prompt.ids)))
+    is_known = all(m.n_tokens for m in prompt.media)
+    for kind, filled in used.items():
+        count = len(places.get(kind, []))
+        if filled > count or (filled < count and is_known):
             raise InputError(
-                f"The prompt has {len(found)} {kind} placeholders but its media fill {used[kind]}; build it with "
+                f"The prompt has {count} {kind} placeholders but its media fill {filled}; build it with "
                 "InputProcessor.prompt or split."
             )
     return spans
@@ -125,8 +118,7 @@ def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
 def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
     """Put one newline in the place of every image or video (the T view of TABED).
 
-    A medium is removed with everything between its placeholders (row breaks, tile tags, timestamps) and with its
-    wrapper tokens.
+    A medium is removed with everything between its placeholders (row breaks, tile tags, timestamps) and its wrappers.
     """
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     ids: list[int] = []
@@ -139,7 +131,10 @@ def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
 
 def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
     """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order; arguments as in `without_media`."""
-    openers, closers = _wrapper_ids(config, tokenizer)
+    family, vocabulary = family_of(config), tokenizer.get_vocab()
+    words = family.words(tokenizer)
+    sides: tuple[set[str], set[str]] = (set(), set()) if words is None else family.wrappers(words)
+    openers, closers = ({vocabulary[w] for w in side & vocabulary.keys()} for side in sides)
     ids = prompt.ids
     spans = sorted(media_spans(config, prompt))
     out: list[tuple[int, int]] = []
@@ -150,7 +145,7 @@ def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tup
             start -= 1
         while stop < ceiling and ids[stop] in closers:
             stop += 1
-        if family_of(config).stamps_video:
+        if family.stamps_video:
             # the template's own wrappers enclose the first timestamp and the last patch
             opened = sum(i in openers for i in ids[start:stop])
             closed = sum(i in closers for i in ids[start:stop])
@@ -159,13 +154,3 @@ def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tup
                 opened += ids[start] in openers
         out.append((start, stop))
     return out
-
-
-def _wrapper_ids(config: Any, tokenizer: Any) -> tuple[set[int], set[int]]:
-    family = family_of(config)
-    words = family.words(tokenizer)
-    if words is None:
-        return set(), set()
-    openers, closers = family.wrappers(words)
-    vocabulary = tokenizer.get_vocab()
-    return {vocabulary[w] for w in openers & vocabulary.keys()}, {vocabulary[w] for w in closers & vocabulary.keys()}

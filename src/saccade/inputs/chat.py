@@ -22,20 +22,16 @@ from saccade.errors import InputError
 
 Message = Mapping[str, Any]
 
-_IMAGE_TYPES = ("image", "image_url", "input_image")
-_VIDEO_TYPES = ("video", "video_url", "input_video")
-_TEXT_TYPES = ("text", "input_text", "output_text")
+_MEDIA: tuple[Literal["image", "video"], ...] = ("image", "video")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may get; others must occur in the template itself."""
-
-_SOURCES = ("url", "path", "base64", "data")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A place for an image or a video in a conversation."""
 
-    kind: Literal["image", "video"]  # image or video
+    kind: Literal["image", "video"]
     source: Any  # from the message itself; None when it comes from the list of images or videos
 
 
@@ -69,14 +65,14 @@ def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dic
     """Put the sources of images and videos back into messages from `normalise`."""
     media = iter(slots)
 
-    def part(given: Mapping[str, Any]) -> dict[str, Any]:
-        if given["type"] == "text":
-            return {**given}
+    def part(place: Mapping[str, Any]) -> dict[str, Any]:
+        if place["type"] == "text":
+            return {**place}
         slot = next(media)
         return {"type": slot.kind, slot.kind: slot.source}
 
     return [
-        {**m, "content": [part(given) for given in m["content"]]} if isinstance(m.get("content"), list) else {**m}
+        {**m, "content": [part(place) for place in m["content"]]} if isinstance(m.get("content"), list) else {**m}
         for m in messages
     ]
 
@@ -107,60 +103,45 @@ def render(
         if role not in ROLES and role not in template:
             raise InputError(f"The chat template knows no role {role!r}; give system, user or assistant messages.")
     texts = [m["content"].split("</think>")[-1].strip() for m in messages if isinstance(m.get("content"), str)]
-
-    def attempt(messages: Sequence[Message]) -> str:
-        text: str = tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **options,
-        )
-        return text
-
-    failure: Exception | None = None
-    try:
-        text = attempt(messages)
-        if all(words in text for words in texts):
-            return text
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        failure = error
     listed = [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
         for m in messages
     ]
-    try:
-        if texts:
-            again = attempt(listed)
-            if failure is not None or all(words in again for words in texts):
-                return again
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        failure = failure or error
-    if failure is not None:
-        reason = str(failure).strip().rstrip(".").splitlines()[:1]
-        raise InputError(
-            f"The chat template refuses the messages ({''.join(reason)}); check roles and their order."
-        ) from failure
-    return text
+    options = {**options, "chat_template": template, "add_generation_prompt": add_generation_prompt}
+    outcomes: list[str | Exception] = []
+    for variant in (messages, listed) if texts else (messages,):
+        try:
+            text: str = tokenizer.apply_chat_template(list(variant), tokenize=False, **options)
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            outcomes.append(error)
+            continue
+        if all(words in text for words in texts):
+            return text
+        outcomes.append(text)
+    if isinstance(outcomes[-1], str):
+        return next(text for text in outcomes if isinstance(text, str))
+    failure = next(error for error in outcomes if isinstance(error, Exception))
+    reason = str(failure).strip().rstrip(".").splitlines()[:1]
+    raise InputError(
+        f"The chat template refuses the messages ({''.join(reason)}); check roles and their order."
+    ) from failure
 
 
 def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
-    kind = item.get("type") if isinstance(item, Mapping) else None
     if isinstance(item, str):
         return {"type": "text", "text": item}
-    if kind in _TEXT_TYPES and isinstance(item.get("text"), str):
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    if kind in ("text", "input_text", "output_text") and isinstance(item.get("text"), str):
         return {"type": "text", "text": item["text"]}
-    if kind in _IMAGE_TYPES:
-        slots.append(Slot("image", _source(item, "image")))
-        return {"type": "image"}
-    if kind in _VIDEO_TYPES:
-        slots.append(Slot("video", _source(item, "video")))
-        return {"type": "video"}
+    for name in _MEDIA:
+        if kind in (name, f"{name}_url", f"input_{name}"):
+            slots.append(Slot(name, _source(item, name)))
+            return {"type": name}
     raise InputError(f"A message part of type {kind!r} is not usable; expected text, image, image_url or video.")
 
 
 def _source(item: Mapping[str, Any], name: str) -> Any:
-    for key in (name, f"{name}_url", *_SOURCES):
+    for key in (name, f"{name}_url", "url", "path", "base64", "data"):
         value = item.get(key)
         if isinstance(value, Mapping):
             value = value.get("url")
@@ -172,11 +153,7 @@ def _source(item: Mapping[str, Any], name: str) -> Any:
 
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters of Unicode, of which each prompt uses one that its text lacks."""
-
 _PASSES = 8
-
-_TYPES = ("text", "image", "video")
-
 Span = tuple[int, int]
 
 
@@ -195,10 +172,8 @@ class Controls:
     @cached_property
     def special(self) -> dict[str, int | None]:
         """Ids of special tokens and media words; None for words that are no token."""
-        added = self._added
-        found: dict[str, int | None] = {word: None for word in self.words if word.strip()}
-        found |= {token.content: i for i, token in added.items() if token.special or token.content in found}
-        return found
+        ids: dict[str, int | None] = {word: None for word in self.words if word.strip()}
+        return ids | {token.content: i for i, token in self._added.items() if token.special or token.content in ids}
 
     @cached_property
     def all(self) -> dict[str, int | None]:
@@ -206,11 +181,6 @@ class Controls:
         template = self.template or ""
         written = {token.content: i for i, token in self._added.items() if token.content in template}
         return {**written, **self.special}
-
-    @cached_property
-    def ids(self) -> frozenset[int]:
-        """Ids of `all`."""
-        return frozenset(i for i in self.all.values() if i is not None)
 
     @cached_property
     def heads(self) -> frozenset[str]:
@@ -222,11 +192,6 @@ class Controls:
         """Proper ends of control tokens."""
         return frozenset(word[n:] for word in self.all for n in range(1, len(word)))
 
-    @cached_property
-    def longest(self) -> int:
-        """Characters of the longest control token."""
-        return max(map(len, self.all), default=0)
-
     def dropping(self, mark: str) -> Iterator[Tokenizer]:
         """Copies of the tokenizer that drop a mark after the search for added tokens.
 
@@ -234,12 +199,10 @@ class Controls:
         Where the vocabulary itself has a control token, the second divides the text there.
         """
         for number in (0, 1):
-            if mark != _MARKS[0]:  # only by text that has noncharacters itself
-                yield self._copy(mark, number)
-            else:
-                if number not in self._copies:
-                    self._copies[number] = self._copy(mark, number)
-                yield self._copies[number]
+            copies = self._copies if mark == _MARKS[0] else {}  # others only by text that has noncharacters itself
+            if number not in copies:
+                copies[number] = self._copy(mark, number)
+            yield copies[number]
 
     def _copy(self, mark: str, number: int) -> Tokenizer:
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())
@@ -247,12 +210,13 @@ class Controls:
         pattern = {"String": mark}
         if number == 0:
             drop = {"type": "Replace", "pattern": pattern, "content": ""}
-            content["normalizer"] = {"type": "Sequence", "normalizers": _joined(drop, content["normalizer"])}
+            rest = content["normalizer"]
+            content["normalizer"] = {"type": "Sequence", "normalizers": [drop, *([rest] if rest else [])]}
             content["added_tokens"] = [{**token, "normalized": False} for token in content["added_tokens"]]
         else:
             divide = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": False}
-            words = {"type": "Sequence", "pretokenizers": _joined(divide, content["pre_tokenizer"])}
-            content["pre_tokenizer"] = words
+            rest = content["pre_tokenizer"]
+            content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [divide, *([rest] if rest else [])]}
         return Tokenizer.from_str(json.dumps(content))
 
     @cached_property
@@ -338,9 +302,9 @@ class LiteralText:
                 yield _stripped(text, span)
 
     def _mark_ends(self, text: str) -> str:
-        core = text.strip()
-        head, tail = (unicodedata.normalize("NFKC", part) for part in (core[: self._longest], core[-self._longest :]))
-        lengths = range(1, self._longest)
+        core, longest = text.strip(), max(map(len, self._controls.all), default=0)
+        head, tail = (unicodedata.normalize("NFKC", part) for part in (core[:longest], core[-longest:]))
+        lengths = range(1, longest)
         if any(head[:n] in self._controls.tails for n in lengths):
             core = self.character + core
         if any(tail[-n:] in self._controls.heads for n in lengths):
@@ -348,14 +312,10 @@ class LiteralText:
         start = len(text) - len(text.lstrip())
         return text[:start] + core + text[len(text.rstrip()) :] if core else text
 
-    @property
-    def _longest(self) -> int:
-        return self._controls.longest
-
     def _has_control(self, text: str, ids: Sequence[int], spans: Sequence[Span], breaks: Sequence[Span]) -> bool:
         """Whether a control token reaches over a mark."""
-        pairs = zip(ids, spans, strict=True)
-        return any(i in self._controls.ids and _covers(_stripped(text, span), breaks) for i, span in pairs)
+        pairs, controls = zip(ids, spans, strict=True), set(self._controls.all.values())
+        return any(i in controls and _covers(_stripped(text, span), breaks) for i, span in pairs)
 
     def _refusal(self, text: str) -> InputError:
         names = [name for name in self._controls.all if name in text.replace(self.character, "")]
@@ -417,7 +377,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {k: v if k == "type" and v in _TYPES else _map_strings(v, change) for k, v in value.items()}
+        return {k: v if k == "type" and v in ("text", *_MEDIA) else _map_strings(v, change) for k, v in value.items()}
     return [_map_strings(entry, change) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -436,7 +396,3 @@ def _covers(span: Span, breaks: Sequence[Span]) -> bool:
     """Whether one of the breaks, which are in order, is inside the span."""
     first = bisect_right(breaks, span[0], key=itemgetter(0))
     return first < len(breaks) and breaks[first][1] < span[1]
-
-
-def _joined(first: Mapping[str, Any], rest: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    return [first] if rest is None else [first, rest]

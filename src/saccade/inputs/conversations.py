@@ -76,7 +76,15 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
     """
     messages = _openai(row["messages"]) if "messages" in row else _llava(row)
     for part in media_parts(messages):
-        _check(part)
+        kind = part["type"]
+        sources = sources_of(part) if kind == "video" else [part[kind]]
+        if not sources:
+            raise InputError("a video has no frames; give the path of a file, or of at least one frame")
+        for source in sources:
+            if not isinstance(source, str) or not source:
+                raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
+            if "://" in source[:16] and not source.startswith("file://"):
+                raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
     conversation = Conversation(id_of(row), messages)
     if not conversation.questions:
         raise InputError("it has no question; expected a message of the user (human)")
@@ -85,10 +93,10 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
 
 def id_of(row: Mapping[str, Any], key: str = "id") -> str | None:
     """Id of a row; None without one."""
-    given = row.get(key)
-    if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
-        raise InputError(f"the {key} must be a text or a whole number, not {given!r}")
-    return None if given is None else str(given)
+    value = row.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
+        raise InputError(f"the {key} must be a text or a whole number, not {value!r}")
+    return None if value is None else str(value)
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -113,14 +121,22 @@ def resolve(source: str, root: Path) -> str:
     if source.startswith("data:"):
         return source
     if source.startswith("file://"):
-        given = urlsplit(source)
-        source = unquote(given.path if given.netloc == "localhost" else given.netloc + given.path)
+        url = urlsplit(source)
+        source = unquote(url.path if url.netloc == "localhost" else url.netloc + url.path)
     return str(root / source)
 
 
 def resolve_media(messages: Sequence[Mapping[str, Any]], root: Path) -> Messages:
     """Messages whose media can be opened from any working directory."""
-    return [{**m, "content": [_resolve_part(part, root) for part in m["content"]]} for m in messages]
+
+    def part(place: dict[str, Any]) -> dict[str, Any]:
+        kind = place["type"]
+        if kind == "text":
+            return place
+        paths = [resolve(source, root) for source in sources_of(place)]
+        return {**place, kind: paths if isinstance(place[kind], list) else paths[0]}
+
+    return [{**m, "content": [part(each) for each in m["content"]]} for m in messages]
 
 
 def check_media(messages: Sequence[dict[str, Any]], root: Path) -> None:
@@ -136,48 +152,28 @@ def check_media(messages: Sequence[dict[str, Any]], root: Path) -> None:
                 raise InputError(f"the {part['type']} {source} is empty")
 
 
-def _resolve_part(part: dict[str, Any], root: Path) -> dict[str, Any]:
-    if part["type"] == "text":
-        return part
-    paths = [resolve(source, root) for source in sources_of(part)]
-    return {**part, part["type"]: paths if isinstance(part[part["type"]], list) else paths[0]}
-
-
-def _check(part: Mapping[str, Any]) -> None:
-    kind = part["type"]
-    sources = sources_of(part) if kind == "video" else [part[kind]]
-    if not sources:
-        raise InputError("a video has no frames; give the path of a file, or of at least one frame")
-    for source in sources:
-        if not isinstance(source, str) or not source:
-            raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
-        if "://" in source[:16] and not source.startswith("file://"):
-            raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
-
-
-def _openai(given: Any) -> Messages:
-    if not isinstance(given, list):
+def _openai(turns: Any) -> Messages:
+    if not isinstance(turns, list):
         raise InputError("messages must be a list")
     try:
-        messages, slots = normalise(given)
+        messages = with_sources(*normalise(turns))
     except InputError as problem:
         raise InputError(str(problem).rstrip(".")) from problem
-    return [
-        {
-            **m,
-            "content": [{"type": "text", "text": m["content"]}]
-            if isinstance(m.get("content"), str)
-            else m.get("content") or [],
-        }
-        for m in with_sources(messages, slots)
-    ]
+    for message in messages:
+        content = message.get("content") or []
+        message["content"] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return messages
 
 
 def _llava(row: Mapping[str, Any]) -> Messages:
     turns = row["conversations"]
     if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("value"), str) for m in turns):
         raise InputError("conversations must be a list of objects with from and value, both texts")
-    media = {f"<{kind}>": _llava_media(row, kind) for kind in ("image", "video")}
+    media: dict[str, list[dict[str, Any]]] = {}
+    for kind in ("image", "video"):
+        value = row.get(kind, row.get(f"{kind}s"))
+        sources = [] if value is None else value if isinstance(value, list) else [value]
+        media[f"<{kind}>"] = [{"type": kind, kind: source} for source in sources]
     marked = [mark for m in turns for mark in _MARK.findall(m["value"])]
     for mark, parts in media.items():
         if marked.count(mark) not in (0, len(parts)):
@@ -200,9 +196,3 @@ def _llava(row: Mapping[str, Any]) -> Messages:
         messages.append({"role": role, "content": content})
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
     return [m for i, m in enumerate(messages) if i >= first or m["role"] != "assistant"]
-
-
-def _llava_media(row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    given = row.get(kind, row.get(f"{kind}s"))
-    sources = [] if given is None else given if isinstance(given, list) else [given]
-    return [{"type": kind, kind: source} for source in sources]

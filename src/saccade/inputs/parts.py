@@ -50,15 +50,15 @@ def load_parts(path: str) -> ProcessorParts:
             or _json(path, "video_preprocessor_config.json")
             or _json(path, "preprocessor_config.json")
         )
-    return ProcessorParts(
-        config,
-        tokenizer,
-        image_processor,
-        clean_video_settings(video),
-        _chat_template(path, processor_config),
-        _generation_eos(path),
-        composite,
-    )
+    file = _find(path, "chat_template.jinja")  # the processor's template may differ from the tokenizer's
+    if file is not None:
+        template: Any = file.read_text(encoding="utf-8")
+    else:
+        template = _json(path, "chat_template.json").get("chat_template") or processor_config.get("chat_template")
+    template = template if isinstance(template, str) else None
+    eos = _json(path, "generation_config.json").get("eos_token_id")
+    video = clean_video_settings(video)
+    return ProcessorParts(config, tokenizer, image_processor, video, template, _ids(eos), composite)
 
 
 def read_eos(parts: ProcessorParts) -> tuple[int, ...]:
@@ -71,8 +71,14 @@ def read_eos(parts: ProcessorParts) -> tuple[int, ...]:
         getattr(parts.tokenizer, "eos_token_id", None),
     ):
         if value is not None:
-            return tuple(int(i) for i in value) if isinstance(value, (list, tuple)) else (int(value),)
+            return _ids(value) or ()
     return ()
+
+
+def _ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    return tuple(int(i) for i in value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
 def _loaded(auto: Any, path: str, what: str, **options: Any) -> Any:
@@ -99,22 +105,11 @@ def _find(path: str, name: str) -> Path | None:
 
 def _json(path: str, name: str) -> dict[str, Any]:
     file = _find(path, name)
-    if file is None:
-        return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         raise ModelError(f"{name} of {path} is not valid JSON; download the checkpoint again.") from None
     return content if isinstance(content, dict) else {}
-
-
-def _chat_template(path: str, processor_config: Mapping[str, Any]) -> str | None:
-    """The processor's template, which may differ from the tokenizer's."""
-    file = _find(path, "chat_template.jinja")
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    template = _json(path, "chat_template.json").get("chat_template") or processor_config.get("chat_template")
-    return template if isinstance(template, str) else None
 
 
 def clean_video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,30 +122,16 @@ def clean_video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _generation_eos(path: str) -> tuple[int, ...] | None:
-    value = _json(path, "generation_config.json").get("eos_token_id")
-    if value is None:
-        return None
-    return tuple(value) if isinstance(value, list) else (int(value),)
-
-
 def save_parts(parts: ProcessorParts, folder: Path) -> None:
-    """Write tokenizer, image and video settings and chat template into a checkpoint folder.
-
-    `saccade.inputs.parts.load_parts` finds the same parts there; the end of an answer belongs to
-    ``generation_config.json``, which is written with the weights.
-    """
+    """Write what `load_parts` reads, but for ``generation_config.json``, which is written with the weights."""
     parts.tokenizer.save_pretrained(folder)
     if parts.image_processor is not None:
         parts.image_processor.save_pretrained(folder)
     if parts.video_settings:
-        _write(folder / "video_preprocessor_config.json", json.dumps(dict(parts.video_settings), indent=2))
+        text = json.dumps(dict(parts.video_settings), indent=2)
+        (folder / "video_preprocessor_config.json").write_text(text, encoding="utf-8")
     if parts.chat_template is not None:
-        _write(folder / "chat_template.jinja", parts.chat_template)
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(parts.chat_template, encoding="utf-8")
 
 
 _NAMES = ("image_processor_type", "video_processor_type", "feature_extractor_type", "processor_class")
@@ -159,20 +140,12 @@ _NAMES = ("image_processor_type", "video_processor_type", "feature_extractor_typ
 
 def settings_digest(parts: ProcessorParts) -> str:
     """Hash of a checkpoint's image and video settings and its chat template."""
-    composite = parts.composite
-    settings = [
-        _settings(parts.image_processor),
-        _plain(parts.video_settings),
-        parts.chat_template or getattr(parts.tokenizer, "chat_template", None),
-        *(_settings(getattr(composite, f"{kind}_processor", None)) for kind in ("image", "video")),
-    ]
-    content = json.dumps(settings, sort_keys=True, default=str)
+
+    def plain(settings: Any) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if value is not None and name not in _NAMES}
+
+    composite = [getattr(parts.composite, f"{kind}_processor", None) for kind in ("image", "video")]
+    image, *others = ({} if each is None else plain(each.to_dict()) for each in (parts.image_processor, *composite))
+    template = parts.chat_template or getattr(parts.tokenizer, "chat_template", None)
+    content = json.dumps([image, plain(parts.video_settings), template, *others], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _settings(processor: Any) -> dict[str, Any]:
-    return {} if processor is None else _plain(processor.to_dict())
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None and name not in _NAMES}

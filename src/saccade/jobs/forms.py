@@ -10,8 +10,8 @@ from saccade.engine import Request, Row
 from saccade.engine.generation import RowPlan, plan
 from saccade.errors import SaccadeError
 from saccade.inputs.conversations import Messages
-from saccade.inputs.media import LOCAL, load_image
-from saccade.inputs.processor import RowInput, kept_video, sampling_of
+from saccade.inputs.media import load_image
+from saccade.inputs.processor import MediaOptions, RowInput
 from saccade.jobs.index import key_of
 from saccade.jobs.items import Asking, Item
 from saccade.text import text_of
@@ -42,39 +42,25 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Options of reading prompts, as in `VLM.generate`."""
-
-    num_frames: int | None = None
-    fps: float | None = None
-    text_as_text: bool = False
-
-    def __post_init__(self) -> None:
-        sampling_of(self.num_frames, self.fps)  # a mistake in them is not one of every item
-
-
-@dataclass(frozen=True)
 class OwnForm:
     """Pictures, simple rows and conversations; a record has the text and what is to know about it."""
 
     vlm: VLM  # with the method
     asking: Asking  # makes questions
-    reading: Reading  # of prompts
+    reading: MediaOptions  # of prompts
     seed: int  # from which every item's own seed follows
     options: Mapping[str, Any]  # of the generation
 
     def prepare(self, item: Item) -> Prepared:
         """See `Form`."""
         ask = self.asking.ask(item).read()
-        sampling: dict[str, Any] = {"num_frames": self.reading.num_frames, "fps": self.reading.fps}
         question: str | Messages = ask.question
         processor = self.vlm.processor
         if not isinstance(question, str):
-            question = processor.load_media(question, LOCAL, **sampling)
-        images = [load_image(source, LOCAL) for source in ask.images]
-        videos = [kept_video(processor, source, **sampling) for source in ask.videos]
-        reading = {**sampling, "limits": LOCAL, "text_as_text": self.reading.text_as_text}
-        request = self.vlm.request(RowInput(question, images, videos, reading), seed_of(self.seed, item.id))
+            question = processor.load_media(question, self.reading)
+        images = [load_image(source, self.reading.limits) for source in ask.images]
+        videos = [processor.load_video(source, self.reading) for source in ask.videos]
+        request = self.vlm.request(RowInput(question, images, videos, self.reading), seed_of(self.seed, item.id))
 
         def starts() -> list[Start]:
             tokenizer = processor.tokenizer

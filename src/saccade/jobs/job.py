@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import InputError, SaccadeError
+from saccade.inputs.processor import MediaOptions
 from saccade.jobs.folders import Source
-from saccade.jobs.forms import Reading, sentence_of
+from saccade.jobs.forms import sentence_of
 from saccade.jobs.index import Index, Known, key_of, key_of_item
 from saccade.jobs.items import NO_ID, SAME_ID, Asking, Item
 from saccade.jobs.pipes import Streamed, is_stream
@@ -53,7 +54,7 @@ class Job:
 
     source: Source  # of the items
     asking: Asking = field(default_factory=Asking)  # makes questions
-    reading: Reading = field(default_factory=Reading)  # of prompts
+    reading: MediaOptions = field(default_factory=MediaOptions)  # of prompts
     shard: Shard = Shard()  # part of the items
     limit: int | None = None  # number of items, the first ones; None for all
     seed: int = 0  # of sampling

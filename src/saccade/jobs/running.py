@@ -16,9 +16,9 @@ from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 from saccade.formats import count
+from saccade.inputs.processor import MediaOptions
 from saccade.jobs.answerer import Answer, Answering, Task, media_threads
 from saccade.jobs.folders import Source
-from saccade.jobs.forms import Reading
 from saccade.jobs.index import Known, key_of_item
 from saccade.jobs.items import Asking
 from saccade.jobs.job import SHOWN, Job, Shard, Survey, errors_of, preview, written
@@ -174,7 +174,7 @@ def batch_file(
     job = Job(
         Source([str(each) for each in given], images_per_row, root, written(target)),
         Asking(prompt, system),
-        Reading(num_frames, fps, text_as_text),
+        MediaOptions(num_frames, fps, text_as_text=text_as_text),
         Shard.parse(shard),
         limit,
         seed,

@@ -16,7 +16,7 @@ from saccade.engine import Request
 from saccade.errors import MethodError
 from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.media import MediaLimits
-from saccade.inputs.processor import InputProcessor, RowInput
+from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.inputs.prompt import Prompt
 from saccade.methods.groups import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
@@ -173,13 +173,12 @@ class ServedModel:
         row = self._row(body.messages, setting, self._reading(body.num_frames, body.fps))
         return self._jobs(body, setting, [row], deliver, client)
 
-    def _row(self, messages: Sequence[Mapping[str, Any]], setting: Setting, options: dict[str, Any]) -> RowInput:
+    def _row(self, messages: Sequence[Mapping[str, Any]], setting: Setting, options: MediaOptions) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
         turns = conversation(messages)
         if self._workers is not None and has_media(messages):
             return self._workers.row(turns, _readers(setting.vlm), options)
-        frames = {name: options[name] for name in ("num_frames", "fps")}
-        return RowInput(self.vlm.processor.load_media(turns, self._media, **frames), [], [], options)
+        return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
     def completion_jobs(
         self, body: CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
@@ -187,12 +186,12 @@ class ServedModel:
         """Make the jobs of raw prompts, ``n`` per prompt in order; arguments and errors as of `chat_jobs`."""
         setting = self._setting(body)
         self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
-        rows = [RowInput(self._raw(prompt), [], [], self._reading()) for prompt in body.prompts]
+        rows = [RowInput(self._raw(prompt), options=self._reading()) for prompt in body.prompts]
         return self._jobs(body, setting, rows, deliver, client)
 
-    def _reading(self, num_frames: int | None = None, fps: float | None = None) -> dict[str, Any]:
+    def _reading(self, num_frames: int | None = None, fps: float | None = None) -> MediaOptions:
         """Options of `InputProcessor.prompt`."""
-        return {"num_frames": num_frames, "fps": fps, "limits": self._media, "text_as_text": self._text_as_text}
+        return MediaOptions(num_frames, fps, self._media, self._text_as_text)
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer of ``/tokenize``, in vLLM's form; errors as in `chat_jobs`."""

@@ -30,7 +30,7 @@ from PIL import Image
 
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.media.decoder import confine
-from saccade.inputs.processor import InputProcessor, RowInput
+from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.inputs.prompt import Medium, Prompt
 
 log = logging.getLogger("saccade.serve")
@@ -93,17 +93,17 @@ class PromptWorkers:
                 self._process.kill()
                 self._process.wait()
 
-    def row(self, messages: Any, readers: Sequence[InputProcessor], options: Mapping[str, Any]) -> MadeInput:
+    def row(self, messages: Any, readers: Sequence[InputProcessor], options: MediaOptions) -> MadeInput:
         """Make the prompts of a conversation."""
         self.start()
         numbers = [next(i for i, own in enumerate(self._processors) if own is each) for each in readers]
         with self._open() as connection:
-            _send(connection, (messages, numbers, dict(options)))
+            _send(connection, (messages, numbers, options))
             answer = self._receive(connection)
         if "refused" in answer:
             raise InputError(answer["refused"])
         prompts = [_prompt(each) for each in answer["prompts"]]
-        return MadeInput(messages, [], [], options, list(zip(readers, prompts, strict=True)))
+        return MadeInput(messages, (), (), options, list(zip(readers, prompts, strict=True)))
 
     def _open(self) -> socket.socket:
         """A connection to a new worker."""
@@ -214,7 +214,7 @@ def _warm_up(processors: Sequence[InputProcessor]) -> None:
     for processor in processors:
         for text_as_text in (False, True):
             with suppress(SaccadeError):  # of a model without pictures
-                processor.prompt("a", [picture.getvalue()], text_as_text=text_as_text)
+                processor.prompt("a", [picture.getvalue()], options=MediaOptions(text_as_text=text_as_text))
     gc.collect()
     gc.freeze()  # collections would copy the pages of inherited objects
 
@@ -242,12 +242,12 @@ def _answer(
     processors: Sequence[InputProcessor],
     messages: Any,
     numbers: Sequence[int],
-    options: dict[str, Any],
+    options: MediaOptions,
 ) -> dict[str, Any]:
     readers = [processors[number] for number in numbers]
     try:
-        loaded = readers[0].load_media(messages, **{name: options[name] for name in ("limits", "num_frames", "fps")})
-        return {"prompts": [_plain(reader.prompt(loaded, **options)) for reader in readers]}
+        loaded = readers[0].load_media(messages, options)
+        return {"prompts": [_plain(reader.prompt(loaded, options=options)) for reader in readers]}
     except SaccadeError as error:
         return {"refused": str(error)}
     except (MemoryError, RuntimeError) as error:

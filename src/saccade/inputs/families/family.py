@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -72,9 +73,8 @@ class PoolPoint:
 class Family(ABC):
     """A model family, bound to one configuration.
 
-    A new family is a subclass in a file of this package and a line in the registry. It sets the class attributes,
-    implements `count` and `cut`, and overrides those other methods in which it differs from one square of pixels
-    ``pixel_values [1, 3, H, W]`` per image.
+    A new family is a registered subclass. It sets the class attributes, implements `count` and `cut`, and overrides
+    those other methods in which it differs from one square of pixels ``pixel_values [1, 3, H, W]`` per image.
     """
 
     names: ClassVar[Mapping[str, str]] = _NOTHING  # registry keys (`model_type`) -> names for people
@@ -116,10 +116,8 @@ class Family(ABC):
         """Ids of the image and video placeholders that the configuration has."""
         image = getattr(self.config, "image_token_id", None)
         video = getattr(self.config, "video_token_id", None)
-        found: dict[Kind, int] = {} if image is None else {"image": int(image)}
-        if video is not None and video != image:
-            found["video"] = int(video)
-        return found
+        ids: dict[Kind, int] = {} if image is None else {"image": int(image)}
+        return ids if video is None or video == image else {**ids, "video": int(video)}
 
     @abstractmethod
     def count(self, kind: Kind, tensors: Tensors) -> int:
@@ -132,10 +130,8 @@ class Family(ABC):
     def words(self, tokenizer: Any) -> Marks | None:
         """Placeholder strings by the configuration's ids and the tokenizer; None for a text family."""
         image = token_string(tokenizer, self.config.image_token_id)
-        video = None
-        if self.frames_as_images:
-            video = getattr(tokenizer, "video_token", None) or "<video>"
-        elif self.video_defaults is not None:
+        video = None if self.video_defaults is None else getattr(tokenizer, "video_token", None) or "<video>"
+        if video is not None and not self.frames_as_images:
             video = token_string(tokenizer, self.config.video_token_id)
         return Marks(image, video, image, "".join(self.openers[:1]), "".join(self.closers[:1]))
 
@@ -191,21 +187,21 @@ class Family(ABC):
             queues[piece.kind].append(piece)
         prompts = []
         for number, ids in enumerate(rows):
-            found: list[tuple[int, Medium]] = []
+            media: list[tuple[int, Medium]] = []
             for kind, token in self.visual_ids.items():
                 places = [i for i, t in enumerate(ids) if t == token]
                 filled = 0
                 while filled < len(places) and queues[kind]:
                     medium = self.medium(kind, queues[kind].pop(0).tensors)
-                    found.append((places[filled], medium))
+                    media.append((places[filled], medium))
                     filled += medium.n_tokens
                 if filled != len(places):
                     raise InputError(
                         f"Row {number} has {len(places)} {kind} placeholders but its {kind}s fill {filled}; pass ids "
                         "and pixels from one call of the model's processor."
                     )
-            found.sort(key=lambda item: item[0])
-            prompts.append(Prompt(tuple(ids), tuple(medium for _, medium in found)))
+            media.sort(key=lambda item: item[0])
+            prompts.append(Prompt(tuple(ids), tuple(medium for _, medium in media)))
         for name, queue in queues.items():
             if queue:
                 raise InputError(
@@ -216,10 +212,8 @@ class Family(ABC):
 
     def join(self, media: Sequence[Medium]) -> dict[str, Tensor]:
         """Forward arguments of one row with these media in prompt order; none gives ``{}``."""
-        out: dict[str, Tensor] = {}
-        for name in dict.fromkeys(name for m in media for name in m.tensors):
-            out[name] = self.join_tensors(name, [m.tensors[name] for m in media if name in m.tensors])
-        return out
+        names = dict.fromkeys(name for m in media for name in m.tensors)
+        return {n: self.join_tensors(n, [m.tensors[n] for m in media if n in m.tensors]) for n in names}
 
     def join_tensors(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """One forward argument of several media, concatenated and padded where the family pads."""
@@ -265,8 +259,6 @@ class Family(ABC):
         """A medium at half its height and width, rounded up to whole visual tokens; a video keeps its frames.
 
         Equal to the family's processor at that size, apart from rounding and the processor's lower bound on the size.
-        Normalised pixels are resampled as well as raw ones (bicubic over the area of a new pixel, within the range of
-        the old values).
         """
         raise InputError(f"Images for {self.name} have a fixed size; only those of Qwen-VL and Pixtral can be halved.")
 
@@ -284,15 +276,8 @@ def token_string(tokenizer: Any, token: int) -> str:
 
 def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
     """``[first, last)`` of every unbroken run of one id."""
-    out: list[tuple[int, int]] = []
-    for i, t in enumerate(ids):
-        if t != token:
-            continue
-        if out and out[-1][1] == i:
-            out[-1] = (out[-1][0], i + 1)
-        else:
-            out.append((i, i + 1))
-    return out
+    runs = ([i for i, _ in run] for same, run in groupby(enumerate(ids), lambda item: item[1] == token) if same)
+    return [(run[0], run[-1] + 1) for run in runs]
 
 
 def need(tensors: Tensors, name: str, beside: str) -> Tensor:
@@ -320,8 +305,7 @@ def side_of(vision: Any) -> int:
 def class_token(config: Any) -> int:
     """1 when the tower's class token is kept, -1 when a patch is dropped in its place, else 0."""
     has = not config.vision_config.model_type.startswith("siglip")
-    dropped = config.vision_feature_select_strategy == "default"
-    return int(has) - int(dropped)
+    return int(has) - int(config.vision_feature_select_strategy == "default")
 
 
 def square_grid(medium: Medium, frames: int) -> Grid | None:
@@ -333,12 +317,8 @@ def square_grid(medium: Medium, frames: int) -> Grid | None:
 
 BICUBIC, LANCZOS = int(Image.Resampling.BICUBIC), int(Image.Resampling.LANCZOS)
 SQUARE_384: Mapping[str, Any] = MappingProxyType(
-    {
-        "size": {"height": 384, "width": 384},
-        "resample": BICUBIC,
-        "image_mean": OPENAI_CLIP_MEAN,
-        "image_std": OPENAI_CLIP_STD,
-    }
+    {"size": {"height": 384, "width": 384}, "resample": BICUBIC}
+    | {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
 )
 """Settings of `square_frames` where a checkpoint has none."""
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
 
 from saccade.errors import InputError
@@ -24,15 +23,13 @@ from saccade.inputs.families.family import (
     PoolPoint,
     Tensors,
     normalise,
+    padded,
     resize_frames,
     runs_of,
     side_of,
 )
 from saccade.inputs.media import Video
 from saccade.inputs.prompt import Medium
-
-_MOST_TILES = 20
-"""More rows or columns of tiles than any Idefics3 image has."""
 
 
 class Idefics3(Family):
@@ -53,7 +50,7 @@ class Idefics3(Family):
 
     def wrappers(self, words: Marks) -> tuple[set[str], set[str]]:
         openers, closers = super().wrappers(words)
-        tiles = range(1, _MOST_TILES + 1)
+        tiles = range(1, 21)  # no image has more rows or columns
         return openers | {f"<row_{row}_col_{column}>" for row in tiles for column in tiles}, closers
 
     def expand_image(self, words: Marks, features: Features) -> str:
@@ -69,10 +66,7 @@ class Idefics3(Family):
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
     def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        """The last tile of every image shows all of it and has a tag of its own in front.
-
-        A row ends with such a tile, so its tag is known without the tokenizer.
-        """
+        """Each image's last tile shows all of it, behind a tag of its own: that of the row's last tile."""
         if "pixel_values" not in tensors:
             return
         pixels, mask = tensors["pixel_values"], tensors.get("pixel_attention_mask")
@@ -101,11 +95,10 @@ class Idefics3(Family):
         joined = [self.join(row) for row in rows]
         out = {}
         for name in dict.fromkeys(name for row in joined for name in row):
-            given = [row.get(name) for row in joined]
-            like = next(t for t in given if t is not None)
-            whole = [like.new_zeros(1, 0, *like.shape[2:]) if t is None else t for t in given]
-            largest = [max(sizes) for sizes in zip(*(t.shape[1:] for t in whole), strict=True)]
-            out[name] = torch.cat([_grown(t, largest) for t in whole])
+            tensors = [row.get(name) for row in joined]
+            like = next(t for t in tensors if t is not None)
+            empty = like.new_zeros(1, 0, *like.shape[2:])
+            out[name] = torch.cat(padded([empty if t is None else t for t in tensors], 0))
         return out
 
     def tiles(self, medium: Medium) -> int:
@@ -142,14 +135,11 @@ class SmolVLM(Idefics3):
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
         """``fps`` per second and at most ``num_frames``; a long video loses a second at either end."""
-        skip, most, rate = 1, settings["num_frames"], settings["fps"]
-        duration = total / fps
+        most, rate, duration = settings["num_frames"], settings["fps"], total / fps
         count = max(1, min(round(rate * duration), most))
-        first, last = 0, total - 1
-        if duration - 2 * skip > most * rate:
-            first, last = int(skip * fps), min(int(total - skip * fps), total - 1)
-            if first >= last:
-                first, last = 0, total - 1
+        first, last = int(fps), min(int(total - fps), total - 1)
+        if duration - 2 <= most * rate or first >= last:
+            first, last = 0, total - 1
         return [int(i) for i in np.unique(np.linspace(first, last, count, dtype=int))]
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -157,9 +147,11 @@ class SmolVLM(Idefics3):
         longest = min(int(settings["size"]["longest_edge"]), 4096)
         height, width = video.frames.shape[1:3]
         if width >= height:
-            new = (_even(int(longest / (width / height))), longest)
+            short = int(longest / (width / height))
+            new = (short + short % 2, longest)
         else:
-            new = (longest, _even(int(longest * (width / height))))
+            short = int(longest * (width / height))
+            new = (longest, short + short % 2)
         side = int(settings["max_image_size"]["longest_edge"])
         frames = resize_frames(video.frames, max(new[0], 1), max(new[1], 1), settings)
         pixels = normalise(resize_frames(frames, side, side, settings), settings)  # [T, 3, H, W]
@@ -192,12 +184,3 @@ def number_words(n: int) -> str:
     if n < 100:
         return tens[n // 10 - 2] + (f"-{small[n % 10]}" if n % 10 else "")
     return f"{small[n // 100]} hundred" + (f" and {number_words(n % 100)}" if n % 100 else "")
-
-
-def _even(n: int) -> int:
-    return n + n % 2
-
-
-def _grown(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    room = [wanted - size for wanted, size in zip(sizes, tensor.shape[1:], strict=True)]
-    return pad(tensor, [amount for r in reversed(room) for amount in (0, r)])

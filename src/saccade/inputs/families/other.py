@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from saccade.errors import InputError
@@ -18,13 +17,7 @@ class Text(Family):
     """A language model."""
 
     names = MappingProxyType(
-        {
-            "llama": "Llama",
-            "qwen2": "Qwen2",
-            "qwen3": "Qwen3",
-            "mistral": "Mistral",
-            "ministral3": "Ministral 3",
-        }
+        {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "ministral3": "Ministral 3"}
     )
     decoders = tuple(names)
     is_tested = True
@@ -86,15 +79,9 @@ class Unknown(Family):
         return [Prompt(tuple(ids), media) for ids in rows]
 
     def whole_medium(self, ids: Sequence[int], tensors: Tensors) -> Medium:
-        """All images and videos of one row.
-
-        It fills the placeholders of its kind; where there are none or of both kinds, the whole prompt belongs to it
-        and it counts 0 tokens.
-        """
-        given = torch.as_tensor(ids)
-        filled = {kind: int((given == token).sum()) for kind, token in self.visual_ids.items()}
-        kinds = [kind for kind, number in filled.items() if number]
-        kind, number = (kinds[0], filled[kinds[0]]) if len(kinds) == 1 else ("image", 0)
+        """All images and videos of one row, of 0 tokens unless it has placeholders of one kind alone."""
+        counts = {kind: list(ids).count(token) for kind, token in self.visual_ids.items() if token in ids}
+        kind, number = next(iter(counts.items())) if len(counts) == 1 else ("image", 0)
         return Medium(kind, dict(tensors), number, digest(tensors))
 
     def words(self, tokenizer: Any) -> None:

@@ -103,20 +103,16 @@ class Qwen2VL(Family):
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Space-time patches; the last frame is repeated up to a multiple of ``temporal_patch_size``."""
         patch, merge, step = (int(settings[k]) for k in ("patch_size", "merge_size", "temporal_patch_size"))
-        frames = video.frames
-        if len(frames) < step:
-            frames = _until_multiple(frames, step)
-        height, width = self.frame_size(frames.shape, settings)
-        frames = resize_frames(_until_multiple(frames, step), height, width, settings)
+        frames = _until_multiple(video.frames, step)
+        count = max(len(video.frames), step)
+        height, width = self.frame_size((count, *frames.shape[1:]), settings)
+        frames = resize_frames(frames, height, width, settings)
         patches, grid = cut_patches(normalise(frames, settings), patch, merge, step)
         return [{"pixel_values_videos": patches, "video_grid_thw": grid}]
 
     @staticmethod
     def frame_size(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
-        """Height and width as multiples of the merged patch, each frame's area within bounds.
-
-        Shapes: shape ``[T, H, W, 3]``.
-        """
+        """Height and width as multiples of the merged patch, each frame's area within bounds, for ``[T, H, W, 3]``."""
         count, height, width = shape[:3]
         factor, step = _factor(settings), int(settings["temporal_patch_size"])
         least, most = _bounds(settings)
@@ -210,10 +206,7 @@ class Qwen3VL(Qwen2VL):
 
 
 def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tensor, Tensor]:
-    """Cut frames into space-time patches, in the order in which the models merge neighbours.
-
-    Shapes: frames ``[T, C, H, W]``; returns ``[t * h * w, C * step * patch**2]``.
-    """
+    """Cut frames ``[T, C, H, W]`` into patches ``[t * h * w, C * step * patch**2]``, merged neighbours together."""
     channels, height, width = frames.shape[1:]
     t, h, w = len(frames) // step, height // patch, width // patch
     blocks = frames.reshape(t, step, channels, h // merge, merge, patch, w // merge, merge, patch)
@@ -229,12 +222,7 @@ def join_patches(patches: Tensor, grid: Tensor, patch: int, merge: int, channels
 
 
 def _fitted(
-    shape: tuple[int, ...],
-    height: int,
-    width: int,
-    factor: int,
-    frames: tuple[int, int],
-    bounds: tuple[int, int],
+    shape: tuple[int, ...], height: int, width: int, factor: int, frames: tuple[int, int], bounds: tuple[int, int]
 ) -> tuple[int, int]:
     """Height and width as multiples of ``factor``, shape kept as far as possible."""
     if max(height, width) / min(height, width) > 200:
@@ -245,10 +233,8 @@ def _fitted(
     new = (round(height / factor) * factor, round(width / factor) * factor)
     if rounded * new[0] * new[1] > most:
         beta = math.sqrt(count * height * width / most)
-        return (
-            max(factor, math.floor(height / beta / factor) * factor),
-            max(factor, math.floor(width / beta / factor) * factor),
-        )
+        height, width = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
+        return height, width
     if rounded * new[0] * new[1] < least:
         beta = math.sqrt(least / (count * height * width))
         return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
