@@ -29,7 +29,7 @@ LOCAL = "local"
 """Address of a cluster that this process starts and ends."""
 OBJECT_STORE = 256 << 20
 """Bytes of shared memory of a cluster of this machine's own; records and requests are small."""
-_KNOCK_SECONDS = 10
+_CONNECT_SECONDS = 10
 _ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
@@ -49,7 +49,7 @@ class Places:
 
 
 def load_ray(address: str) -> Any:
-    """Import Ray."""
+    """Import Ray; with `LOCAL`, all processes of this import stay on loopback."""
     if address == LOCAL:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray makes 127.0.0.1 this machine's address
     try:
@@ -59,7 +59,7 @@ def load_ray(address: str) -> Any:
 
 
 def check_address(address: str) -> str:
-    """Return the address of a cluster."""
+    """Return the address of a cluster: ``local``, ``auto`` or HOST:PORT."""
     if address.startswith("ray://"):
         raise SaccadeError(
             "An address ray:// is for Ray's remote client, which streams no answers; run the command on a machine of "
@@ -75,11 +75,14 @@ def check_address(address: str) -> str:
 
 @contextmanager
 def connected(address: str, engines: int | None = None) -> Iterator[Any]:
-    """Connect to a cluster, or start one of this machine's own, which ends with the context or with the process."""
+    """Connect to a cluster, or start one of this machine's own, with room for some engines however few cores it has.
+
+    It ends with the context or with the process. Yields the module ``ray``.
+    """
     check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = load_ray(address)
-    quiet = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address == LOCAL:
             print("Starting Ray on this machine; it may take two minutes.", file=sys.stderr, flush=True)
@@ -89,14 +92,16 @@ def connected(address: str, engines: int | None = None) -> Iterator[Any]:
                 num_cpus=cores,
                 object_store_memory=OBJECT_STORE,
                 _node_ip_address="127.0.0.1",
+                include_dashboard=False,
                 **quiet,
             )
             if not ip_address(ray.util.get_node_ip_address()).is_loopback:
                 ray.shutdown()
                 raise RuntimeError("it listens beyond loopback, because this process imported ray before Saccade did")
         else:
-            quiet.pop("include_dashboard")
-            _knock(address)
+            host, _, port = address.rpartition(":")
+            if host:  # where nothing listens Ray would try for minutes
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as problem:
         reason = " ".join(str(problem).split())[:300].rstrip(".")
@@ -113,21 +118,17 @@ def connected(address: str, engines: int | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """Raise `OSError` at once where nothing listens: Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
-
-
 def limit_threads(vlm: VLM, threads: int | None) -> None:
-    """Let a small model on a CPU run on one thread, however many cores Ray has reserved for its process."""
+    """Let a small model on a CPU run on one thread, whatever Ray has reserved, unless the user gave a number."""
     if threads is None and vlm.target.model.num_parameters() < SMALL_MODEL:
         torch.set_num_threads(1)
 
 
 def places(ray: Any, count: int | None, threads: int | None, with_gpu: bool) -> Places:
-    """Find room for engines: one per GPU; without GPUs one per machine, unless ``count`` says otherwise."""
+    """Find room for engines: one per GPU that models may use; without GPUs one per machine, or ``count``.
+
+    On a CPU an engine has a number of threads, or an even share of the cores.
+    """
     if count is not None and count < 1:
         raise SaccadeError(f"The number of engines must be at least 1, not {count}.")
     resources = ray.cluster_resources()

@@ -33,21 +33,19 @@ class Option:
             return f"{'above ' * self.beyond_low}{self.low:g} to {self.high:g}"
         return "" if self.low is None else f"{self.low:g} or more"
 
-    def check(self, name: str, method: str, value: Any) -> None:
+    def check(self, name: str, owner: str, value: Any) -> None:
         """Raise `MethodError` unless a value is of the right type and in range."""
         if self.takes is not None and self.takes(value):
             return
         kind = type(self.default)
         if not (type(value) is kind or (kind is float and type(value) is int)):
-            raise MethodError(f"Option {name} of method {method} must be {_WORDS[kind]}, not {value!r}.")
+            raise MethodError(f"Option {name} of {owner} must be {_WORDS[kind]}, not {value!r}.")
         if self.choices and value not in self.choices:
-            raise MethodError(
-                f"Option {name} of method {method} must be one of {', '.join(self.choices)}, not {value!r}."
-            )
+            raise MethodError(f"Option {name} of {owner} must be one of {', '.join(self.choices)}, not {value!r}.")
         is_low = self.low is not None and (value < self.low or (self.beyond_low and value == self.low))
         if is_low or not (self.high is None or value <= self.high):
             words = f"in the range {self.range}" if self.high is not None else f"at least {self.low:g}"
-            raise MethodError(f"Option {name} of method {method} must be {words}, not {value!r}.")
+            raise MethodError(f"Option {name} of {owner} must be {words}, not {value!r}.")
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}

@@ -28,7 +28,7 @@ def make(
     prefix: str = "",
     error: type[SaccadeError] = SaccadeError,
 ) -> T:
-    """Make a dataclass of the values of a table. Fields of numbers, text, truths and tables are checked, also optional."""
+    """Make a dataclass of the values of a table; fields of numbers, text, truths and tables are checked."""
     check_keys(table, (field.name for field in fields(kind)), where, prefix=prefix, error=error)  # type: ignore[arg-type]
     hints = get_type_hints(kind)
     for name, value in table.items():

@@ -142,14 +142,14 @@ def test_a_video_is_sampled_as_its_task_says(vlm: saccade.VLM, tmp_path: Path, o
 
 def test_a_paper_decides_number_and_length_unless_the_command_line_does(invoke: Invoke, monkeypatch: Any) -> None:
     from saccade.bench import questions
-    from saccade.data.asking import Asked
+    from saccade.data.row_questions import RowQuestion
 
     asked: list[int | None] = []
 
     def rows(data: Any, limit: int | None = None) -> Any:
         asked.append(limit)
         content = [{"type": "text", "text": "Say."}]
-        return iter([Asked(str(n), ([{"role": "user", "content": content}],)) for n in range(min(limit or 0, 2))])
+        return iter([RowQuestion(str(n), ([{"role": "user", "content": content}],)) for n in range(min(limit or 0, 2))])
 
     monkeypatch.setattr(questions, "read", rows)
     shown = invoke("--dataset", "iedit@tabed", "--plan").output

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from saccade.data import catalogue
-from saccade.data.dataset import DataSet, parse
+from saccade.data.catalogue import DataSet, parse
 from saccade.errors import SaccadeError
 
 

@@ -10,7 +10,7 @@ import pytest
 from layouts import EXPECTED, ROWS, png, shown
 
 from saccade.data import catalogue
-from saccade.data.dataset import DataSet
+from saccade.data.catalogue import DataSet
 from saccade.data.reading import read
 from saccade.errors import SaccadeError
 

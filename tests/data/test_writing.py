@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from layouts import ROWS, png
 
-from saccade.data import catalogue, writing
-from saccade.data.asking import Asked, ask
-from saccade.data.dataset import DataSet
+from saccade.data import catalogue, reading
+from saccade.data.catalogue import DataSet
+from saccade.data.row_questions import RowQuestion, question_of
 from saccade.errors import SaccadeError
 from saccade.inputs.conversations import check_media, parse_conversation
 
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, data: DataSet, rows: list[dict[str, Any]]) -> list[str]:
-    def read(given: DataSet, limit: int | None) -> list[Asked]:
-        return [ask(given, row, folder) for row in rows[:limit]]
+    def read(given: DataSet, limit: int | None) -> list[RowQuestion]:
+        return [question_of(given, row, folder) for row in rows[:limit]]
 
-    monkeypatch.setattr(writing, "read", read)
-    assert writing.write(data, folder / "out", 2) == min(len(rows), 2)
-    return (folder / "out" / writing.FILE).read_text().splitlines()
+    monkeypatch.setattr(reading, "read", read)
+    assert reading.write(data, folder / "out", 2) == min(len(rows), 2)
+    return (folder / "out" / reading.FILE).read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", ["mmmu", "spot-the-diff", "textvqa"])
@@ -51,7 +51,7 @@ def test_an_earlier_file_is_kept_and_a_fault_leaves_none(tmp_path: Path, monkeyp
     data = DataSet("mine", "a/b", turns="turns")
     with pytest.raises(SaccadeError, match="conversations of several turns"):
         written(tmp_path, monkeypatch, data, [{"turns": ["One."]}, {"turns": ["One.", "Two."]}])
-    assert not (tmp_path / "out" / writing.FILE).exists()
+    assert not (tmp_path / "out" / reading.FILE).exists()
     written(tmp_path, monkeypatch, data, [{"turns": ["One."]}])
     with pytest.raises(SaccadeError, match=r"prompts\.jsonl exists already; delete it"):
         written(tmp_path, monkeypatch, data, [{"turns": ["One."]}])

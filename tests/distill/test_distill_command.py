@@ -12,7 +12,7 @@ from commands import Shell
 from prompt_lines import asks, rows
 
 from checkpoints import ready
-from saccade import journal
+from saccade import resumable
 from saccade.cli import screen
 
 
@@ -65,7 +65,7 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytes
         return stock(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal.os, "write", interrupted)
+        patch.setattr(resumable.os, "write", interrupted)
         stopped = shell(*command(source))
     assert stopped.code == 130
     assert f"Stopped. The answers so far are in {source.parent / 'out'}; the same command resumes" in stopped.err

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ from isolated import ISOLATED, isolated
 from saccade import cluster
 from saccade.distill import distill
 from saccade.distill.folder import ANSWERS, HEADER
-from saccade.distill.ray_run import DistillActor
-from saccade.distill.run import Batch, opened
-from saccade.distill.setup import Setup, models_of
-from saccade.jobs.actors import Hello, Models
+from saccade.distill.planning import make_plan
+from saccade.distill.run import QuestionBatch, QuestionWorker, Setup, run
+from saccade.jobs.actors import ActorModels, EngineActor, Hello
+from saccade.resumable import Finished, Pending
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "batch": 2, "history": "own"}
 
@@ -36,53 +38,46 @@ def source(written: Callable[..., Path], pictures: Path) -> Path:
     )
 
 
+class Backwards(QuestionWorker):
+    """Answers the batches that need no answers of each other from the last to the first."""
+
+    stages: list[list[Pending]]
+
+    def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
+        self.stages.append(list(pending))
+        yield from super().answers(iter(self.stages[-1][::-1]))
+
+
+class Loaded(ActorModels):
+    def load(self) -> Any:
+        return vlm("llava", method="plain")
+
+
 def test_batches_that_end_in_another_order_are_written_in_that_of_the_plan(source: Path, tmp_path: Path) -> None:
-    model = vlm("llava", method="plain")
-    images = source.parent / "images"
+    model, images = vlm("llava", method="plain"), source.parent / "images"
     distill(model, source, tmp_path / "whole", media_root=images, on_bad_line="skip", **OPTIONS)
-    arguments = {
-        "source": source,
-        "out": tmp_path / "out",
-        "media_root": images,
-        "on_bad_line": "skip",
-        "method_options": {},
-        "options": OPTIONS,
-    }
-    actor = DistillActor(Models({}), arguments)
-    assert actor.open(model) == models_of(model)
-    stages = []
-
-    def backwards(batches: Iterator[Batch]) -> Iterator[Any]:
-        given = list(batches)
-        stages.append(given)
-        yield from actor.work(str(tmp_path / "out"), iter(given[::-1]))
-
-    with opened(Setup(models_of(model), **arguments)) as attempt:
-        report = attempt.run(backwards, lambda _: None)
-    assert (tmp_path / "out" / ANSWERS).read_bytes() == (tmp_path / "whole" / ANSWERS).read_bytes()
-    assert (tmp_path / "out" / HEADER).read_bytes() == (tmp_path / "whole" / HEADER).read_bytes()
-    assert len(stages) == 3, "one per turn"
-    assert max(len(stage) for stage in stages) > 1
+    setup = pickle.loads(pickle.dumps(Setup(source, tmp_path / "out", images, "skip", OPTIONS)))
+    worker = Backwards(model, {}, setup)
+    worker.stages = []
+    report = run(worker, setup)
+    for name in (ANSWERS, HEADER):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(worker.stages) == 3, "one per turn"
+    assert max(len(stage) for stage in worker.stages) > 1
     assert [problem for problem in report.problems if "broken" in problem]
 
 
-def test_an_actor_says_what_its_run_cannot_use() -> None:
-    class Loaded(Models):
-        def load(self) -> Any:
-            return vlm("llava", method="plain")
-
-    arguments = {
-        "source": "none.jsonl",
-        "out": Path("out"),
-        "media_root": None,
-        "on_bad_line": "stop",
-        "method_options": {},
-        "options": {},
-    }
-    messages = list(DistillActor(Loaded({}), arguments).answers())
-    assert len(messages) == 1
-    assert not isinstance(messages[0], Hello)
-    assert messages[0].startswith("Cannot read the prompts in none.jsonl")
+def test_an_actor_answers_batches_and_ends_with_the_reason_that_stops_its_run(source: Path, tmp_path: Path) -> None:
+    setup = Setup(source, tmp_path / "out", source.parent / "images", "stop", OPTIONS)
+    plan = make_plan(setup.prompts(tmp_path), setup.options, "stop")
+    actor = EngineActor(Loaded({}), QuestionWorker, (setup,))
+    actor.put(tmp_path)
+    actor.put([Pending(n, QuestionBatch(b, frozenset(q.id for q in b))) for n, b in enumerate(plan.batches)])
+    first, *messages, last = actor.answers()
+    assert isinstance(first, Hello)
+    assert first.facts["method"]["method"] == "plain"
+    assert all(isinstance(message, Finished) for message in messages)
+    assert re.search(r"line 6, question line-6: .* not an image", last)
 
 
 @pytest.mark.ray

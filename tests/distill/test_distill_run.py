@@ -12,9 +12,9 @@ from prompt_lines import asks, rows, shaped, talks
 
 import saccade
 from checkpoints import ready, vlm
-from saccade.distill import Options, distill, read_answers
-from saccade.distill.generating import Generator
-from saccade.distill.planning import Item, Prompts
+from saccade.distill import distill, read_answers
+from saccade.distill.planning import Options, PlannedQuestion
+from saccade.distill.run import QuestionWorker, Setup
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.output import Output
 
@@ -58,7 +58,7 @@ def test_a_drafter_changes_no_greedy_answer(written: Written, pictures: Path) ->
     plain = run(source, sampled_share=0)
     drafted = run(source, sampled_share=0, out="drafted", target=vlm("llava", "llava-draft", "chain"))
     assert rows(plain) == rows(drafted)
-    assert json.loads((drafted / "distill.json").read_text())["options"]["method"] == "chain"
+    assert json.loads((drafted / "distill.json").read_text())["method"]["method"] == "chain"
 
 
 def test_one_array_is_asked_like_its_rows_as_lines(written: Written, pictures: Path) -> None:
@@ -72,7 +72,7 @@ def test_lines_have_the_length_of_their_prompts(written: Written, pictures: Path
     target = vlm("llava", method="plain")
     source = written(asks("What?", "a.png", name="one"), asks("What is there?", name="two"))
     report = distill(target, source, source.parent / "out", media_root=pictures, max_new_tokens=2)
-    for answered in read_answers(report.folder):
+    for answered in read_answers(report.out):
         assert answered.prompt_tokens == len(target.processor.prompt(answered.messages))
 
 
@@ -105,7 +105,7 @@ def test_the_same_question_is_asked_once(written: Written, pictures: Path) -> No
     )
     report = distill(vlm("llava", method="plain"), source, source.parent / "out", media_root=pictures, max_new_tokens=4)
     assert report.duplicates == 3
-    assert set(shaped(report.folder)) == {"one", "three", "four/2", "five/2"}
+    assert set(shaped(report.out)) == {"one", "three", "four/2", "five/2"}
     own = shaped(run(source, history="own", out="own"))
     assert own["five/2"]["messages"][1]["content"][0]["text"] == own["one"]["answer"]
 
@@ -150,7 +150,7 @@ def test_bad_lines_stop_the_run_or_are_left_out(written: Written, pictures: Path
         skip = r"on_bad_line='skip' \(--on-bad-line skip on the command line\)"
         with pytest.raises(SaccadeError, match=f"line {number}.*{reason}.*{skip}"):
             run(source, out=f"stop{number}")
-    source = written(*lines)
+    source = written(*lines[:2], *lines[3:])
     report = distill(
         vlm("llava", method="plain"),
         source,
@@ -160,8 +160,9 @@ def test_bad_lines_stop_the_run_or_are_left_out(written: Written, pictures: Path
         on_bad_line="skip",
         history="own",
     )
-    assert set(shaped(report.folder)) == {"good", "fine"}
-    assert sorted(p.split(", line ")[1][0] for p in report.problems) == ["2", "3", "4", "5", "7", "7"]
+    assert set(shaped(report.out)) == {"good", "fine"}
+    assert sorted(p.split(", line ")[1][0] for p in report.problems) == ["2", "3", "4", "6", "6"]
+    assert report.failed == 5
     assert any("context is 1024" in p for p in report.problems)
     assert any("earlier turn x/1 is missing" in p for p in report.problems)
 
@@ -171,7 +172,7 @@ def test_a_prompt_set_without_questions_is_refused(written: Written, pictures: P
         run(written("", " "))
     with pytest.raises(SaccadeError, match=r"holds no question;.*line 1.*not valid JSON"):
         run(written("{"), on_bad_line="skip")
-    with pytest.raises(SaccadeError, match="Cannot read the prompts"):
+    with pytest.raises(SaccadeError, match="There is no file"):
         run(pictures.parent / "none.jsonl")
 
 
@@ -206,10 +207,10 @@ def test_the_token_that_ended_an_answer_is_told_where_several_could(written: Wri
 def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> None:
     target = vlm("llava", method="plain")
     picture = target.target.config.image_token_id
-    prompts = Prompts(written(asks("?")), Path())
-    generator = Generator(target, prompts, Options(), {}, lambda item, reason: None)
-    item = Item("x", 1, 0, 0, False, (0, 0))
-    line = generator._line(item, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
+    source = written(asks("?"))
+    worker = QuestionWorker(target, {}, Setup(source, source.parent / "out", None, "stop", {}))
+    question = PlannedQuestion("x", 1, 0, 0, False, (0, 0))
+    line = worker._line(question, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
     assert (line["answer_ids"], line["finish"]) == ([5, 6], "visual")
     assert "eos_id" not in line
     assert line["answer"] == target.processor.decode([5, 6])

@@ -66,7 +66,7 @@ def test_the_default_static_tree_is_that_of_specvlm() -> None:
 
 @pytest.mark.parametrize("gamma", [0, -1])
 def test_a_chain_of_nothing_is_refused(gamma: int) -> None:
-    with pytest.raises(ValueError, match="gamma must be at least 1"):
+    with pytest.raises(ValueError, match="gamma of Chain must be at least 1"):
         Chain(gamma)
 
 
@@ -133,7 +133,7 @@ def test_a_certain_drafter_gives_a_chain_before_anything_else() -> None:
 
 @pytest.mark.parametrize("name", ["top", "max_depth", "total"])
 def test_an_empty_dynamic_tree_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=f"{name} of DynamicTree must be at least 1, not 0"):
         DynamicTree(**{name: 0})
 
 

@@ -14,8 +14,9 @@ from openai.types.chat import ChatCompletion
 from checkpoints import picture, saved_picture, vlm
 from saccade.engine.step_runner import StepRunner
 from saccade.errors import InputError, SaccadeError
-from saccade.jobs import Progress, batch_file, forms
-from saccade.jobs.forms import seed_of
+from saccade.jobs import batch_file
+from saccade.jobs.item_forms import PlainForm, seed_of
+from saccade.resumable import RunProgress
 
 LLAVA = {"name": "llava", "method": "plain"}
 
@@ -46,10 +47,10 @@ def run(source: Path, out: Path, **changes: Any) -> Any:
 
 
 def test_every_picture_gets_the_answer_of_generate_and_a_broken_one_its_reason(photos: Path, tmp_path: Path) -> None:
-    seen = list[Progress]()
+    seen = list[RunProgress]()
     kept = tmp_path / "out.jsonl.journal" / "records.jsonl"
 
-    def progress(found: Progress) -> None:
+    def progress(found: RunProgress) -> None:
         seen.append(found)
         if found.answered:  # every record can be read at once
             assert [bool(json.loads(line)["record"]) for line in kept.open()] == [True] * found.answered
@@ -238,13 +239,13 @@ def test_a_resume_does_what_is_missing_changed_or_to_be_tried_again(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, prepared = tmp_path / "out.jsonl", list[str]()
-    stock = forms.OwnForm.prepare
+    stock = PlainForm.prepare
 
     def counted(self: Any, item: Any) -> Any:
         prepared.append(item.id)
         return stock(self, item)
 
-    monkeypatch.setattr(forms.OwnForm, "prepare", counted)
+    monkeypatch.setattr(PlainForm, "prepare", counted)
 
     def answered(**changes: Any) -> list[str]:
         prepared.clear()

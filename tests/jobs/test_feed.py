@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from saccade.errors import SaccadeError
-from saccade.jobs.feed import Feed
+from saccade.jobs.item_worker import Feed
 
 
 def test_every_item_is_prepared_once_and_never_more_than_the_window_ahead() -> None:

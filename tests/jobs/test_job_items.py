@@ -13,23 +13,21 @@ from typing import Any
 import pytest
 
 from checkpoints import saved_picture
-from saccade.data.template import Template
+from saccade.data.catalogue import Template
 from saccade.errors import InputError, SaccadeError
-from saccade.jobs.elements import _BLOCK, row_at, rows
-from saccade.jobs.folders import Source
-from saccade.jobs.index import Index, key_of
-from saccade.jobs.items import Asking, Item, Stored
-from saccade.jobs.job import Job, Shard, preview
+from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
+from saccade.jobs.items import Item, PromptOptions, Stored
+from saccade.jobs.job import BatchJob, Index, Shard, key_of, preview
 
 
 def items(*inputs: Any, **options: Any) -> list[Item]:
-    return list(Job(Source([str(i) for i in inputs], **options)).items())
+    return list(BatchJob(ItemSource([str(i) for i in inputs], **options)).items())
 
 
 def problem_of(item: Item, prompt: str | None = "What?") -> str:
     """The sentence of an item that cannot be used; empty for others."""
     try:
-        Asking(prompt).ask(item)
+        PromptOptions(prompt).of(item)
     except InputError as problem:
         return str(problem)
     return ""
@@ -140,7 +138,7 @@ def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = items(path)
     assert [i.id for i in found] == ["7", "rows.jsonl:2", "rows.jsonl:3", "llava", "openai", "rows.jsonl:6"]
-    asks = [Asking().ask(i) for i in found]
+    asks = [PromptOptions().of(i) for i in found]
     assert (asks[0].question, asks[0].images) == ("What?", [image])
     assert [a.count("image") for a in asks] == [1, 2, 0, 1, 1, 0]
     assert asks[3].question == [
@@ -148,7 +146,7 @@ def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
     ]
     assert asks[4].question[-1]["content"][1]["text"] == "Last?"  # type: ignore[index]
     assert [m["role"] for m in asks[5].question] == ["system", "user"]  # type: ignore[union-attr,index]
-    with_system = Asking(system="Short.").ask(found[3]).question
+    with_system = PromptOptions(system="Short.").of(found[3]).question
     assert [m["role"] for m in with_system] == ["system", "user"]  # type: ignore[union-attr,index]
     array = tmp_path / "rows.json"
     array.write_text(json.dumps(rows, indent=1))
@@ -192,9 +190,9 @@ def test_repeated_ids_are_told_apart_the_same_way_in_every_attempt(tmp_path: Pat
 def test_shards_are_disjoint_and_their_union_is_the_whole(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"id": n % 40, "prompt": "x"}) + "\n" for n in range(50)))
-    source = Source([str(path)])
-    whole = [i.id for i in Job(source).items()]
-    parts = [[i.id for i in Job(source, shard=Shard.parse(f"{n}/3")).items()] for n in (1, 2, 3)]
+    source = ItemSource([str(path)])
+    whole = [i.id for i in BatchJob(source).items()]
+    parts = [[i.id for i in BatchJob(source, shard=Shard.parse(f"{n}/3")).items()] for n in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(whole)
     assert all(len(part) > 5 for part in parts)
     for wrong in ("0/3", "4/3", "3", "a/b", "1/0"):
@@ -215,12 +213,12 @@ def test_samples_of_a_tar_are_neighbours_of_one_name(tmp_path: Path, mode: str) 
     path = archive(tmp_path / ("a.tar" if mode == "w" else "a.tar.gz"), files, mode)
     found = items(path)
     assert [i.id for i in found] == ["x/1", "x/2", "x/3"]
-    ask = Asking().ask(found[0]).read()
+    ask = PromptOptions().of(found[0]).read()
     assert (ask.question, ask.images) == ("What?", [b"one"])
-    ask = Asking("Is {txt} right in {name}?").ask(found[1]).read()
+    ask = PromptOptions("Is {txt} right in {name}?").of(found[1]).read()
     assert (ask.question, ask.images) == ("Is a dog right in 2?", [b"two"])
     assert isinstance(found[0].media[0][1], Stored) == (mode == "w"), "only a compressed one is read in order"
-    planned = list(Source([str(path)]).items(with_media=False))
+    planned = list(ItemSource([str(path)]).items(with_media=False))
     assert [i.version for i in planned] == [i.version for i in found]
 
 
@@ -229,7 +227,7 @@ def test_a_conversation_in_a_tar_has_the_pictures_beside_it(tmp_path: Path) -> N
     row = json.dumps({"id": "q", "image": "elsewhere.jpg", "conversations": turns}).encode()
     path = archive(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.json", row), ("2.json", b"[]"), ("3.json", b"{")])
     found = items(path)
-    message = Asking().ask(found[0]).read().question[0]
+    message = PromptOptions().of(found[0]).read().question[0]
     assert [p.get("image", p.get("text")) for p in message["content"]] == ["What is ", b"one", "?"]  # type: ignore[index]
     assert [problem_of(i) for i in found[1:]] == ["its json is no object", "its json is not valid JSON"]
 
@@ -254,10 +252,10 @@ def test_parquet_rows_have_their_pictures(tmp_path: Path) -> None:
     )
     parquet.write_table(table, tmp_path / "a.parquet")
     found = items(tmp_path / "a.parquet")
-    asks = [Asking("{question}").ask(i) for i in found]
+    asks = [PromptOptions("{question}").of(i) for i in found]
     assert [a.question for a in asks] == ["A?", "B?", "C?"]
     assert [a.images for a in asks] == [[b"one", b"f", b"g"], [str(tmp_path / "b.png")], []]
-    planned = list(Source([str(tmp_path / "a.parquet")]).items(with_media=False))
+    planned = list(ItemSource([str(tmp_path / "a.parquet")]).items(with_media=False))
     assert [(i.id, i.version) for i in planned] == [(i.id, i.version) for i in found]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(SaccadeError, match="Cannot read the Parquet file"):
@@ -277,13 +275,13 @@ def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Mon
     for indent, begin in ((None, b""), (1, b"\xef\xbb\xbf \n")):
         path.write_bytes(begin + json.dumps(objects, indent=indent, ensure_ascii=False).encode())
         for block in (1, 17, _BLOCK):
-            monkeypatch.setattr("saccade.jobs.elements._BLOCK", block)
-            found = list(rows(path))
+            monkeypatch.setattr("saccade.jobs.item_sources._BLOCK", block)
+            found = list(json_rows(path))
             assert [json.loads(piece) for _, _, piece in found] == objects
             assert [number for number, _, _ in found] == list(range(1, 301))
-            assert all(row_at(path, offset) == piece for _, offset, piece in found[::37])
+            assert all(json_row_at(path, offset) == piece for _, offset, piece in found[::37])
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in objects[:9]))
-    assert [(number, json.loads(row_at(path, offset))) for number, offset, _ in rows(path)] == [
+    assert [(number, json.loads(json_row_at(path, offset))) for number, offset, _ in json_rows(path)] == [
         (2 * n + 1, row) for n, row in enumerate(objects[:9])
     ]
     for text, pieces in {
@@ -293,7 +291,7 @@ def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Mon
         b"[12, 345]": [b"12", b"345"],
     }.items():
         path.write_bytes(text)
-        assert [piece for _, _, piece in rows(path)] == pieces
+        assert [piece for _, _, piece in json_rows(path)] == pieces
 
 
 def test_the_index_is_a_dictionary() -> None:
@@ -325,17 +323,17 @@ def test_a_template_takes_plain_names_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: Job(Source([str(folder / "none")])), "There is no file or folder"),
-        (lambda folder: Job(Source([str(folder / "*.png")])), "There is no file or folder"),
-        (lambda folder: Job(Source([])), "No input is given"),
-        (lambda folder: Job(Source([str(folder)], images_per_row=0)), "images_per_row must be"),
-        (lambda folder: Job(Source([str(folder)], media_root=folder / "none")), "There is no folder"),
-        (lambda folder: Job(Source([str(folder)])), "There is no item in"),
-        (lambda folder: Job(Source([str(folder)]), options={"x": object()}), "must be a number, a text or a list"),
-        (lambda folder: Job(Source([str(folder)]), limit=0), "limit must be"),
+        (lambda folder: BatchJob(ItemSource([str(folder / "none")])), "There is no file or folder"),
+        (lambda folder: BatchJob(ItemSource([str(folder / "*.png")])), "There is no file or folder"),
+        (lambda folder: BatchJob(ItemSource([])), "No input is given"),
+        (lambda folder: BatchJob(ItemSource([str(folder)], images_per_row=0)), "images_per_row must be"),
+        (lambda folder: BatchJob(ItemSource([str(folder)], media_root=folder / "none")), "There is no folder"),
+        (lambda folder: BatchJob(ItemSource([str(folder)])), "There is no item in"),
+        (lambda folder: BatchJob(ItemSource([str(folder)]), options={"x": object()}), "must be a number, a text or"),
+        (lambda folder: BatchJob(ItemSource([str(folder)]), limit=0), "limit must be"),
     ],
 )
-def test_a_job_that_cannot_run_is_one_sentence(tmp_path: Path, make: Callable[[Path], Job], words: str) -> None:
+def test_a_job_that_cannot_run_is_one_sentence(tmp_path: Path, make: Callable[[Path], BatchJob], words: str) -> None:
     with pytest.raises(SaccadeError, match=words):
         preview(make(tmp_path), tmp_path / "out.jsonl")
 
@@ -345,14 +343,14 @@ def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_told_before_an
     with pytest.raises(
         SaccadeError, match=r"None of the items can be used\. The first one: a\.png: It has no question"
     ):
-        preview(Job(Source([str(tmp_path)])), tmp_path / "out")
+        preview(BatchJob(ItemSource([str(tmp_path)])), tmp_path / "out")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"id": "x", "messages": [{"role": "user", "content": "?"}]}))
     with pytest.raises(SaccadeError, match="x is a conversation with a question of its own; leave out --prompt"):
-        preview(Job(Source([str(path)]), Asking("Why?")), tmp_path / "out")
+        preview(BatchJob(ItemSource([str(path)]), PromptOptions("Why?")), tmp_path / "out")
     path.write_text(json.dumps({"custom_id": "x", "body": {}}))
     with pytest.raises(SaccadeError, match=r"x is a request .* leave out --system"):
-        preview(Job(Source([str(path)]), Asking(system="Short.")), tmp_path / "out")
+        preview(BatchJob(ItemSource([str(path)]), PromptOptions(system="Short.")), tmp_path / "out")
 
 
 def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) -> None:
@@ -360,6 +358,6 @@ def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SaccadeError, match=r"None of the first 20 files .* such as .*19\.png; give .* --media-root"):
-        preview(Job(Source([str(path)])), tmp_path / "out")
+        preview(BatchJob(ItemSource([str(path)])), tmp_path / "out")
     saved_picture(tmp_path / "7.png")
-    assert preview(Job(Source([str(path)])), tmp_path / "out").kinds == {"image": 30}
+    assert preview(BatchJob(ItemSource([str(path)])), tmp_path / "out").kinds == {"image": 30}

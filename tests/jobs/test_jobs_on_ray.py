@@ -23,8 +23,7 @@ from saccade import cluster
 from saccade.cli.arguments import with_local_ray
 from saccade.errors import SaccadeError
 from saccade.jobs.actors import HOPELESS, Actors, Hello
-from saccade.jobs.answerer import Answer, Task
-from saccade.jobs.items import Item
+from saccade.resumable import Finished, Pending
 
 FACTS: dict[str, Any] = {"method": {}, "target": {"digest": "a"}, "processor": {"digest": "b"}, "drafter": None}
 
@@ -40,8 +39,8 @@ class Handle:
         at_task: called with every task before its answer; may raise `Lost`.
     """
 
-    def __init__(self, at_task: Callable[[Task], None], facts: dict[str, Any]) -> None:
-        self.given: deque[Task] = deque()
+    def __init__(self, at_task: Callable[[Pending], None], facts: dict[str, Any]) -> None:
+        self.given: deque[Pending] = deque()
         self.at_task, self.ended, self.created = at_task, False, 0
         self.messages: deque[Any] = deque([Hello(facts, "there")])
         self.put = SimpleNamespace(remote=self._put)
@@ -62,7 +61,7 @@ class Handle:
 
         def work() -> Any:
             self.at_task(task)
-            return Answer(task.number, 0, task.item.id, {"id": task.item.id}, task.problem)
+            return Finished(task.number, [], [task.problem] if task.problem else [])
 
         return work
 
@@ -72,7 +71,9 @@ class Pretended:
 
     exceptions = SimpleNamespace(RayError=Lost)
 
-    def __init__(self, at_task: Callable[[Task], None] = lambda _: None, facts: Iterator[dict[str, Any]] | None = None):
+    def __init__(
+        self, at_task: Callable[[Pending], None] = lambda _: None, facts: Iterator[dict[str, Any]] | None = None
+    ) -> None:
         self.started: list[Handle] = []
         self._at_task, self._facts, self._rng = at_task, facts, random.Random(1)
 
@@ -92,11 +93,11 @@ class Pretended:
         handle.ended = True
 
 
-def answered(ray: Pretended, count: int, actors: int = 2, ahead: int = 3) -> list[Answer]:
+def answered(ray: Pretended, count: int, actors: int = 2, ahead: int = 3) -> list[Finished]:
     found = Actors(ray, ray.make, actors, ahead)
-    assert found.facts()
+    assert found.facts
     found.begin(1)
-    tasks = (Task(Item(str(number), "", {}, Path()), number) for number in range(count))
+    tasks = (Pending(number, "") for number in range(count))
     answers = list(found.answers(tasks))
     found.close()
     assert all(handle.ended for handle in ray.started)
@@ -112,7 +113,7 @@ def test_actors_have_a_few_items_at_once_and_answer_each_one_once() -> None:
 def test_items_of_a_lost_actor_are_answered_by_another_one() -> None:
     lost = []
 
-    def fail(task: Task) -> None:
+    def fail(task: Pending) -> None:
         if task.number in (4, 11) and task.number not in lost:
             lost.append(task.number)
             raise Lost
@@ -120,14 +121,14 @@ def test_items_of_a_lost_actor_are_answered_by_another_one() -> None:
     ray = Pretended(fail)
     answers = answered(ray, 20)
     assert sorted(answer.number for answer in answers) == list(range(20))
-    assert not [answer for answer in answers if answer.problem]
+    assert not [answer for answer in answers if answer.failures]
     assert len(ray.started) == 4
 
 
 def test_an_item_that_ends_every_actor_gets_an_error_and_its_neighbours_their_answers() -> None:
     ends = []
 
-    def fail(task: Task) -> None:
+    def fail(task: Pending) -> None:
         if task.number == 7 and not task.problem:
             ends.append(task.number)
             raise Lost("a reader has crashed")
@@ -136,12 +137,12 @@ def test_an_item_that_ends_every_actor_gets_an_error_and_its_neighbours_their_an
     answers = {answer.number: answer for answer in answered(ray, 20)}
     assert len(answers) == 20
     assert len(ends) == HOPELESS
-    assert [number for number, answer in answers.items() if answer.problem] == [7]
-    assert answers[7].problem == "4 actors ended while they answered it, the last one because a reader has crashed"
+    assert [number for number, answer in answers.items() if answer.failures] == [7]
+    assert answers[7].failures[0] == "4 actors ended while they answered it, the last one because a reader has crashed"
 
 
 def test_a_job_whose_actors_all_end_at_once_ends_with_the_reason() -> None:
-    def fail(_: Task) -> None:
+    def fail(_: Pending) -> None:
         raise Lost("The actor died.\nThe actor is dead because its node has died.")
 
     with pytest.raises(SaccadeError, match=r"^13 actors in a row ended .* because its node has died; the answers"):

@@ -17,7 +17,7 @@ from saccade.bench.questions import Question, Turn
 from saccade.bench.records import MEDIA, RESUME, SCORES, Key, Record, Run, score_key, scored, stored_scores
 from saccade.errors import InputError, SaccadeError
 from saccade.files import writing
-from saccade.journal import lock, whole_lines
+from saccade.resumable import lock, whole_lines
 
 JUDGE = "judge"
 """Name of a judge's score."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from saccade.data.template import Template
+from saccade.data.catalogue import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.typed import check_whole, make
 

@@ -18,9 +18,9 @@ from PIL import Image
 from saccade.bench import scorers
 from saccade.bench.suites import Suite, TaskEntry
 from saccade.data import catalogue
-from saccade.data.asking import Asked, ask
-from saccade.data.dataset import DataSet
+from saccade.data.catalogue import DataSet
 from saccade.data.reading import read
+from saccade.data.row_questions import RowQuestion, question_of
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import (
     check_media,
@@ -222,7 +222,7 @@ def _conversation(entry: TaskEntry, count: int, line: str, number: int, folder: 
     )
 
 
-def _asked(entry: TaskEntry, lines: Iterable[tuple[int, str]], path: Path, folder: Path) -> Iterator[Asked]:
+def _asked(entry: TaskEntry, lines: Iterable[tuple[int, str]], path: Path, folder: Path) -> Iterator[RowQuestion]:
     """Questions of Spec-Bench or MMSpec; ``question_id`` or ``id``, ``image`` and ``reference`` are optional.
 
     They are grouped by ``topic`` (MMSpec) or ``category`` (Spec-Bench).
@@ -239,7 +239,7 @@ def _asked(entry: TaskEntry, lines: Iterable[tuple[int, str]], path: Path, folde
                 "reference": "reference" if "reference" in row else None,
                 "images": tuple(name for name in ("image", "images") if name in row),
             }
-            yield ask(DataSet(entry.name, str(path), turns="turns", system=entry.system, **named), row, folder)
+            yield question_of(DataSet(entry.name, str(path), turns="turns", system=entry.system, **named), row, folder)
         except InputError as problem:
             raise SaccadeError(f"{path}, line {number}: {str(problem).rstrip('.')}.") from problem
 
@@ -264,7 +264,7 @@ def _of_dataset(entry: TaskEntry, per_task: int) -> list[Question]:
     return list(_of_rows(entry, data, _first(read(data), count) if data.category else read(data, count)))
 
 
-def _first(rows: Iterable[Asked], count: int | None) -> Iterator[Asked]:
+def _first(rows: Iterable[RowQuestion], count: int | None) -> Iterator[RowQuestion]:
     """The first ``count`` of every category."""
     taken: Counter[str | None] = Counter()
     for row in rows:
@@ -273,7 +273,7 @@ def _first(rows: Iterable[Asked], count: int | None) -> Iterator[Asked]:
             yield row
 
 
-def _of_rows(entry: TaskEntry, data: DataSet, rows: Iterable[Asked]) -> Iterator[Question]:
+def _of_rows(entry: TaskEntry, data: DataSet, rows: Iterable[RowQuestion]) -> Iterator[Question]:
     scorer = data.scorer if entry.scorer is None else entry.scorer
     scorers.check(scorer)
     ids: Counter[str] = Counter()

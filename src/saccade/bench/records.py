@@ -14,7 +14,7 @@ from typing import Any
 
 from saccade.errors import SaccadeError
 from saccade.files import writing
-from saccade.journal import lock
+from saccade.resumable import lock
 from saccade.typed import make
 
 SCHEMA = 1

@@ -33,7 +33,7 @@ class TaskEntry:
     dataset: str | None = None  # a data set (needs the package `datasets`)
     subset: str | None = None
     split: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)  # of the data set, by part (`saccade.data.dataset.PARTS`)
+    columns: dict[str, str] = field(default_factory=dict)  # of the data set, by part (`saccade.data.catalogue.PARTS`)
     prompt: str | None = None
     system: str | None = None
     where: dict[str, Any] = field(default_factory=dict)

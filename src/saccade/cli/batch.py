@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +19,8 @@ from saccade.formats import duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from saccade.jobs import Progress, Report, Survey
+    from saccade.jobs.job import Survey
+    from saccade.resumable import Report, RunProgress, Worker
 
 _ITEMS, _RUN = "Items", "Run"
 
@@ -109,9 +109,10 @@ def batch(
         typer.Option(help="Threads that read media; by default one per core, at most 4.", rich_help_panel=_RUN),
     ] = None,
     ray: args.Ray = None,
-    actors: Annotated[
+    engines: Annotated[
         int | None,
         typer.Option(
+            "--actors",
             metavar="N",
             help="Engines on Ray, each with `--rows` rows: by default one per GPU, without GPUs one per machine.",
             rich_help_panel="Several machines",
@@ -149,21 +150,21 @@ def batch(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
-    args.check_ray(ray, "--actors", actors)
+    args.check_ray(ray, "--actors", engines)
     decoded = decoding.options()
     settings = args.settings(set_)
     decoding.check()
     from saccade.inputs.processor import MediaOptions
-    from saccade.jobs import Attempt, Job, preview, run
-    from saccade.jobs.folders import Source
-    from saccade.jobs.items import Asking
-    from saccade.jobs.job import Shard, written
-    from saccade.jobs.pipes import is_stream
+    from saccade.jobs.item_sources import ItemSource
+    from saccade.jobs.item_worker import ItemWorker, media_threads
+    from saccade.jobs.items import PromptOptions
+    from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
+    from saccade.jobs.running import Attempt, run
 
     root = None if media_root is None else media_root.expanduser()
-    job = Job(
-        Source(inputs, images_per_row, root, written(out)),
-        Asking(prompt, system),
+    job = BatchJob(
+        ItemSource(inputs, images_per_row, root, written(out)),
+        PromptOptions(prompt, system),
         MediaOptions(num_frames, fps, text_as_text=text_as_text),
         Shard.parse(shard),
         limit,
@@ -183,28 +184,33 @@ def batch(
     kept = f"{out}.journal"
     place = "" if streams else f"; finished records are in {kept}/records.jsonl"
     screen.note(f"Loading {target} for {counted(found.items - found.there, 'item')}{place}.")
-    where = nullcontext() if ray is None else _on_ray(ray, actors)
-    with where as cluster:
-        if cluster is None:
+    with ExitStack() as stack:
+        worker: Worker
+        if ray is None:
             vlm = screen.load_models(target, drafter, method, heads=head, **placing.models(), **settings)
-            answer = partial(run, vlm, job, found, out, method_options=settings)
+            worker = ItemWorker(vlm, settings, job, rows, workers)
         else:
-            from saccade.cluster import places
-            from saccade.jobs.actors import Models
-            from saccade.jobs.ray_job import run_on_ray
+            from saccade.cluster import connected, places
+            from saccade.engine.slots import KV_MEMORY_SHARE
+            from saccade.jobs.actors import ActorModels, actors
             from saccade.vlm import check
+
+            cluster = stack.enter_context(connected(ray, engines))
 
             heads = screen.heads_by_name(head or [])
             screen.quiet_libraries()
             models = placing.models()
             check(target, drafter, method, heads=heads, **models, **settings)  # a mistake shows before actors start
-            room = places(cluster, actors, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
+            room = places(cluster, engines, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
             named = {"target": target, "drafter": drafter, "method": method, "heads": heads}
-            loading = Models({**named, **models, **settings}, settings)
-            answer = partial(run_on_ray, cluster, room, loading, job, found, out)
+            loading, threads = ActorModels({**named, **models, **settings}, settings), media_threads(workers)
+            kv_share = KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine)
+            arguments = (job, rows, threads, kv_share)
+            started = actors(cluster, room, loading, ItemWorker, arguments, ahead=rows + threads)
+            worker = stack.enter_context(started)
         try:
             with screen.long_progress("starting") as show:
-                report = answer(attempt=replace(attempt, progress=_shown(show)))
+                report = run(worker, job, found, out, replace(attempt, progress=_shown(show)))
         except KeyboardInterrupt:
             there = f"The answers so far are in {kept}; the same command resumes the run."
             screen.note("Stopped." if streams else f"Stopped. {there}")
@@ -214,21 +220,15 @@ def batch(
         raise typer.Exit(1)
 
 
-def _on_ray(address: str, actors: int | None) -> AbstractContextManager[Any]:
-    from saccade.cluster import connected
-
-    return connected(address, actors)
-
-
 def _models(target: str, drafter: str | None, method: str | None) -> str:
     by = f" with {drafter}" if drafter else ""
     return f"by {target}{by}" + (f", method {method}" if method else "")
 
 
-def _shown(show: Callable[[int, int, str], None]) -> Callable[[Progress], None]:
+def _shown(show: Callable[[int, int, str], None]) -> Callable[[RunProgress], None]:
     """Update of the bar: rates of this attempt, and failures."""
 
-    def update(progress: Progress) -> None:
+    def update(progress: RunProgress) -> None:
         words = "starting"
         if progress.answered and progress.seconds:
             rates = progress.answered / progress.seconds, progress.tokens / progress.seconds

@@ -14,7 +14,7 @@ from saccade.errors import InputError
 
 if TYPE_CHECKING:
     from saccade.bench.suites import TaskEntry
-    from saccade.data.dataset import DataSet
+    from saccade.data.catalogue import DataSet
 
 _PANEL = "Data sets"
 
@@ -97,7 +97,7 @@ class RowOptions:
     media_root: MediaRoot = None
 
     def changes(self) -> dict[str, Any]:
-        """Fields of a `saccade.data.dataset.DataSet` in place of its own, ``columns`` among them."""
+        """Fields of a `saccade.data.catalogue.DataSet` in place of its own, ``columns`` among them."""
         found = {
             "subset": self.subset,
             "split": self.split,

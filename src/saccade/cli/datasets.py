@@ -14,7 +14,7 @@ from saccade.errors import InputError
 from saccade.formats import count as counted
 
 if TYPE_CHECKING:
-    from saccade.data.dataset import DataSet
+    from saccade.data.catalogue import DataSet
 
 
 @spread
@@ -67,11 +67,11 @@ def datasets(
 
 
 def _write(data: DataSet, folder: Path, limit: int | None) -> None:
-    from saccade.data import writing
+    from saccade.data import reading
 
     with screen.waiting(f"Reading {data.path}"):
-        count = writing.write(data, folder, limit)
-    _line(f"{counted(count, 'question')} in {folder / writing.FILE}.")
+        count = reading.write(data, folder, limit)
+    _line(f"{counted(count, 'question')} in {folder / reading.FILE}.")
 
 
 def _show(name: str, data: DataSet) -> None:

@@ -18,7 +18,8 @@ from saccade.formats import duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from saccade.distill import Preview, Progress, Report
+    from saccade.distill.run import Preview
+    from saccade.resumable import Report, RunProgress
 
 _POCKET = "Pocket sources"
 _SHOWN = 5
@@ -71,9 +72,10 @@ def distill(
     ] = False,
     batch: Annotated[int | None, typer.Option("--batch", "-b", help="Questions per batch; 8, or the preset's.")] = None,
     ray: args.Ray = None,
-    actors: Annotated[
+    engines: Annotated[
         int | None,
         typer.Option(
+            "--actors",
             metavar="N",
             help="Engines on Ray: by default one per GPU, without GPUs one per machine.",
             rich_help_panel="Several machines",
@@ -145,7 +147,7 @@ def distill(
             "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
             "built-in pair."
         )
-    args.check_ray(ray, "--actors", actors)
+    args.check_ray(ray, "--actors", engines)
     from saccade import methods
 
     name = method or ("plain" if drafter is None else None)
@@ -167,23 +169,15 @@ def distill(
         "limit": limit,
         **{word: value for word, value in pocket.items() if value is not None},
     }
-    from saccade.distill.folder import NAMES
-    from saccade.distill.planning import check_source
-    from saccade.distill.setup import check_options
-    from saccade.journal import check_place
+    from saccade.distill.run import QuestionWorker, Setup, preview, run
 
-    options = check_options(on_bad_line, chosen)  # and what follows, before models are loaded
-    if not (plan and preset is not None):
-        check_source(source, options)
-        check_place(out.expanduser(), NAMES)
     if plan and preset is not None:
         from saccade.distill.forecast import forecast
         from saccade.pocket import target_path
 
         screen.quiet_libraries()
-        where = target_path() if target == "pocket" else target
-        found = forecast(
-            where,
+        text, problems = forecast(
+            target_path() if target == "pocket" else target,
             source,
             memory_plan.preset(preset),
             media_root=media_root,
@@ -191,37 +185,33 @@ def distill(
             dtype=placing.dtype,
             **chosen,
         )
-        print(found)
-        _problems(found.plan.problems if found.plan else [])
+        print(text)
+        _problems(problems, len(problems))
         return
-    shared = {"media_root": media_root, "on_bad_line": on_bad_line, **chosen}
+    setup = Setup(source, out, media_root, on_bad_line, chosen)  # a mistake shows before models are loaded
     if ray is not None and not plan:
         from saccade.cluster import connected, places
-        from saccade.distill.ray_run import distill_on_ray
-        from saccade.jobs.actors import Models
+        from saccade.jobs.actors import ActorModels, actors
         from saccade.vlm import check
 
         screen.quiet_libraries()
         models = placing.models()
         check(target, drafter, name, **models, **settings)  # a mistake shows before actors start
-        loading = Models({"target": target, "drafter": drafter, "method": name, **models, **settings}, settings)
-        with connected(ray, actors) as cluster:
-            room = places(cluster, actors, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
-            report = _shown(partial(distill_on_ray, cluster, room, loading, source, out, **shared), out)
+        loading = ActorModels({"target": target, "drafter": drafter, "method": name, **models, **settings}, settings)
+        with connected(ray, engines) as cluster:
+            room = places(cluster, engines, placing.threads, with_gpu=placing.device != "cpu" and target != "pocket")
+            with actors(cluster, room, loading, QuestionWorker, (setup,), ahead=2) as started:
+                report = _shown(partial(run, started, setup), out)
         _show(report)
         return
     vlm = screen.load_models(target, drafter, name, **placing.models(), **settings)
-    shared["method_options"] = settings
+    worker = QuestionWorker(vlm, settings, setup)
     if plan:
-        from saccade.distill import preview
-
         with screen.waiting("Reading the prompts and answering a few of them"):
-            expected = preview(vlm, source, out, **shared)
+            expected = preview(worker, setup)
         _plan(expected, out)
         return
-    from saccade.distill import distill as run
-
-    _show(_shown(partial(run, vlm, source, out, **shared), out))
+    _show(_shown(partial(run, worker, setup), out))
 
 
 def _shown(run: Callable[..., Report], out: Path) -> Report:
@@ -229,7 +219,7 @@ def _shown(run: Callable[..., Report], out: Path) -> Report:
     try:
         with screen.long_progress("reading the prompts") as show:
 
-            def update(progress: Progress) -> None:
+            def update(progress: RunProgress) -> None:
                 rate = f"{progress.tokens / progress.seconds:.0f} tokens/s" if progress.seconds else "generating"
                 show(progress.done, progress.total, rate)
 
@@ -242,8 +232,8 @@ def _shown(run: Callable[..., Report], out: Path) -> Report:
 def _plan(expected: Preview, out: Path) -> None:
     console = screen.out()
     plan = expected.plan
-    sampled = sum(item.sampled for item in plan.items)
-    questions = sum(len(batch) for batch in plan.batches)
+    sampled = sum(question.sampled for question in plan.questions)
+    questions = len(plan.questions)
     lines = [
         f"Questions: {questions} of {counted(plan.conversations, 'conversation')}, "
         f"{counted(len(plan.batches), 'batch', 'batches')}",
@@ -254,7 +244,7 @@ def _plan(expected: Preview, out: Path) -> None:
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-    _problems(plan.problems)
+    _problems(plan.problems, len(plan.problems))
 
 
 def _show(report: Report) -> None:
@@ -263,13 +253,13 @@ def _show(report: Report) -> None:
     ends = ", ".join(f"{count} {_ENDS[end]}" for end, count in sorted(report.finishes.items()))
     lines = [
         f"{counted(report.answered, 'answer')} in {duration(report.seconds)}{rate}{earlier}; left out: "
-        f"{counted(report.duplicates, 'duplicate')}, {counted(len(report.problems), 'unusable line')}.",
+        f"{counted(report.duplicates, 'duplicate')}, {counted(report.failed, 'unusable line')}.",
         *([f"Of them {ends}."] if ends else []),
-        f"The answers are in {report.folder}/answers.jsonl.",
+        f"The answers are in {report.out}/answers.jsonl.",
     ]
     for line in lines:
         screen.out().print(line, markup=False, soft_wrap=True)
-    _problems(report.problems)
+    _problems(report.problems, report.failed)
 
 
 _ENDS = {
@@ -280,8 +270,8 @@ _ENDS = {
 }
 
 
-def _problems(problems: list[str]) -> None:
+def _problems(problems: list[str], number: int) -> None:
     for problem in problems[:_SHOWN]:
         screen.note(f"Skipped: {problem}")
-    if len(problems) > _SHOWN:
-        screen.note(f"... and {len(problems) - _SHOWN} more.")
+    if number > _SHOWN:
+        screen.note(f"... and {number - _SHOWN} more.")

@@ -1,21 +1,129 @@
-"""Table of ready mappings (``catalogue.toml``), and what papers change about them."""
+"""Mappings of data sets: where their rows are, which columns make questions, and the table of ready ones."""
 
 from __future__ import annotations
 
+import string
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from saccade.data.dataset import DataSet, parse
-from saccade.errors import InputError
+from saccade.errors import InputError, SaccadeError
+from saccade.typed import check_whole, make
 
 PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED"}
 """Names of the papers by the word behind ``@``."""
+PARTS = ("question", "images", "videos", "choices", "reference", "id", "category", "turns")
+"""Parts of a question that a column can be named for."""
+_LISTS = ("images", "videos", "choices")
 _NOTE = "note"
+
+
+class Template:
+    """Prompt with fields of the items, such as ``Describe {name}``; ``{{`` and ``}}`` are braces."""
+
+    def __init__(self, text: str) -> None:
+        if not text.strip():
+            raise InputError("The prompt is empty; give a question, such as 'Describe the picture.'.")
+        try:
+            pieces = list(string.Formatter().parse(text))
+        except ValueError:
+            raise InputError(f"The prompt {text!r} has a single brace; write {{{{ and }}}} for braces.") from None
+        for _, name, form, conversion in pieces:
+            if name is not None and (not name.isidentifier() or form or conversion):
+                raise InputError(
+                    f"The prompt has the field {{{name}}}, which is no plain name; write {{{{ and }}}} for braces."
+                )
+        self._pieces = [(before, name) for before, name, _, _ in pieces]
+        self.names = [name for _, name in self._pieces if name is not None]  # of its fields, in order
+
+    def fill(self, fields: Mapping[str, Any]) -> str:
+        """Return the prompt of an item."""
+        for name in self.names:
+            if name not in fields:
+                raise InputError(f"the prompt names {{{name}}}, but the item has {', '.join(fields) or 'no fields'}")
+            value = fields[name]
+            if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                raise InputError(f"the prompt's field {name} must be a text or a number, not {str(value)[:60]!r}")
+        return "".join(before + ("" if name is None else str(fields[name])) for before, name in self._pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """A data set and how its rows become questions. A column is given by its name; ``a.b`` is ``b`` of every ``a``."""
+
+    name: str  # as the user named it, for messages and reports
+    path: str  # id on the Hugging Face hub, or a folder or file of this machine
+    title: str = ""  # one line
+    subset: str | None = None
+    split: str = "test"
+    prompt: str = "{question}"  # template with `{COLUMN}` fields
+    open_prompt: str | None = None  # template of rows without choices; `prompt` when None
+    system: str | None = None  # system message
+    question: str = "question"
+    id: str | None = None
+    category: str | None = None
+    turns: str | None = None
+    images: tuple[str, ...] = ()
+    videos: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # columns of the choices, or one column with a list
+    choice_form: str = "{letter}. {choice}"  # of a choice in the prompt, with `{letter}` and `{choice}`
+    reference: str | None = None  # column of the right answer, or of several
+    scorer: str = "match"  # name of a scorer (`saccade.bench.scorers`) or `module:function`
+    where: Mapping[str, Any] = field(default_factory=dict)  # values that rows must have, by column
+    join: Mapping[str, str] = field(default_factory=dict)  # `subset`
+    shuffle: int | None = None  # seed of a random order
+    count: int | None = None  # number of questions; None: as many as the run asks for
+    max_new_tokens: int | None = None  # longest answer; the run's when None
+    num_frames: int | None = None
+    fps: float | None = None
+    media: str | None = None  # folder of the media that rows name; the data set's own when None
+    source: str = ""  # origin of the names of its columns
+    papers: Mapping[str, Any] = field(default_factory=dict)  # what papers change, by paper
+
+    def __post_init__(self) -> None:
+        for text in (*self.places, *(text for text in (*self.images, *self.videos) if "{" in text)):
+            Template(text)
+        for name in ("count", "max_new_tokens", "num_frames", "shuffle"):
+            value = getattr(self, name)
+            if value is not None:
+                check_whole(value, int(name != "shuffle"), name, self.name, InputError)
+        if self.fps is not None and self.fps <= 0:
+            raise InputError(f"{self.name}: fps must be above 0, not {self.fps}.")
+        if self.num_frames is not None and self.fps is not None:
+            raise InputError(f"{self.name}: num_frames and fps exclude each other; leave one of them out.")
+        if self.join and set(self.join) != {"subset", "column", "key"}:
+            raise SaccadeError(f"{self.name}: join needs subset, column and key.")
+
+    def with_(self, **changes: Any) -> DataSet:
+        """Return the same with some fields replaced; those that are None or empty remain."""
+        return replace(self, **{name: value for name, value in changes.items() if value not in (None, (), {})})
+
+    def without_frames(self) -> DataSet:
+        """Return the same with the checkpoint's own frames of a video."""
+        return replace(self, num_frames=None, fps=None)
+
+    def with_columns(self, columns: Mapping[str, str]) -> DataSet:
+        """Return the same with other columns; ``+`` separates those of one part, and an empty text is none."""
+        unknown = sorted(set(columns) - set(PARTS))
+        if unknown:
+            raise InputError(f"{self.name}: unknown column {unknown[0]!r}; expected {', '.join(PARTS)}.")
+        changes: dict[str, Any] = {}
+        for part, column in columns.items():
+            if part in _LISTS:
+                changes[part] = tuple(name for name in column.split("+") if name)
+            else:
+                changes[part] = column or (None if part != "question" else "question")
+        return replace(self, **changes)
+
+    @property
+    def places(self) -> list[str]:
+        """Templates of its prompts."""
+        return [text for text in (self.prompt, self.open_prompt) if text is not None]
 
 
 def names() -> list[str]:
@@ -33,7 +141,12 @@ def find(name: str) -> DataSet:
     base, at, paper = name.partition("@")
     if base in _table():
         data = parse(_table()[base], base, f"data set {base}")
-        return _as_in(paper, data) if at else data
+        if not at:
+            return data
+        if paper not in data.papers:
+            known = ", ".join(f"{data.name}@{word}" for word in data.papers) or "none"
+            raise InputError(f"There is no {data.name}@{paper}; papers that use the data set {data.name}: {known}.")
+        return data.with_(**changes_of(data, paper))
     if Path(name).expanduser().exists():
         return DataSet(Path(name).stem or name, name, split="train")
     if name.count("/") == 1 and not at:
@@ -46,22 +159,24 @@ def find(name: str) -> DataSet:
     )
 
 
+def parse(table: Mapping[str, Any], name: str, where: str) -> DataSet:
+    """Make a data set of a table."""
+    lists = {
+        key: tuple([value] if isinstance(value, str) else value)
+        for key, value in table.items()
+        if key in _LISTS and isinstance(value, (str, list, tuple))
+    }
+    return make(DataSet, {"name": name, **table, **lists}, where)
+
+
 def changes_of(data: DataSet, paper: str) -> dict[str, Any]:
     """Fields of a data set that a paper changes."""
-    found: Mapping[str, Any] = data.papers[paper]
-    return {key: value for key, value in found.items() if key != _NOTE}
+    return {key: value for key, value in data.papers[paper].items() if key != _NOTE}
 
 
 def note_of(data: DataSet, paper: str) -> str:
     """Remark on a paper's use of a data set; empty without one."""
     return str(data.papers[paper].get(_NOTE, ""))
-
-
-def _as_in(paper: str, data: DataSet) -> DataSet:
-    if paper not in data.papers:
-        known = ", ".join(f"{data.name}@{word}" for word in data.papers) or "none"
-        raise InputError(f"There is no {data.name}@{paper}; papers that use the data set {data.name}: {known}.")
-    return data.with_(**changes_of(data, paper))
 
 
 @cache

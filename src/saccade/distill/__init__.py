@@ -12,39 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saccade.distill.folder import Answered, Answers, read_answers
-    from saccade.distill.options import Options
-    from saccade.distill.run import Preview, Progress, Report, distill, preview
+    from saccade.distill.folder import read_answers
+    from saccade.distill.run import distill
 
-__all__ = [
-    "Answered",
-    "Answers",
-    "Options",
-    "Preview",
-    "Progress",
-    "Report",
-    "distill",
-    "preview",
-    "read_answers",
-]
-
-_HOME = {
-    "Options": "options",
-    "Answered": "folder",
-    "Answers": "folder",
-    "read_answers": "folder",
-    "Preview": "run",
-    "Progress": "run",
-    "Report": "run",
-    "distill": "run",
-    "preview": "run",
-}
+__all__ = ["distill", "read_answers"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something needs them."""
-    if name in _HOME:
+    if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module(f"saccade.distill.{_HOME[name]}"), name)
+        return getattr(import_module(f"saccade.distill.{'run' if name == 'distill' else 'folder'}"), name)
     raise AttributeError(f"module 'saccade.distill' has no attribute {name!r}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saccade.distill import pocket_source
-from saccade.distill.options import Options
-from saccade.distill.planning import Plan, Prompts, make_plan
+from saccade.distill.planning import Options, Prompts, QuestionPlan, make_plan
 from saccade.errors import InputError
 from saccade.formats import count
 from saccade.memory_plan import LETTERS, Lengths, ModelSize, Preset, assumed, pictures, spread, together
@@ -17,54 +15,6 @@ CHUNK = 512
 """Tokens of prompts per step, as in `saccade.engine`."""
 LINE = 12
 """Bytes of an answer's token in ``answers.jsonl``: its text and its id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Forecast of a run."""
-
-    preset: Preset  # the GPU
-    size: ModelSize  # of the target
-    lengths: Lengths  # of its prompts; answers are as long as allowed
-    plan: Plan | None  # every question; None where there are no prompts yet
-    options: Options  # of the run
-
-    @property
-    def memory(self) -> dict[str, float]:
-        """Bytes on the GPU by what they are, for a batch of the longest prompts."""
-        text, visual, _, answer = self.lengths.longest
-        wide = self.size.target.text_config.intermediate_size
-        return {
-            "target": self.size.bytes,
-            "KV cache": self.options.batch * (text + visual + answer) * self.size.entry,
-            "prefill": max(visual, CHUNK) * (3 * wide + 6 * self.size.width) * self.size.each,
-        }
-
-    def __str__(self) -> str:
-        plan, memory = self.plan, self.memory
-        parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in memory.items())
-        disk = self.lengths.samples * (self.lengths.text * LETTERS + self.lengths.answer * LINE)
-        return "\n".join(
-            [
-                f"Preset: {self.preset}",
-                f"Settings: --batch {self.options.batch}",
-                f"Questions: {self.lengths.samples}" if plan is None else _found(plan),
-                f"Prompts: {self.lengths.text:.0f} text and {self.lengths.visual:.0f} visual tokens on average; "
-                f"{self.lengths.origin}",
-                f"Memory: {parts} GB; {self.preset.fits(sum(memory.values()))}",
-                f"Disk: at most {disk / 1e9:.2f} GB, if every answer has {self.options.max_new_tokens} tokens",
-            ]
-        )
-
-
-def _found(plan: Plan) -> str:
-    items = list(plan.items)
-    sampled = sum(item.sampled for item in items)
-    return (
-        f"Questions: {len(items)} of {count(plan.conversations, 'conversation')}, "
-        f"{count(len(plan.batches), 'batch', 'batches')}\nDecoding: {len(items) - sampled} greedy, {sampled} sampled\n"
-        f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}"
-    )
 
 
 def forecast(
@@ -76,29 +26,60 @@ def forecast(
     on_bad_line: str = "stop",
     dtype: str = "auto",
     **options: Any,
-) -> Forecast:
-    """Compute what `saccade.distill.distill` needs on a preset's GPU; weights are not read and need not be there."""
+) -> tuple[str, list[str]]:
+    """Compute what `saccade.distill.distill` needs on a preset's GPU; weights are not read and need not be there.
+
+    Returns lines of text, and a sentence per line of the prompts that cannot be used.
+    """
     if source.startswith(pocket_source.PREFIX):
         raise InputError(
             "A forecast is for prompts in a file; leave out --preset to have a pocket source planned by a few answers."
         )
-    chosen = Options(**options)
-    path = Path(source).expanduser()
-    if not path.exists():
-        size = ModelSize(target, dtype=dtype)
+    chosen, path = Options.checked(on_bad_line, options), Path(source).expanduser()
+    size = ModelSize(target, dtype=dtype)
+    problems: list[str] = []
+    if path.exists():
+        prompts = Prompts(path, path.parent if media_root is None else media_root.expanduser())
+        plan = make_plan(prompts, chosen, on_bad_line)
+        lengths, questions, problems = _lengths(prompts, plan, chosen, size), _counts(plan), plan.problems
+    else:
         lengths = assumed(size, path.name, samples=chosen.limit, answer=chosen.max_new_tokens)
-        return Forecast(preset, size, lengths, None, chosen)
-    prompts = Prompts(path, path.parent if media_root is None else media_root.expanduser())
-    size, plan = ModelSize(target, dtype=dtype), make_plan(prompts, chosen, on_bad_line)
-    return Forecast(preset, size, _lengths(prompts, plan, chosen, size), plan, chosen)
+        questions = f"Questions: {lengths.samples}"
+    text, visual, _, answer = lengths.longest
+    wide = size.target.text_config.intermediate_size
+    memory = {
+        "target": size.bytes,
+        "KV cache": chosen.batch * (text + visual + answer) * size.entry,
+        "prefill": max(visual, CHUNK) * (3 * wide + 6 * size.width) * size.each,
+    }
+    parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in memory.items())
+    disk = lengths.samples * (lengths.text * LETTERS + lengths.answer * LINE)
+    lines = [
+        f"Preset: {preset}",
+        f"Settings: --batch {chosen.batch}",
+        questions,
+        f"Prompts: {lengths.text:.0f} text and {lengths.visual:.0f} visual tokens on average; {lengths.origin}",
+        f"Memory: {parts} GB; {preset.fits(sum(memory.values()))}",
+        f"Disk: at most {disk / 1e9:.2f} GB, if every answer has {chosen.max_new_tokens} tokens",
+    ]
+    return "\n".join(lines), problems
 
 
-def _lengths(prompts: Prompts, plan: Plan, options: Options, size: ModelSize) -> Lengths:
-    items = list(plan.items)
+def _counts(plan: QuestionPlan) -> str:
+    sampled = sum(question.sampled for question in plan.questions)
+    return (
+        f"Questions: {len(plan.questions)} of {count(plan.conversations, 'conversation')}, "
+        f"{count(len(plan.batches), 'batch', 'batches')}\n"
+        f"Decoding: {len(plan.questions) - sampled} greedy, {sampled} sampled\n"
+        f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}"
+    )
+
+
+def _lengths(prompts: Prompts, plan: QuestionPlan, options: Options, size: ModelSize) -> Lengths:
     seen = []
-    for item in spread(items):
-        history = prompts.at(item.offset).messages[: item.message + 1]
+    for question in spread(plan.questions):
+        history = prompts.at(question.offset).messages[: question.message + 1]
         seen.append(pictures(history, prompts.root, size))
-    texts = [item.length[1] // LETTERS for item in items]
+    texts = [question.length[1] // LETTERS for question in plan.questions]
     origin = f"pictures of {len(seen)} looked at, {LETTERS} letters counted as a token"
-    return together(texts, [options.max_new_tokens] * len(items), seen, origin)
+    return together(texts, [options.max_new_tokens] * len(texts), seen, origin)

@@ -1,17 +1,16 @@
-"""Deterministic plan of a run: deduplicated questions in batches."""
+"""Options of a distillation, its prompts, and its plan: deduplicated questions in batches, equal in every attempt."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from saccade.distill import pocket_source
-from saccade.distill.options import Options
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import (
     Conversation,
@@ -23,7 +22,77 @@ from saccade.inputs.conversations import (
     sources_of,
     text_of,
 )
-from saccade.jobs.elements import row_at, rows
+from saccade.jobs.item_sources import json_row_at, json_rows
+from saccade.typed import check_whole
+
+FIRST_SEED = 1_000_000
+"""Pocket samples for training are drawn from here on; evaluation, benchmarks and the demo draw below."""
+WINDOW = 32
+"""Batches whose questions are sorted by length together; a larger window sorts better and shuffles less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Choice of questions and decoding, which determine the answers; a resumed run must repeat them."""
+
+    sampled_share: float = 0.5  # share of the questions answered by sampling; the others are answered greedily
+    temperature: float = 1.0  # of the sampled answers, whose distribution is cut nowhere (no top-p, no top-k)
+    max_new_tokens: int = 256  # longest answer
+    batch: int = 8  # questions per batch
+    seed: int = 0  # decides which questions are sampled, and their draws
+    history: str = "reference"  # content of earlier assistant turns
+    limit: int | None = None  # number of questions, the first ones; None for all
+    count: int = 1000  # of a pocket source, samples of every task
+    first_seed: int = FIRST_SEED  # of a pocket source, number of the first sample
+    grammar: str = "dense"  # of a pocket source, `dense` or `verbose`
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch", "count", *(["limit"] if self.limit is not None else [])):
+            check_whole(getattr(self, name), 1, name, error=InputError)
+        if not 0 <= self.sampled_share <= 1:
+            raise InputError(f"sampled_share must be from 0 (all greedy) to 1, not {self.sampled_share}.")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise InputError(
+                f"temperature must be above 0, not {self.temperature}; for greedy answers set sampled_share to 0 "
+                "(--sampled-share 0 on the command line)."
+            )
+        if self.history not in ("reference", "own"):
+            raise InputError(f"history must be reference or own, not {self.history!r}.")
+        if self.first_seed < FIRST_SEED:
+            raise InputError(
+                f"first_seed must be at least {FIRST_SEED}, not {self.first_seed}; evaluation draws below."
+            )
+
+    @classmethod
+    def checked(cls, on_bad_line: str, options: Mapping[str, Any]) -> Options:
+        """Return the options of a run."""
+        if on_bad_line not in ("stop", "skip"):
+            raise InputError(f"on_bad_line must be stop or skip, not {on_bad_line!r}.")
+        unknown = sorted(set(options) - set(cls.__slots__))
+        if unknown:
+            raise InputError(f"Unknown option {unknown[0]}; expected {', '.join(cls.__slots__)}.")
+        return cls(**options)
+
+    def samples(self, name: str) -> bool:
+        """Whether the question of that id is answered by sampling."""
+        return _number(f"{self.seed}/share/{name}") < self.sampled_share * 2**63
+
+    def seed_of(self, name: str) -> int:
+        """Return the seed of a question's random generator: a function of its id, equal in every attempt."""
+        return _number(f"{self.seed}/draws/{name}")
+
+    def decoding(self, sampled: bool) -> dict[str, Any]:
+        """Arguments of `saccade.VLM.generate`; the checkpoint's own penalties stay."""
+        if not sampled:
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        temperature = float(self.temperature)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return {"max_new_tokens": self.max_new_tokens, **sampling}
+
+
+def _number(words: str) -> int:
+    """Hash words to a number from 0 to 2**63 - 1, equal on every machine."""
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1
 
 
 class Duplicates:
@@ -42,7 +111,12 @@ class Duplicates:
     def first(self, name: str, messages: Sequence[dict[str, Any]]) -> str:
         """Return the name of the first equal question; its own when it is new."""
         sources = [resolve(s, self._root) for part in media_parts(messages) for s in sources_of(part)]
-        rough = _hash(_bare(messages), [_size(s) for s in sources])
+        bare = [  # with the number of files in place of every medium
+            [p if p["type"] == "text" else {"type": p["type"], "files": len(sources_of(p))} for p in message["content"]]
+            for message in messages
+        ]
+        texts = [{**message, "content": content} for message, content in zip(messages, bare, strict=True)]
+        rough = _hash(texts, [len(s) if s.startswith("data:") else Path(s).stat().st_size for s in sources])
         if rough not in self._alike:
             self._alike[rough] = (name, sources)
             return name
@@ -56,26 +130,8 @@ class Duplicates:
         return _hash(rough.hex(), [self._digest(source) for source in sources])
 
 
-def _bare(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the number of files in place of every medium."""
-    return [
-        {
-            **message,
-            "content": [
-                p if p["type"] == "text" else {"type": p["type"], "files": len(sources_of(p))}
-                for p in message["content"]
-            ],
-        }
-        for message in messages
-    ]
-
-
 def _hash(*content: Any) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
-
-
-def _size(source: str) -> int:
-    return len(source) if source.startswith("data:") else Path(source).stat().st_size
 
 
 def _file_digest(source: str) -> str:
@@ -85,12 +141,8 @@ def _file_digest(source: str) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-WINDOW = 32
-"""Batches whose questions are sorted by length together; a larger window sorts better and shuffles less."""
-
-
 @dataclass(frozen=True, slots=True)
-class Item:
+class PlannedQuestion:
     """One question."""
 
     id: str  # unique in the run: the conversation's own, followed by `/1`, `/2`, ... when it has several questions
@@ -99,68 +151,69 @@ class Item:
     message: int  # index of the user message to be answered
     sampled: bool  # answered by sampling, not greedily
     length: tuple[int, int]  # of the expected answer and of the prompt, in characters
-    # message index and question id of every answer of the target in its history
     before: tuple[tuple[int, str], ...] = ()
+    """Message index and question id of every answer of the target in its history."""
+
+    def messages(self, conversation: Conversation, answers: Mapping[str, str]) -> Messages:
+        """Return the conversation up to the question, with the target's answers in their places."""
+        messages: Messages = [*conversation.messages[: self.message + 1]]
+        for index, earlier in self.before:
+            if earlier not in answers:
+                raise InputError(f"the answer to its earlier turn {earlier} is missing")
+            messages[index] = {"role": "assistant", "content": [{"type": "text", "text": answers[earlier]}]}
+        return messages
 
 
 @dataclass(slots=True)
-class Plan:
+class QuestionPlan:
     """Questions of a run."""
 
-    batches: list[list[Item]] = field(default_factory=list)  # in their order of generation
+    batches: list[list[PlannedQuestion]] = field(default_factory=list)  # in their order of generation
     conversations: int = 0  # number of usable lines
     duplicates: int = 0  # number of questions left out because an equal one is planned
     problems: list[str] = field(default_factory=list)  # one sentence per line that cannot be used
 
     @property
-    def items(self) -> Iterator[Item]:
+    def questions(self) -> list[PlannedQuestion]:
         """All questions, in their order of generation."""
-        return (item for batch in self.batches for item in batch)
+        return [question for batch in self.batches for question in batch]
 
 
 class Prompts:
     """A file of conversations: one JSON object per line, or one array of them."""
 
     def __init__(self, path: Path, root: Path) -> None:
+        if not path.is_file():
+            raise SaccadeError(
+                f"There is no file {path}; give JSON lines or a JSON array, or pocket:TASK for built-in prompts."
+            )
         self.path = path  # of the file
         self.root = root  # folder to which the paths of its media are relative
-        try:
-            with path.open("rb") as file:
-                self.digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as problem:
-            raise SaccadeError(
-                f"Cannot read the prompts in {path}: {problem.strerror}; give JSON lines, a JSON array or pocket:TASK."
-            ) from problem
 
-    def lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield number, offset and content of every row."""
-        return rows(self.path)
+    @property
+    def digest(self) -> str:
+        """Digest of the file."""
+        try:
+            with self.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as problem:
+            raise SaccadeError(f"Cannot read the prompts in {self.path}: {problem.strerror}.") from problem
 
     def at(self, offset: int) -> Conversation:
         """Return the conversation of the row at an offset in bytes."""
-        return parse_conversation(row_at(self.path, offset).decode())
+        return parse_conversation(json_row_at(self.path, offset).decode())
 
     def where(self, line: int) -> str:
         """Name a line for messages."""
         return f"{self.path}, line {line}"
 
 
-def check_source(source: str, options: Options) -> None:
-    """Raise `SaccadeError` for a prompt set that does not exist, without reading it."""
-    if source.startswith(pocket_source.PREFIX):
-        pocket_source.tasks_of(source, options.grammar)
-    elif not Path(source).expanduser().is_file():
-        raise SaccadeError(
-            f"There is no file {source}; give JSON lines or a JSON array, or pocket:TASK for built-in prompts."
-        )
-
-
-def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
+def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> QuestionPlan:
     """Read the prompt set once, and plan its batches."""
-    plan, known, names = Plan(), Duplicates(prompts.root), set[str]()
-    rounds: dict[int, list[Item]] = {}
+    plan, known, names = QuestionPlan(), Duplicates(prompts.root), set[str]()
+    rounds: dict[int, list[PlannedQuestion]] = {}
     planned = 0
-    for number, offset, line in prompts.lines():
+    for number, offset, line in json_rows(prompts.path):
         if planned == options.limit:
             break
         try:
@@ -169,20 +222,30 @@ def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> Plan:
             refuse(plan.problems, f"{prompts.where(number)}: {problem}.", on_bad_line)
             continue
         plan.conversations += 1
-        name = _unique(conversation.id or f"line-{number}", number, len(conversation.questions), names)
-        for round_, item, is_new in _items(conversation, name, number, offset, options, known):
-            if not is_new:
+        ids = _unique_ids(conversation.id or f"line-{number}", number, len(conversation.questions), names)
+        before: tuple[tuple[int, str], ...] = ()
+        for round_, (name, message) in enumerate(zip(ids, conversation.questions, strict=True)):
+            history, replaced = conversation.messages[: message + 1], {index for index, _ in before}
+            compared = [{"role": "assistant", "content": []} if i in replaced else m for i, m in enumerate(history)]
+            first = known.first(name, compared)
+            if first != name:
                 plan.duplicates += 1
             elif planned != options.limit:
-                rounds.setdefault(round_ if options.history == "own" else 0, []).append(item)
+                reference = conversation.messages[message + 1 : message + 2]
+                expected = len(text_of(reference[0])) if reference else 0
+                length = expected, sum(len(text_of(m)) for m in history)
+                question = PlannedQuestion(name, number, offset, message, options.samples(name), length, before)
+                rounds.setdefault(round_ if options.history == "own" else 0, []).append(question)
                 planned += 1
+            if options.history == "own":
+                before = (*before, (message + 1, first))
     if not planned:
         problems = f" {plan.problems[0]}" if plan.problems else ""
         raise SaccadeError(
             f"{prompts.path} holds no question; expected one JSON object per line, or one array.{problems}"
         )
-    for _, items in sorted(rounds.items()):
-        plan.batches += _batches(items, options.batch)
+    for _, questions in sorted(rounds.items()):
+        plan.batches += _batches(questions, options.batch)
     return plan
 
 
@@ -205,59 +268,20 @@ def _read(line: bytes, root: Path) -> Conversation:
     return conversation
 
 
-def _unique(name: str, line: int, count: int, names: set[str]) -> str:
-    """Return the name, with its line appended where it or an id of its questions is taken."""
-    while not names.isdisjoint({name, *_ids(name, count)}):
+def _unique_ids(name: str, line: int, count: int, names: set[str]) -> list[str]:
+    """Ids of a conversation's questions, whose name is followed by its line where one of them is taken."""
+    while True:
+        ids = [name] if count == 1 else [f"{name}/{number}" for number in range(1, count + 1)]
+        if names.isdisjoint({name, *ids}):
+            names.update({name, *ids})
+            return ids
         name = f"{name}@{line}"
-    names.update({name, *_ids(name, count)})
-    return name
 
 
-def _ids(name: str, count: int) -> list[str]:
-    """Ids of a conversation's questions."""
-    return [name] if count == 1 else [f"{name}/{number}" for number in range(1, count + 1)]
-
-
-def _items(
-    conversation: Conversation, name: str, line: int, offset: int, options: Options, known: Duplicates
-) -> Iterator[tuple[int, Item, bool]]:
-    """Yield round, item, and whether it is new, for every question of a conversation."""
-    questions = conversation.questions
-    ids = _ids(name, len(questions))
-    own = options.history == "own"
-    before: tuple[tuple[int, str], ...] = ()
-    for round_, message in enumerate(questions):
-        item = ids[round_]
-        history = conversation.messages[: message + 1]
-        answered = {index for index, _ in before}
-        compared = [{"role": "assistant", "content": []} if index in answered else m for index, m in enumerate(history)]
-        first = known.first(item, compared)
-        reference = conversation.messages[message + 1 : message + 2]
-        length = (len(text_of(reference[0])) if reference else 0, sum(len(text_of(m)) for m in history))
-        yield (
-            round_,
-            Item(item, line, offset, message, options.samples(item), length, before),
-            first == item,
-        )
-        if own:
-            before = (*before, (message + 1, first))
-
-
-def _batches(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+def _batches(questions: Sequence[PlannedQuestion], size: int) -> Iterator[list[PlannedQuestion]]:
     """Group neighbours of the prompt set by decoding and length."""
-    for start in range(0, len(items), WINDOW * size):
-        window = items[start : start + WINDOW * size]
+    for start in range(0, len(questions), WINDOW * size):
+        window = questions[start : start + WINDOW * size]
         for sampled in (False, True):
-            alike = sorted((i for i in window if i.sampled == sampled), key=lambda i: i.length)
+            alike = sorted((q for q in window if q.sampled == sampled), key=lambda q: q.length)
             yield from (alike[at : at + size] for at in range(0, len(alike), size))
-
-
-def messages_of(item: Item, conversation: Conversation, answers: Mapping[str, str]) -> Messages:
-    """Return the conversation up to the question, with the target's answers in the places that the item names."""
-    messages: Messages = [*conversation.messages[: item.message + 1]]
-    for index, earlier in item.before:
-        if earlier not in answers:
-            raise InputError(f"the answer to its earlier turn {earlier} is missing")
-        answer: dict[str, Any] = {"type": "text", "text": answers[earlier]}
-        messages[index] = {"role": "assistant", "content": [answer]}
-    return messages

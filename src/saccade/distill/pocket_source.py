@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from saccade.distill.options import Options
+from saccade.distill.planning import Options
 from saccade.errors import InputError
 from saccade.files import write_file
 from saccade.pocket import WORLD, Sample, draw, lacks

@@ -11,27 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saccade.jobs.job import Job, Survey, preview
-    from saccade.jobs.running import Attempt, Progress, Report, batch_file, run
+    from saccade.jobs.running import batch_file
 
-__all__ = ["Attempt", "Job", "Progress", "Report", "Survey", "batch_file", "preview", "run"]
-
-_HOME = {
-    "Attempt": "running",
-    "Job": "job",
-    "Survey": "job",
-    "preview": "job",
-    "Progress": "running",
-    "Report": "running",
-    "batch_file": "running",
-    "run": "running",
-}
+__all__ = ["batch_file"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only when something needs them."""
-    if name in _HOME:
-        from importlib import import_module
+    if name in __all__:
+        from saccade.jobs import running
 
-        return getattr(import_module(f"saccade.jobs.{_HOME[name]}"), name)
+        return getattr(running, name)
     raise AttributeError(f"module 'saccade.jobs' has no attribute {name!r}")

@@ -1,16 +1,16 @@
-"""Actors on Ray that answer tasks, one engine each; what a lost actor had not answered goes to another one.
+"""Actors on Ray that answer what is pending, one engine each; what a lost actor had not answered goes to another one.
 
 Actors stream their answers to the process of the command, which alone writes the journal. So a kill of either side
-loses nothing that has an answer, and a task is answered once, whoever did it.
+loses nothing that has an answer, and an item is answered once, whoever did it.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -18,19 +18,18 @@ from typing import Any
 from saccade.cluster import Places, limit_threads
 from saccade.errors import SaccadeError
 from saccade.formats import differences, shortened
-from saccade.jobs.forms import sentence_of
+from saccade.jobs.job import sentence_of
+from saccade.resumable import Finished, Pending, Worker
 from saccade.vlm import VLM, load
 
 SUSPECT, HOPELESS = 2, 4
 """Lost actors after which an item is answered alone, and after which it is given up."""
-COMPARED = ("method", "target", "processor", "drafter")
-"""Groups of facts about the models of a job."""
 _LOST_IN_A_ROW = 6
 """Actors that may be lost without an answer in between, per actor of the job, before it ends."""
 
 
 @dataclass(frozen=True)
-class Models:
+class ActorModels:
     """Models and method that every actor loads by itself."""
 
     arguments: Mapping[str, Any]  # of `saccade.load`; folders must exist on every machine
@@ -59,37 +58,32 @@ class Hello:
     machine: str  # name for messages
 
 
-class EngineActor(ABC):
-    """Actor: models, and the queue of their tasks."""
+class EngineActor:
+    """Actor: models, a worker with them, and the queue of what it answers."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._given: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def __init__(self, models: ActorModels, make: Callable[..., Worker], arguments: tuple[Any, ...]) -> None:
+        self._models, self._make, self._arguments = models, make, arguments
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def put(self, given: Any) -> None:
-        """Take what all actors begin with first, and lists of tasks from then on."""
-        self._given.put(given)
+    def put(self, message: Any) -> None:
+        """Take what `Worker.begin` gets, and lists of what is pending from then on."""
+        self._messages.put(message)
 
     def answers(self) -> Iterator[Any]:
         """Yield `Hello` and then answers; a sentence instead where it cannot work."""
+
+        def pending() -> Iterator[Pending]:
+            while True:
+                yield from self._messages.get()
+
         try:
             vlm = self._models.load()
-            yield Hello(self.open(vlm), os.uname().nodename)
-            yield from self.work(self._given.get(), self._tasks())
+            worker = self._make(vlm, self._models.method_options, *self._arguments)
+            yield Hello(worker.facts, os.uname().nodename)
+            worker.begin(self._messages.get())
+            yield from worker.answers(pending())
         except SaccadeError as problem:
             yield sentence_of(problem)
-
-    @abstractmethod
-    def open(self, vlm: VLM) -> dict[str, Any]:
-        """Prepare, and return the facts of the models."""
-
-    @abstractmethod
-    def work(self, begin: Any, tasks: Iterator[Any]) -> Iterator[Any]:
-        """Yield one answer per task, with its ``number``; ``tasks`` waits for the next one."""
-
-    def _tasks(self) -> Iterator[Any]:
-        while True:
-            yield from self._given.get()
 
 
 @dataclass(eq=False, slots=True)
@@ -98,48 +92,49 @@ class _Actor:
 
     handle: Any
     stream: Any  # of its messages
-    tasks: dict[int, Any] = field(default_factory=dict)  # that it has not answered, by number
+    pending: dict[int, Pending] = field(default_factory=dict)  # what it has not answered, by number
     is_ready: bool = False  # whether its models are loaded
-    is_alone: bool = False  # whether it must answer its only task before it gets others
+    is_alone: bool = False  # whether it must answer its only item before it gets others
 
 
 class Actors:
-    """Actors of a run: tasks are dataclasses with a ``number`` and a ``problem``; answers have the number."""
+    """Actors of a run; a `saccade.resumable.Worker`."""
 
-    def __init__(
-        self, ray: Any, make: Callable[[], Any], count: int, ahead: int, compared: tuple[str, ...] = COMPARED
-    ) -> None:
-        self._compared = compared
+    def __init__(self, ray: Any, make: Callable[[], Any], count: int, ahead: int) -> None:
         self._ray, self._make, self._ahead = ray, make, ahead
         self._most_lost = _LOST_IN_A_ROW * count
         self._actors = [self._started() for _ in range(count)]
         self._facts: dict[str, Any] | None = None
-        self._begin: Any = None
-        self._again: deque[Any] = deque()
-        self._suspects: deque[Any] = deque()
+        self._start: Any = None
+        self._again: deque[Pending] = deque()
+        self._suspects: deque[Pending] = deque()
         self._losses: Counter[int] = Counter()
         self._lost_in_a_row = 0
 
+    @property
     def facts(self) -> dict[str, Any]:
         """Wait for the first actor, and return what it has loaded."""
         while self._facts is None:
             for _ in self._messages():
-                raise AssertionError("no actor has a task yet")
+                raise AssertionError("no actor has anything to answer yet")
         return self._facts
 
-    def begin(self, begin: Any) -> None:
-        """Let actors work, with what `EngineActor.work` gets first; not None."""
-        self._begin = begin
+    def begin(self, start: Any) -> None:
+        """See `Worker`; not None."""
+        self._start = start
         for actor in self._actors:
             if actor.is_ready:
-                actor.handle.put.remote(begin)
+                actor.handle.put.remote(start)
 
-    def answers(self, tasks: Iterator[Any]) -> Generator[Any]:
-        """Yield one answer per task, as they end."""
+    def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
+        """See `Worker`."""
         while True:
-            self._supply(tasks)
-            if not any(actor.tasks for actor in self._actors) and not self._has_more(tasks):
-                return
+            self._supply(pending)
+            if not any(actor.pending for actor in self._actors):
+                if not (self._again or self._suspects):
+                    self._again.extend(islice(pending, 1))
+                if not (self._again or self._suspects):
+                    return
             yield from self._messages()
 
     def close(self) -> None:
@@ -151,108 +146,100 @@ class Actors:
         handle = self._make()
         return _Actor(handle, handle.answers.options(num_returns="streaming").remote())
 
-    # -- tasks ---------------------------------------------------------------------------------------------
-
-    def _has_more(self, tasks: Iterator[Any]) -> bool:
-        if not (self._again or self._suspects):
-            self._again.extend(islice(tasks, 1))
-        return bool(self._again or self._suspects)
-
-    def _supply(self, tasks: Iterator[Any]) -> None:
-        """Give every actor as many tasks as it may have."""
+    def _supply(self, pending: Iterator[Pending]) -> None:
+        """Give every actor as much as it may have."""
         ready = [actor for actor in self._actors if actor.is_ready]
         for actor in ready:
-            actor.is_alone = actor.is_alone and bool(actor.tasks)
-            if self._suspects and not actor.tasks:
+            actor.is_alone = actor.is_alone and bool(actor.pending)
+            if self._suspects and not actor.pending:
                 self._give(actor, [self._suspects.popleft()])
                 actor.is_alone = True
         drained = next((actor for actor in ready if not actor.is_alone), None) if self._suspects else None
         for actor in ready:
             if actor.is_alone or actor is drained:
                 continue
-            found: list[Any] = []
-            while len(actor.tasks) + len(found) < self._ahead:
-                task = self._again.popleft() if self._again else next(tasks, None)
-                if task is None:
+            batch: list[Pending] = []
+            while len(actor.pending) + len(batch) < self._ahead:
+                each = self._again.popleft() if self._again else next(pending, None)
+                if each is None:
                     break
-                found.append(task)
-            if found:
-                self._give(actor, found)
+                batch.append(each)
+            if batch:
+                self._give(actor, batch)
 
-    def _give(self, actor: _Actor, tasks: list[Any]) -> None:
-        actor.tasks.update((task.number, task) for task in tasks)
-        actor.handle.put.remote(tasks)
+    def _give(self, actor: _Actor, batch: list[Pending]) -> None:
+        actor.pending.update((each.number, each) for each in batch)
+        actor.handle.put.remote(batch)
 
-    # -- messages ------------------------------------------------------------------------------------------
-
-    def _messages(self) -> Iterator[Any]:
+    def _messages(self) -> Iterator[Finished]:
         """Wait for messages of actors, and yield the answers among them."""
         by_stream = {actor.stream: actor for actor in self._actors}
-        found, _ = self._ray.wait(list(by_stream), num_returns=1, fetch_local=False)
-        for stream in found:
+        streams, _ = self._ray.wait(list(by_stream), num_returns=1, fetch_local=False)
+        for stream in streams:
             actor = by_stream[stream]
             try:
                 message = self._ray.get(next(stream))
             except StopIteration:
-                self._lose(actor, "it ended by itself")
+                self._replace(actor, "it ended by itself")
             except self._ray.exceptions.RayError as problem:
-                self._lose(actor, _reason(problem))
+                self._replace(actor, _reason(problem))
             else:
-                answer = self._read(actor, message)
-                if answer is not None:
-                    yield answer
-
-    def _read(self, actor: _Actor, message: Any) -> Any:
-        if isinstance(message, str):
-            raise SaccadeError(message)
-        if isinstance(message, Hello):
-            self._compare(message)
-            actor.is_ready = True
-            if self._begin is not None:
-                actor.handle.put.remote(self._begin)
-            return None
-        self._lost_in_a_row = 0
-        actor.tasks.pop(message.number)
-        self._losses.pop(message.number, None)
-        return message
+                if isinstance(message, str):
+                    raise SaccadeError(message)
+                if isinstance(message, Hello):
+                    self._compare(message)
+                    actor.is_ready = True
+                    if self._start is not None:
+                        actor.handle.put.remote(self._start)
+                    continue
+                self._lost_in_a_row = 0
+                actor.pending.pop(message.number)
+                self._losses.pop(message.number, None)
+                yield message
 
     def _compare(self, hello: Hello) -> None:
         """Refuse machines whose models differ: answers would depend on the machine."""
         if self._facts is None:
             self._facts = hello.facts
-        for group in self._compared:
-            for key, other, own in differences(self._facts[group], hello.facts[group]):
-                if key == "name":
-                    continue
-                raise SaccadeError(
-                    f"The machine {hello.machine} has loaded another {group} than the first one: its {key or group} is "
-                    f"{shortened(own)}, not {shortened(other)}; give all machines the same files."
-                )
+        for group, facts in self._facts.items():
+            for key, first, other in differences(facts, hello.facts[group]):
+                if key != "name":
+                    raise SaccadeError(
+                        f"The machine {hello.machine} has loaded another {group} than the first one: its "
+                        f"{key or group} is {shortened(other)}, not {shortened(first)}; give all machines the same "
+                        "files."
+                    )
 
-    def _lose(self, actor: _Actor, reason: str) -> None:
-        """Take back the tasks of an actor that has ended, and start another one."""
+    def _replace(self, actor: _Actor, reason: str) -> None:
+        """Take back what an actor that has ended did not answer, and start another one."""
         self._lost_in_a_row += 1
         if self._lost_in_a_row > self._most_lost:
             raise SaccadeError(
                 f"{self._lost_in_a_row} actors in a row ended without an answer, the last one because {reason}; the "
                 "answers so far are in the journal, and the same command resumes the run."
             )
-        for task in actor.tasks.values():
-            self._losses[task.number] += 1
-            losses = self._losses[task.number]
-            if losses >= HOPELESS:
-                sentence = f"{losses} actors ended while they answered it, the last one because {reason}"
-                self._again.append(replace(task, problem=sentence))
+        for number, each in actor.pending.items():
+            self._losses[number] += 1
+            if self._losses[number] >= HOPELESS:
+                ended = f"{self._losses[number]} actors ended while they answered it, the last one because {reason}"
+                self._again.append(replace(each, problem=ended))
             else:
-                (self._suspects if losses >= SUSPECT else self._again).append(task)
+                (self._suspects if self._losses[number] >= SUSPECT else self._again).append(each)
         self._ray.kill(actor.handle)  # it may only be out of reach
         self._actors[self._actors.index(actor)] = self._started()
 
 
-def start(ray: Any, places: Places, kind: type[EngineActor], arguments: tuple[Any, ...]) -> Callable[[], Any]:
-    """Return the function that starts an actor."""
-    made = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **places.options)(kind)
-    return lambda: made.remote(*arguments)
+@contextmanager
+def actors(
+    ray: Any, places: Places, models: ActorModels, make: Callable[..., Worker], arguments: tuple[Any, ...], ahead: int
+) -> Iterator[Actors]:
+    """Start actors whose workers are ``make(vlm, method_options, *arguments)``, each with a few items ahead."""
+    kind = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **places.options)(EngineActor)
+    started = Actors(ray, lambda: kind.remote(models, make, arguments), places.count, ahead)
+    try:
+        yield started
+    finally:
+        started.close()
 
 
 def _reason(problem: BaseException) -> str:

@@ -1,15 +1,14 @@
-"""Items of a job as their source has them, and the question that each one asks."""
+"""Items of a job as their source has them, and the prompt that is made of each one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from saccade.data.template import Template
+from saccade.data.catalogue import Template
 from saccade.errors import InputError
 from saccade.inputs.conversations import Messages, id_of, media_parts, read_conversation, resolve, sources_of
 
@@ -42,7 +41,7 @@ class Item:
     version: str  # text that changes with the content
     row: Mapping[str, Any]  # its fields
     root: Path  # folder to which paths in the row are relative
-    media: Sequence[tuple[Kind, Any]] = field(default=())  # images and videos beside the row
+    media: Sequence[tuple[Kind, Any]] = field(default=())  # images and videos next to the row
     problem: str = ""  # one sentence where the item cannot be read
 
     @property
@@ -57,18 +56,28 @@ class Item:
         return self.is_request or "conversations" in self.row or "messages" in self.row
 
 
+def named(row: Any, default: str) -> tuple[str, str]:
+    """Id of a row, ``default`` without one, and what is wrong with the row; empty where nothing is."""
+    if not isinstance(row, dict):
+        return default, "expected a JSON object, such as one with prompt and image"
+    try:
+        return id_of(row, "custom_id" if "custom_id" in row else "id") or default, ""
+    except InputError as problem:
+        return default, str(problem)
+
+
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Question of an item."""
+class ItemPrompt:
+    """Prompt of an item."""
 
     question: str | Messages  # text, or a conversation whose parts have their sources
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
 
-    def read(self) -> Ask:
+    def read(self) -> ItemPrompt:
         """Return the same with the content of files inside archives."""
         if isinstance(self.question, str):
-            return Ask(self.question, [_content(s) for s in self.images], [_content(s) for s in self.videos])
+            return ItemPrompt(self.question, [*map(_content, self.images)], [*map(_content, self.videos)])
         for part in media_parts(self.question):
             part[part["type"]] = _content(part[part["type"]])
         return self
@@ -88,11 +97,15 @@ class Ask:
         return sum(part["type"] == kind for part in media_parts(self.question))
 
 
-@dataclass(frozen=True)
-class Asking:
-    """Way in which questions are made of items."""
+def _content(source: Any) -> Any:
+    return source.read() if isinstance(source, Stored) else source
 
-    prompt: str | None = None  # template of `saccade.data.template.Template`
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How prompts are made of items."""
+
+    prompt: str | None = None  # text of a `Template`
     system: str | None = None  # system message of conversations without one
 
     @cached_property
@@ -100,110 +113,82 @@ class Asking:
         """The parsed template."""
         return None if self.prompt is None else Template(self.prompt)
 
-    def ask(self, item: Item) -> Ask:
-        """Return the question of an item that is no `Item.is_request`."""
+    def of(self, item: Item) -> ItemPrompt:
+        """Return the prompt of an item that is no `Item.is_request`."""
         if item.problem:
             raise InputError(item.problem)
         if item.is_conversation:
-            return Ask(self._with_system(_asked(item)))
-        images, videos = (_own_media(item, kind) for kind in _MEDIA)
+            messages = _messages(item)
+            if self.system is not None and messages[0]["role"] not in ("system", "developer"):
+                messages.insert(0, {"role": "system", "content": [{"type": "text", "text": self.system}]})
+            return ItemPrompt(messages)
+        images, videos = (_sources(item, kind) for kind in _MEDIA)
         text = self._text(item)
         system = item.row.get("system", self.system)
         if system is None:
-            return Ask(text, images, videos)
+            return ItemPrompt(text, images, videos)
         if not isinstance(system, str):
             raise InputError(f"system must be a text, not {str(system)[:60]!r}")
-        media = [
-            {"type": kind, kind: source} for kind, of in zip(_MEDIA, (images, videos), strict=True) for source in of
-        ]
-        messages: Messages = [
-            {"role": "system", "content": [{"type": "text", "text": system}]},
-            {"role": "user", "content": [*media, {"type": "text", "text": text}]},
-        ]
-        return Ask(messages)
+        media = [{"type": "image", "image": source} for source in images]
+        media += [{"type": "video", "video": source} for source in videos]
+        return ItemPrompt(
+            [
+                {"role": "system", "content": [{"type": "text", "text": system}]},
+                {"role": "user", "content": [*media, {"type": "text", "text": text}]},
+            ]
+        )
 
     def _text(self, item: Item) -> str:
         if self.template is not None:
-            return self.template.fill({**_fields(item), **item.row})
+            paths = [str(source) for _, source in item.media if isinstance(source, (str, Path))]
+            path = PurePosixPath(Path(paths[0]).as_posix() if paths else item.id)
+            names = ", ".join(Path(p).name for p in paths)
+            fields = {"id": item.id, "name": path.name, "stem": path.stem, "folder": path.parent.name, "names": names}
+            return self.template.fill({**fields, **item.row})
         text = item.row.get("prompt", "")
         if not isinstance(text, str):
             raise InputError(f"the prompt must be a text, not {str(text)[:60]!r}")
         if not text.strip():
-            own = f"its fields are {', '.join(item.row)}; give it a field prompt, or" if item.row else "give"
-            raise InputError(f"it has no question; {own} all items one: --prompt 'Describe the picture.'")
+            fix = f"its fields are {', '.join(item.row)}; give it a field prompt, or" if item.row else "give"
+            raise InputError(f"it has no question; {fix} all items one: --prompt 'Describe the picture.'")
         return text
 
-    def _with_system(self, messages: Messages) -> Messages:
-        if self.system is None or messages[0]["role"] in ("system", "developer"):
-            return messages
-        return [{"role": "system", "content": [{"type": "text", "text": self.system}]}, *messages]
 
-
-def _content(source: Any) -> Any:
-    return source.read() if isinstance(source, Stored) else source
-
-
-def _fields(item: Item) -> dict[str, Any]:
-    """Fields of a template beside those of the row."""
-    paths = [str(source) for _, source in item.media if isinstance(source, (str, Path))]
-    path = PurePosixPath(Path(paths[0]).as_posix() if paths else item.id)
-    names = ", ".join(Path(p).name for p in paths)
-    return {"id": item.id, "name": path.name, "stem": path.stem, "folder": path.parent.name, "names": names}
-
-
-def _own_media(item: Item, kind: Kind) -> list[Any]:
+def _sources(item: Item, kind: Kind) -> list[Any]:
     """Sources of a simple item's images or videos."""
-    given = item.row.get(kind, item.row.get(f"{kind}s"))
-    listed = given if isinstance(given, list) else [] if given is None else [given]
-    found = [source for of, source in item.media if of == kind]
-    for source in listed:
+    value = item.row.get(kind, item.row.get(f"{kind}s"))
+    sources = [source for of, source in item.media if of == kind]
+    for source in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(source, str) or not source:
             raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
         if "://" in source[:16] and not source.startswith("file://"):
             raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
-        found.append(resolve(source, item.root))
-    return found
+        sources.append(resolve(source, item.root))
+    return sources
 
 
-def _asked(item: Item) -> Messages:
+def _messages(item: Item) -> Messages:
     """Messages up to the question: the first one of a LLaVA conversation, the last one of messages.
 
-    Media beside the row take the places of those that the row names.
+    Media next to the row take the places of those that the row names.
     """
     row = dict(item.row)
-    beside = {f"sample:{number}": source for number, (_, source) in enumerate(item.media)}
-    if beside and "conversations" in row:
+    stored = {f"sample:{number}": source for number, (_, source) in enumerate(item.media)}
+    if stored and "conversations" in row:
         for kind in _MEDIA:
-            names = [name for name, (of, _) in zip(beside, item.media, strict=True) if of == kind]
             row.pop(f"{kind}s", None)
-            row[kind] = names
+            row[kind] = [name for name, (of, _) in zip(stored, item.media, strict=True) if of == kind]
     if ("conversations" in row) == ("messages" in row):
         raise InputError("expected either conversations (LLaVA) or messages (OpenAI), not both")
     conversation = read_conversation(row)
-    last = conversation.questions[0 if "conversations" in row else -1]
-    messages = conversation.messages[: last + 1]
-    if beside and "messages" in row:
-        parts = list(media_parts(messages))
-        if len(parts) != len(beside):
-            raise InputError(f"the messages have places for {len(parts)} media, but {len(beside)} are beside them")
-        for part, name in zip(parts, beside, strict=True):
+    messages = conversation.messages[: conversation.questions[0 if "conversations" in row else -1] + 1]
+    parts = list(media_parts(messages))
+    if stored and "messages" in row:
+        if len(parts) != len(stored):
+            raise InputError(f"the messages have places for {len(parts)} media, but {len(stored)} are next to them")
+        for part, name in zip(parts, stored, strict=True):
             part[part["type"]] = name
-    for part in media_parts(messages):
-        found = [beside[s] if s in beside else resolve(s, item.root) for s in sources_of(part)]
-        part[part["type"]] = found if isinstance(part[part["type"]], list) else found[0]
+    for part in parts:
+        sources = [stored[s] if s in stored else resolve(s, item.root) for s in sources_of(part)]
+        part[part["type"]] = sources if isinstance(part[part["type"]], list) else sources[0]
     return messages
-
-
-def named(row: Any, default: str) -> tuple[str, str]:
-    """Id of a row, ``default`` without one, and what is wrong with the row; empty where nothing is."""
-    if not isinstance(row, dict):
-        return default, "expected a JSON object, such as one with prompt and image"
-    try:
-        return id_of(row, "custom_id" if "custom_id" in row else "id") or default, ""
-    except InputError as problem:
-        return default, str(problem)
-
-
-def version_of(row: Any) -> str:
-    """Text that changes with the content of a row."""
-    return json.dumps(row, sort_keys=True, default=str)

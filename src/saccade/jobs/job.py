@@ -1,29 +1,30 @@
-"""Options of a job, its items in their order, and what a pass over them without models finds."""
+"""Options of a job, its items in their order, its journal, and what a pass over the items without models counts."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sqlite3
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import MediaOptions
-from saccade.jobs.folders import Source
-from saccade.jobs.forms import sentence_of
-from saccade.jobs.index import Index, Known, key_of, key_of_item
-from saccade.jobs.items import NO_ID, SAME_ID, Asking, Item
-from saccade.jobs.pipes import Streamed, is_stream
-from saccade.journal import Journal
+from saccade.jobs.item_sources import ItemSource
+from saccade.jobs.items import NO_ID, SAME_ID, Item, PromptOptions
+from saccade.resumable import SHOWN, Journal, encoded
 from saccade.typed import check_whole
 
-SHOWN = 5
-"""Faults that a report lists."""
-HEADER, RECORDS = "job.json", "records.jsonl"
 _COMPARED = ("input", "options", "method", "target", "processor", "drafter")
+_FILES = 20
+"""Named files of which one must exist: a wrong folder is not the fault of every item."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """What is answered, and how; a resumed run must repeat it, except for ``limit``."""
 
-    source: Source  # of the items
-    asking: Asking = field(default_factory=Asking)  # makes questions
+    source: ItemSource  # of the items
+    prompts: PromptOptions = field(default_factory=PromptOptions)
     reading: MediaOptions = field(default_factory=MediaOptions)  # of prompts
     shard: Shard = Shard()  # part of the items
     limit: int | None = None  # number of items, the first ones; None for all
@@ -61,7 +62,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the generation
 
     def __post_init__(self) -> None:
-        _ = self.asking.template
+        _ = self.prompts.template
         check_whole(self.seed, 0, "seed", error=InputError)
         if self.limit is not None:
             check_whole(self.limit, 1, "limit", error=InputError)
@@ -96,12 +97,20 @@ class Job:
             if self.shard.holds(item.id):
                 yield item
 
-    def header(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of ``job.json``."""
+    def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal | Streamed:
+        """Journal of the job next to its output; a stream has none."""
+        if is_stream(out):
+            return Streamed(out, models or {})
+        path = journal_of(out)
+        if out.is_dir():
+            raise SaccadeError(f"{out} is a folder; give the name of a file, such as {out}/answers.jsonl.")
+        for file in (out, errors_of(out)):
+            if file.exists() and not path.exists():
+                raise SaccadeError(f"{file} exists without {path.name} of an earlier attempt; choose another file.")
         root = self.source.media_root
         options = {
-            "prompt": self.asking.prompt,
-            "system": self.asking.system,
+            "prompt": self.prompts.prompt,
+            "system": self.prompts.system,
             "images_per_row": self.source.images_per_row,
             "media_root": None if root is None else str(root.absolute()),
             "shard": f"{self.shard.number}/{self.shard.of}",
@@ -111,22 +120,9 @@ class Job:
             "seed": self.seed,
             **self.options,
         }
-        return {"input": self.source.facts, "options": options, **models}
-
-    def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal | Streamed:
-        """Journal of the job beside its output; a stream has none."""
-        if is_stream(out):
-            return Streamed(out, models or {})
-        path = journal_of(out)
-        if out.is_dir():
-            raise SaccadeError(f"{out} is a folder; give the name of a file, such as {out}/answers.jsonl.")
-        for file in (out, errors_of(out)):
-            if file.exists() and not path.exists():
-                raise SaccadeError(f"{file} exists without {path.name} of an earlier attempt; choose another file.")
+        header = {"input": self.source.facts, "options": options, **(models or {})}
         compared = _COMPARED if models is not None else _COMPARED[:2]
-        header = self.header(models or {})
-        own = ("options", "method")
-        return Journal(path, header, (HEADER, RECORDS), compared, own=own, advice="choose another output file")
+        return Journal(path, header, ("job.json", "records.jsonl"), compared, advice="choose another output file")
 
 
 def journal_of(out: Path) -> Path:
@@ -135,13 +131,106 @@ def journal_of(out: Path) -> Path:
 
 
 def errors_of(out: Path) -> Path:
-    """File beside an output for requests of OpenAI's batch format that failed."""
+    """File next to an output for requests of OpenAI's batch format that failed."""
     return out.with_name(f"{out.stem}.errors{out.suffix}")
 
 
 def written(out: Path) -> tuple[Path, ...]:
     """All that a job writes."""
     return out, errors_of(out), journal_of(out)
+
+
+_STDOUT = ("-", "/dev/stdout")
+
+
+def is_stream(out: Path) -> bool:
+    """Whether records cannot be put in order there, or read again: ``-``, or neither a file nor a folder."""
+    return str(out) in _STDOUT or (out.exists() and not out.is_file() and not out.is_dir())
+
+
+class Streamed:
+    """In place of a `Journal`, an output that takes every record as its item ends, so that no attempt can resume."""
+
+    def __init__(self, out: Path, header: Mapping[str, Any]) -> None:
+        self._out, self._header = out, header
+
+    def __enter__(self) -> Self:
+        """Open it; a named pipe waits for its reader."""
+        is_stdout = str(self._out) in _STDOUT
+        self._opened: Any = nullcontext(sys.stdout.buffer) if is_stdout else self._out.open("wb")
+        self._file = self._opened.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # all has been written, or the problem is known
+            self._opened.__exit__(kind, problem, trace)
+
+    def begin(self) -> Mapping[str, Any]:
+        """Return the header."""
+        return self._header
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Write the records of some rows, whole lines."""
+        try:
+            for row in rows:
+                self._file.write(encoded(row["record"]))
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as problem:
+            raise SaccadeError(f"Cannot write to {self._out}: {problem.strerror}; give another --out.") from problem
+        return 0
+
+    def sync(self) -> None:
+        """Every record has been written."""
+
+
+def key_of(*words: str) -> int:
+    """Hash texts to a key, equal on every machine; never 0."""
+    content = "\0".join(words).encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) or 1
+
+
+class Index:
+    """Numbers by key, in 25 bytes per key where a dictionary takes six times as much; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._table = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+        self._table.execute("CREATE TABLE numbers (key INTEGER PRIMARY KEY, number INTEGER)")
+        self._table.execute("BEGIN")  # one transaction, or every row would be one
+
+    def get(self, key: int) -> int | None:
+        """Number of a key; None for an unknown one."""
+        row = self._table.execute("SELECT number FROM numbers WHERE key = ?", (key - (1 << 63),)).fetchone()
+        return None if row is None else int(row[0])
+
+    def put(self, key: int, number: int) -> None:
+        """Add a key, or replace its number."""
+        self._table.execute("REPLACE INTO numbers VALUES (?, ?)", (key - (1 << 63), number))
+
+
+class Known:
+    """Records of earlier attempts."""
+
+    def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
+        self._records, self.timed, self.seconds = Index(), 0, 0.0
+        if isinstance(journal, Streamed):
+            return
+        for number, offset, row in journal.rows():
+            try:
+                key, failed = int(row["key"], 16), bool(row["failed"])
+                self.timed, self.seconds = self.timed + 1, self.seconds + float(row["seconds"])
+            except (KeyError, TypeError, ValueError):
+                raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
+            if not (failed and retry_failed):
+                self._records.put(key, 2 * offset + failed)
+
+    def get(self, item: Item) -> tuple[int, bool] | None:
+        """Offset of an item's record, and whether it failed; None for an unknown item."""
+        number = self._records.get(key_of(item.id, item.version))
+        return None if number is None else (number >> 1, bool(number & 1))
 
 
 @dataclass(slots=True)
@@ -157,71 +246,63 @@ class Survey:
     seconds: float = 0.0  # that these took together
 
 
-def preview(job: Job, out: Path, retry_failed: bool = False) -> Survey:
+def preview(job: BatchJob, out: Path, retry_failed: bool = False) -> Survey:
     """Read all items once, without media and models; nothing is written."""
-    known, files = Known(job.journal(out, None), retry_failed), _Files()
-    found = Survey(timed=known.timed, seconds=known.seconds)
+    known = Known(job.journal(out, None), retry_failed)
+    survey = Survey(timed=known.timed, seconds=known.seconds)
+    files: list[str] = []  # the first ones that items name; empty once one exists
+    one_exists = False
     for item in job.items(with_media=False):
-        found.items += 1
-        found.kinds[_kind(job, item, found.problems, files)] += 1
-        record = known.get(key_of_item(item))
+        survey.items += 1
+        kind, named = _kind(job, item, survey.problems)
+        survey.kinds[kind] += 1
+        for path in named if not one_exists and len(files) < _FILES else ():
+            files.append(path)
+            one_exists = one_exists or Path(path).exists()
+        record = known.get(item)
         if record is not None:
-            found.there += 1
-            found.failed += record[1]
-    if not found.items:
+            survey.there += 1
+            survey.failed += record[1]
+    if not survey.items:
         part = f" of shard {job.shard.number}/{job.shard.of}" if job.shard.of > 1 else ""
         raise SaccadeError(
             f"There is no item{part} in {', '.join(job.source.inputs)[:200]}; expected pictures, videos, JSON lines, "
             "JSON, Parquet or tar files."
         )
-    if files.are_missing:
+    if len(files) >= _FILES and not one_exists:
         raise SaccadeError(
-            f"None of the first {_FILES} files that the items name exists, such as {files.missing}; give the folder of "
-            "the media with --media-root."
+            f"None of the first {_FILES} files that the items name exists, such as {files[_FILES - 1]}; give the "
+            "folder of the media with --media-root."
         )
-    if found.kinds["unusable"] == found.items:
-        raise SaccadeError(f"None of the items can be used. The first one: {found.problems[0]}")
-    return found
+    if survey.kinds["unusable"] == survey.items:
+        raise SaccadeError(f"None of the items can be used. The first one: {survey.problems[0]}")
+    return survey
 
 
-_FILES = 20
-"""Named files of which one must exist: a wrong folder is not the fault of every item."""
-
-
-@dataclass(slots=True)
-class _Files:
-    """The first files that items name."""
-
-    count: int = 0
-    missing: str = ""
-    one_exists: bool = False
-
-    @property
-    def are_missing(self) -> bool:
-        return self.count >= _FILES and not self.one_exists
-
-    def look(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            if self.count < _FILES and not self.one_exists:
-                self.count += 1
-                self.one_exists = Path(path).exists()
-                self.missing = path
-
-
-def _kind(job: Job, item: Item, problems: list[str], files: _Files) -> str:
+def _kind(job: BatchJob, item: Item, problems: list[str]) -> tuple[str, list[str]]:
+    """Kind of an item by its content, and the files that it names."""
     if item.is_conversation and not item.problem:
-        what, given = ("request", job.asking.system) if item.is_request else ("conversation", None)
-        if job.asking.prompt is not None or given is not None:
-            option = "--prompt" if job.asking.prompt is not None else "--system"
+        what, system = ("request", job.prompts.system) if item.is_request else ("conversation", None)
+        if job.prompts.prompt is not None or system is not None:
+            option = "--prompt" if job.prompts.prompt is not None else "--system"
             raise SaccadeError(f"{item.id} is a {what} with a question of its own; leave out {option}.")
     if item.is_request and not item.problem:
-        return "request"
+        return "request", []
     try:
-        ask = job.asking.ask(item)
+        prompt = job.prompts.of(item)
     except InputError as problem:
         if len(problems) < SHOWN:
             problems.append(f"{item.id}: {sentence_of(problem)}")
-        return "unusable"
-    files.look(ask.files)
-    images, videos = ask.count("image"), ask.count("video")
-    return "video" if videos else "images" if images > 1 else "image" if images else "text"
+        return "unusable", []
+    images, videos = prompt.count("image"), prompt.count("video")
+    return "video" if videos else "images" if images > 1 else "image" if images else "text", prompt.files
+
+
+def sentence_of(error: BaseException) -> str:
+    """One sentence about why an item cannot be answered."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) or "out of memory" in text:
+        text = "The memory does not suffice for it; give it smaller media, or run fewer rows at once"
+    elif not isinstance(error, SaccadeError):
+        text = f"It failed with {type(error).__name__}: {text}"
+    return text[0].upper() + text[1:500].rstrip(".") + "."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ from saccade.engine import Row
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import resolve
 from saccade.inputs.media import LOCAL
-from saccade.jobs.forms import Prepared, seed_of
-from saccade.jobs.index import key_of
+from saccade.jobs.item_forms import PreparedItem, seed_of
 from saccade.jobs.items import NO_ID, SAME_ID, Item
+from saccade.jobs.job import BatchJob, key_of
 
 try:
     from saccade.serve.answers import Choice, Form, usage
@@ -41,18 +41,19 @@ _CHOSEN = "a job has one method for all requests; leave it out, and choose the m
 class OpenAIForm:
     """Requests of OpenAI's batch format, which the server's own code turns into rows and answers."""
 
-    def __init__(self, vlm: VLM, seed: int, created: int, text_as_text: bool, options: Mapping[str, Any]) -> None:
+    def __init__(self, vlm: VLM, job: BatchJob, created: int) -> None:
+        options = job.options
         others = sorted(set(options) - {"max_new_tokens"})
         if others:
             raise InputError(
                 f"Requests of OpenAI's batch format bring their own options; leave out {', '.join(others)}."
             )
         limits = Limits(default_max_tokens=options.get("max_new_tokens") or Limits().default_max_tokens)
-        self._model = ServedModel(ModelEntry(target=""), vlm, limits, LOCAL, text_as_text)
-        self._vlm, self._seed, self._created = vlm, seed, created
+        self._model = ServedModel(ModelEntry(target=""), vlm, limits, LOCAL, job.reading.text_as_text)
+        self._vlm, self._seed, self._created = vlm, job.seed, created
 
-    def prepare(self, item: Item) -> Prepared:
-        """See `saccade.jobs.forms.Form`."""
+    def prepare(self, item: Item) -> PreparedItem:
+        """See `saccade.jobs.item_forms.ItemForm`."""
         if item.problem:
             raise InputError(item.problem)
         try:
@@ -77,16 +78,14 @@ class OpenAIForm:
             return _response(item, 200, named)
 
         def starts() -> list[Any]:
-            found = []
             for job in jobs:
                 job.planned = job.plan_again()
-                found.append((job.request, job.planned.plan, job.planned.do_sample))
-            return found
+            return [(job.request, job.planned.plan, job.planned.do_sample) for job in jobs]
 
-        return Prepared(starts, record)
+        return PreparedItem(starts, record)
 
     def failure(self, item: Item, sentence: str) -> dict[str, Any]:
-        """See `saccade.jobs.forms.Form`."""
+        """See `saccade.jobs.item_forms.ItemForm`."""
         if code := _CODES.get(item.problem):
             line = _response(item, 400, {}) | {"custom_id": item.row.get("custom_id"), "response": None}
             return line | {"error": {"code": code, "message": sentence}}
@@ -95,13 +94,14 @@ class OpenAIForm:
 
     def _body(self, item: Item) -> Any:
         row = item.row
-        url, given = row.get("url", _CHAT), row["body"]
+        url, fields = row.get("url", _CHAT), row["body"]
         if row.get("method", "POST") != "POST" or url not in (_CHAT, _COMPLETIONS):
             raise InputError(f"expected POST to {_CHAT} or {_COMPLETIONS}, not {row.get('method')} {url}")
-        if not isinstance(given, dict):
+        if not isinstance(fields, dict):
             raise InputError("the body must be a JSON object, such as one with model and messages")
-        given = {**given, "messages": _resolved(given.get("messages"), item.root)} if url == _CHAT else given
-        body: Any = parse(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(given).encode())
+        if url == _CHAT:
+            fields = {**fields, "messages": _resolved(fields.get("messages"), item.root)}
+        body: Any = parse(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(fields).encode())
         if body.stream:
             raise InputError("the answer of a batch is not streamed; leave out stream")
         if body.speculation is not None or body.saccade is not None:
@@ -132,11 +132,11 @@ def _resolved(messages: Any, root: Path) -> Any:
 
 def _resolved_part(part: Any, root: Path) -> Any:
     for key in ("image_url", "video_url"):
-        given = part.get(key) if isinstance(part, dict) else None
-        url = given.get("url") if isinstance(given, dict) else given
+        source = part.get(key) if isinstance(part, dict) else None
+        url = source.get("url") if isinstance(source, dict) else source
         if isinstance(url, str) and url and "://" not in url[:16]:
-            found = resolve(url, root)
-            return {**part, key: {**given, "url": found} if isinstance(given, dict) else found}
+            path = resolve(url, root)
+            return {**part, key: {**source, "url": path} if isinstance(source, dict) else path}
     return part
 
 

@@ -91,7 +91,7 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
     given = _translated(method, given)
     is_fixed = settings.get("draft_with") == "none"
     for name in () if is_fixed else set(_chosen()) & set(given):
-        next(group[name] for group in CHOICES.values() if name in group).check(name, method, given[name])
+        next(group[name] for group in CHOICES.values() if name in group).check(name, f"method {method}", given[name])
     groups = in_force(_chosen(settings) if is_fixed else _chosen(settings, given))
     known: dict[str, Option] = {}
     values: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
     for name, value in given.items():
         if name not in known:
             raise MethodError(_no_option(method, name, known))
-        known[name].check(name, method, value)
+        known[name].check(name, f"method {method}", value)
         values[name] = value
     return values
 

@@ -113,7 +113,10 @@ class PromptWorkers:
         return ours
 
     def _receive(self, connection: socket.socket) -> dict[str, Any]:
-        if not connection.recv(1):
+        forked = b""
+        with suppress(ConnectionResetError):  # by a fork server that was killed
+            forked = connection.recv(1)
+        if not forked:
             raise RuntimeError("The fork server that makes prompts of media has failed; its traceback is in the log.")
         began = time.monotonic()
         connection.settimeout(self._seconds + 10)  # the fork server ends the worker before

@@ -9,8 +9,8 @@ import pytest
 from layouts import EXPECTED, ROWS, png, shown
 
 from saccade.data import catalogue
-from saccade.data.asking import ask, check_columns
-from saccade.data.dataset import DataSet
+from saccade.data.catalogue import DataSet
+from saccade.data.row_questions import check_columns, question_of
 from saccade.errors import InputError
 
 
@@ -27,14 +27,14 @@ def films(tmp_path: Path) -> Path:
 def test_a_row_of_a_ready_mapping_becomes_its_question(name: str, films: Path) -> None:
     data, row = catalogue.find(name), ROWS[name]
     check_columns(data, list(row))
-    asked = ask(data, row, films)
+    asked = question_of(data, row, films)
     (messages,) = asked.turns
     assert (shown(messages[-1]["content"]), asked.reference) == EXPECTED[name]
     assert not any(isinstance(value, (bytes, dict)) for value in asked.fields.values())
     for paper in data.papers:
         used = catalogue.find(f"{name}@{paper}")
         check_columns(used, list(row))
-        ask(used, row, films)
+        question_of(used, row, films)
 
 
 def test_a_missing_column_is_named_with_those_that_there_are() -> None:
@@ -53,7 +53,7 @@ def test_a_missing_column_is_named_with_those_that_there_are() -> None:
 
 def test_a_question_without_choices_takes_the_open_prompt() -> None:
     row = {**ROWS["mmmu"], "question": "Name it.", "options": "[]", "answer": "iron"}
-    asked = ask(catalogue.find("mmmu"), row, Path())
+    asked = question_of(catalogue.find("mmmu"), row, Path())
     assert shown(asked.turns[0][-1]["content"]).startswith("[image][image]Name it.\n\nAnswer the question using")
     assert (asked.reference, asked.choices) == ("iron", ())
 
@@ -64,17 +64,18 @@ def test_a_question_without_choices_takes_the_open_prompt() -> None:
 )
 def test_the_right_choice_is_a_letter_however_it_is_given(given: Any, letter: Any) -> None:
     data = DataSet("mine", "a/b", choices=("choices",), reference="right")
-    assert ask(data, {"question": "?", "choices": ["iron", "wood"], "right": given}, Path()).reference == letter
+    assert question_of(data, {"question": "?", "choices": ["iron", "wood"], "right": given}, Path()).reference == letter
 
 
 def test_a_choice_that_is_a_number_is_not_taken_for_an_index() -> None:
     data = DataSet("mine", "a/b", choices=("choices",), reference="right")
-    assert ask(data, {"question": "?", "choices": ["3", "1"], "right": "1"}, Path()).reference == "B"
+    assert question_of(data, {"question": "?", "choices": ["3", "1"], "right": "1"}, Path()).reference == "B"
 
 
 def test_media_without_a_place_precede_the_text() -> None:
     data = DataSet("mine", "a/b", images=("a", "b", "c"), prompt="See <image>: {question}")
-    content = ask(data, {"question": "which?", "a": png(), "b": png("blue"), "c": None}, Path()).turns[0][0]["content"]
+    row = {"question": "which?", "a": png(), "b": png("blue"), "c": None}
+    content = question_of(data, row, Path()).turns[0][0]["content"]
     assert shown(content) == "[image]See [image]: which?"
     assert content[0]["image"] == png()["bytes"]
 
@@ -82,18 +83,17 @@ def test_media_without_a_place_precede_the_text() -> None:
 def test_more_places_than_pictures_are_an_error_but_not_in_a_row_without_pictures() -> None:
     data = DataSet("mine", "a/b", images=("a",))
     with pytest.raises(InputError, match="the text has 2 places for images, but the row has 1 for them"):
-        ask(data, {"question": "<image> <image>", "a": png()}, Path())
+        question_of(data, {"question": "<image> <image>", "a": png()}, Path())
     with pytest.raises(InputError, match="names <image 3>, but the row has 1 pictures"):
-        ask(data, {"question": "<image 3>", "a": png()}, Path())
-    assert shown(ask(data, {"question": "What is <image> in HTML?", "a": None}, Path()).turns[0][0]["content"]) == (
-        "What is <image> in HTML?"
-    )
+        question_of(data, {"question": "<image 3>", "a": png()}, Path())
+    content = question_of(data, {"question": "What is <image> in HTML?", "a": None}, Path()).turns[0][0]["content"]
+    assert shown(content) == "What is <image> in HTML?"
 
 
 def test_numbered_columns_are_in_the_order_of_their_numbers() -> None:
     data = DataSet("mine", "a/b", images=("image_*",))
     row = {"question": "?", **{f"image_{n}": png("red" if n == 10 else "blue") for n in (10, 9, 2)}}
-    content = ask(data, row, Path()).turns[0][0]["content"]
+    content = question_of(data, row, Path()).turns[0][0]["content"]
     assert [part["image"] == png("red")["bytes"] for part in content[:3]] == [False, False, True]
 
 
@@ -101,7 +101,7 @@ def test_turns_become_a_conversation_whose_first_turn_has_the_picture(films: Pat
     (films / "images").mkdir()
     (films / "images" / "a.png").write_bytes(png()["bytes"])
     data = DataSet("mine", "x.jsonl", turns="turns", images=("image",), category="topic", system="Be brief.")
-    asked = ask(data, {"turns": ["What?", "Sure?"], "image": "a.png", "topic": "vqa"}, films)
+    asked = question_of(data, {"turns": ["What?", "Sure?"], "image": "a.png", "topic": "vqa"}, films)
     assert [[m["role"] for m in turn] for turn in asked.turns] == [["system", "user"], ["user"]]
     assert [shown(turn[-1]["content"]) for turn in asked.turns] == ["[image]What?", "Sure?"]
     assert asked.turns[0][-1]["content"][0]["image"] == str(films / "images" / "a.png")
@@ -111,10 +111,10 @@ def test_turns_become_a_conversation_whose_first_turn_has_the_picture(films: Pat
 def test_a_video_with_another_ending_is_found_and_a_missing_one_says_where(films: Path) -> None:
     (films / "film.mkv").write_bytes(b"film")
     data = DataSet("mine", "a/b", videos=("{name}.mp4",))
-    content = ask(data, {"question": "?", "name": "film"}, films).turns[0][0]["content"]
+    content = question_of(data, {"question": "?", "name": "film"}, films).turns[0][0]["content"]
     assert content[0]["video"] == str(films / "film.mkv")
     with pytest.raises(InputError, match=r"the video no\.mp4 does not exist in .*; give its folder with --media-root"):
-        ask(data, {"question": "?", "name": "no"}, films)
+        question_of(data, {"question": "?", "name": "no"}, films)
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_a_video_with_another_ending_is_found_and_a_missing_one_says_where(films
 )
 def test_a_row_that_cannot_be_used_is_refused(changes: dict[str, Any], row: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        ask(DataSet("mine", "a/b").with_(**changes), row, Path())
+        question_of(DataSet("mine", "a/b").with_(**changes), row, Path())

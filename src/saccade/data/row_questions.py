@@ -11,8 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from saccade.data.dataset import DataSet
-from saccade.data.template import Template
+from saccade.data.catalogue import DataSet, Template
 from saccade.errors import InputError
 from saccade.inputs.conversations import Messages
 
@@ -21,10 +20,10 @@ _NO_CHOICE = ("", "N/A")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RowQuestion:
     """Question of a row."""
 
-    id: str | None  # as given; None without a column of ids
+    id: str | None  # None without a column of ids
     turns: tuple[Messages, ...]  # messages of every turn of the user, media included: bytes, or paths
     reference: Any = None  # right answer, or a list of them; a letter where there are choices; None without one
     choices: tuple[str, ...] = ()  # texts, in order
@@ -49,25 +48,30 @@ def check_columns(data: DataSet, columns: Sequence[str]) -> None:
             )
 
 
-def ask(data: DataSet, row: Mapping[str, Any], root: Path) -> Asked:
+def question_of(data: DataSet, row: Mapping[str, Any], root: Path) -> RowQuestion:
     """Make the question of a row."""
     media = _Media(data, row, root)
     fields = {name: value for name, value in row.items() if not media.holds(name)}
     choices = tuple(_choices(data, row))
-    form = data.choice_form
     lettered = [
-        form.format(letter=letter, choice=text) for letter, text in zip(_letters(choices), choices, strict=True)
+        data.choice_form.format(letter=letter, choice=text)
+        for letter, text in zip(_letters(choices), choices, strict=True)
     ]
     prompt = Template(data.prompt if choices or data.open_prompt is None else data.open_prompt)
     filled = {**{n: "" if v is None else v for n, v in fields.items()}, "choices": "\n".join(lettered)}
-    texts = [row.get(data.question)] if data.turns is None else _turns(row.get(data.turns), data.turns)
+    texts: Any = row.get(data.question if data.turns is None else data.turns)
+    texts = [texts] if data.turns is None or isinstance(texts, str) else texts
+    if data.turns is not None and not (
+        isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts)
+    ):
+        raise InputError(f"{data.turns} must be a list of texts, the user's turns, not {str(texts)[:60]!r}")
     questions = [prompt.fill({**filled, "question": "" if text is None else text}).strip() for text in texts]
     turns: list[Messages] = [[{"role": "user", "content": content}] for content in media.placed(questions)]
     if data.system is not None:
         turns[0].insert(0, {"role": "system", "content": [{"type": "text", "text": data.system}]})
     reference = None if data.reference is None else _value(row, data.reference)
     name, category = (None if c is None else _value(row, c) for c in (data.id, data.category))
-    return Asked(
+    return RowQuestion(
         None if name is None else str(name),
         tuple(turns),
         _letter(reference, choices) if choices else reference,
@@ -79,8 +83,8 @@ def ask(data: DataSet, row: Mapping[str, Any], root: Path) -> Asked:
 
 def _matching(name: str, columns: Sequence[str]) -> list[str]:
     """Columns of a name; ``*`` stands for any end, and its columns are in the order of their numbers."""
-    found = [column for column in columns if fnmatchcase(column, name)]
-    return sorted(found, key=_number) if "*" in name else found
+    matches = [column for column in columns if fnmatchcase(column, name)]
+    return sorted(matches, key=_number) if "*" in name else matches
 
 
 def _number(column: str) -> tuple[int, str]:
@@ -97,14 +101,6 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
     if isinstance(value, Mapping):
         return value.get(inner)
     return [entry.get(inner) if isinstance(entry, Mapping) else entry for entry in value]
-
-
-def _turns(value: Any, column: str) -> list[str]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, Sequence) or not value or not all(isinstance(text, str) for text in value):
-        raise InputError(f"{column} must be a list of texts, the user's turns, not {str(value)[:60]!r}")
-    return list(value)
 
 
 def _letters(choices: Sequence[str]) -> list[str]:
@@ -237,9 +233,9 @@ class _Media:
             raise InputError(f"the {kind} {str(value)[:100]} is on the network; download it first")
         for path in (self._root / value, self._root / f"{kind}s" / value):
             others = sorted(path.parent.glob(f"{escape(path.stem)}.*"))  # a video may have another ending
-            for found in (path, *(others if kind == "video" else ())):
-                if found.is_file():
-                    return str(found)
+            for place in (path, *(others if kind == "video" else ())):
+                if place.is_file():
+                    return str(place)
         raise InputError(f"the {kind} {value} does not exist in {self._root}; give its folder with --media-root")
 
 
