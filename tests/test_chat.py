@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import torch
 
@@ -133,3 +138,95 @@ def test_a_turn_whose_numbers_go_wrong_does_not_count() -> None:
     with pytest.raises(ModelError, match="not finite"):
         chat.send("And?")
     assert chat.messages == said
+
+
+# -- videos
+
+
+def film(path: Path, frames: int = 48) -> str:
+    """A clip of 8 frames a second that grows lighter."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for shade in range(frames):
+            pixels = np.full((64, 64, 3), 4 * shade, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("drafter", [None, "qwen-draft"])
+@pytest.mark.parametrize("sampling", [{}, {"num_frames": 4}, {"fps": 1.0}], ids=["own", "frames", "rate"])
+def test_later_turns_reuse_a_video_and_need_its_file_no_more(
+    sampling: dict[str, Any], drafter: str | None, tmp_path: Path
+) -> None:
+    model = vlm("qwen", drafter)
+    chat, first = model.chat(), film(tmp_path / "first.mp4")
+    alone = model.generate("What moves?", videos=[first], **sampling)
+    said = chat.send("What moves?", videos=[first], **sampling)
+    assert said.tokens == alone.tokens
+    assert said.stats.prompt_tokens == alone.stats.prompt_tokens
+    Path(first).unlink()
+    for words, videos, options in (
+        ("And what colour?", [], {}),
+        ("And here?", [film(tmp_path / "second.mp4", 24)], {"num_frames": 6}),
+        ("Sure?", [], {"fps": 3.0}),
+    ):
+        held = said.stats.prompt_tokens
+        said = chat.send(words, videos=videos, **options)
+        assert said.stats.reused_tokens > held
+        assert said.tokens == vlm("qwen", method="plain").generate(chat.messages[:-1]).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("qwen", {"num_frames": 4, "fps": 1.0}, "give one of them"),
+        ("qwen", {"num_frames": -1}, "give a number above 0"),
+        ("llava", {}, "no videos"),
+        ("llama", {}, "reads text only"),
+    ],
+)
+def test_a_video_that_cannot_be_taken_is_refused_for_its_own_reason(
+    name: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    chat = vlm(name).chat()
+    with pytest.raises(InputError, match=message):
+        chat.send("What moves?", videos=[film(tmp_path / "film.mp4", 8)], **options)
+    assert chat.messages == []
+
+
+# -- running batches
+
+
+def test_a_step_returns_what_another_tickets_reader_left_in_the_buffers() -> None:
+    with vlm("llava", "llava-draft").batch(2) as batch:
+        long, short = batch.add("What?", max_new_tokens=20), batch.add("And?", max_new_tokens=3)
+        long.result()
+        assert short.done
+        found = batch.step()
+        assert {ticket for ticket, _ in found} == {short}
+        assert [token for _, chunk in found for token in chunk.tokens] == short.output.tokens
+        assert [chunk.finished for _, chunk in found][-1]
+        assert batch.step() == [], "once"
+
+
+def test_a_cancelled_ticket_is_let_go_and_says_that_it_has_ended() -> None:
+    with vlm("llava", "llava-draft").batch(1) as batch:
+        for begun in (True, False):
+            running, waiting = batch.add("What?", max_new_tokens=20), batch.add("And?", max_new_tokens=3)
+            batch.step()
+            cancelled = running if begun else waiting
+            cancelled.cancel()
+            found = [(ticket, chunk) for ticket, chunk in batch.step() if ticket is cancelled]
+            assert [(chunk.tokens, chunk.finished) for _, chunk in found] == [((), True)]
+            while not batch.is_idle:
+                batch.step()
+        left = [batch.add("What?", max_new_tokens=20) for _ in range(3)]
+        batch.step()
+        for ticket in left:
+            ticket.cancel()
+        seen = [weakref.ref(ticket) for ticket in left]
+        del left, ticket, running, waiting, cancelled, found
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 3

@@ -35,10 +35,7 @@ _FASTER = 1.1
 
 
 def suitable_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype in which weights stored in ``stored`` run fastest on this CPU without loss: itself, or float32.
-
-    A 16-bit format stays where the processor has instructions for it and is measured to be faster with them.
-    """
+    """Return the dtype in which weights stored in a format run fastest on this CPU without loss: it, or float32."""
     if stored in _INSTRUCTIONS and not computes_in(stored):
         return torch.float32
     return stored
@@ -54,24 +51,18 @@ def computes_in(dtype: torch.dtype) -> bool:
 
 
 def remember(name: str, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
-    """Return numbers measured once per machine and version of torch, and read from a file from then on.
-
-    A choice made by them is then the same in every run, however busy the machine is.
-    """
-    findings, file = _findings(), _findings_file()
+    """Return numbers measured once per machine and version of torch, and read from a file from then on."""
+    file = _findings_file()
+    findings = _findings(file)
     if name not in findings:
         findings[name] = [float(value) for value in measure()]
         with suppress(OSError, ModelError):  # a cache folder that cannot be written: measured again by the next process
-            write_file(file, json.dumps(_read(file) | findings, indent=1) + "\n", error=ModelError)
+            write_file(file, json.dumps(_findings.__wrapped__(file) | findings, indent=1) + "\n", error=ModelError)
     return findings[name]
 
 
 @cache
-def _findings() -> dict[str, list[float]]:
-    return _read(_findings_file())
-
-
-def _read(file: Path) -> dict[str, list[float]]:
+def _findings(file: Path) -> dict[str, list[float]]:
     with suppress(OSError, ValueError, TypeError, AttributeError):
         read = json.loads(file.read_text(encoding="utf-8"))
         return {str(name): [float(value) for value in values] for name, values in read.items()}
@@ -104,13 +95,17 @@ def available_memory() -> int | None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Check a number of threads as given."""
+    """Refuse fewer threads than one."""
     if threads is not None and threads < 1:
         raise InputError(f"The number of threads must be at least 1, not {threads}.")
 
 
 def use_threads(threads: int | None, parameters: int) -> int:
-    """Set the number of CPU threads of this process, and return it."""
+    """Set the number of CPU threads of this process, and return it.
+
+    None is `OMP_NUM_THREADS` where set, else one for a model below `SMALL_MODEL`, else as many as cores are idle: a
+    thread that shares its core with another program is waited for at every product, which can cost a hundredfold.
+    """
     check_threads(threads)
     if threads is None and os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()
@@ -151,8 +146,7 @@ def _ticks() -> tuple[int, int]:
 
 def _capabilities() -> dict[str, Any]:
     """Features of the processor by name; empty in versions of torch that do not list them."""
-    list_them = getattr(torch.cpu, "get_capabilities", dict)
-    return dict(list_them())
+    return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def _findings_file() -> Path:
@@ -168,10 +162,10 @@ def _speed_over_float32(dtype: torch.dtype) -> float:
     times: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
     with torch.inference_mode():
         for _ in range(7):
-            for kind, found in times.items():
+            for kind, seconds in times.items():
                 weight, token = weights.to(kind), tokens.to(kind)
                 torch.nn.functional.linear(token, weight)
                 start = time.perf_counter()
                 torch.nn.functional.linear(token, weight)
-                found.append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
     return median(times[torch.float32]) / median(times[dtype])

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 PACKAGES = ("saccade", "torch", "transformers", "numpy")
-_SAMPLED_WEIGHTS = 32
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -49,14 +48,14 @@ def processor_name() -> str:
 def revision() -> str | None:
     """Git revision of Saccade's own checkout, followed by ``+`` when files are modified; None outside a checkout."""
     folder = Path(__file__).parent
-    found = _git(folder, "rev-parse", "--short=12", "HEAD")
-    if not found or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if not commit or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None  # installed without git, or below someone else's repository
-    return found + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else "")
+    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else "")
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
-    """Kind, size, dtype and fingerprint of a model."""
+    """Kind, size, dtype and fingerprint of a loaded model, by its last name where a folder was given."""
     text = model.config.get_text_config(decoder=True)
     path = Path(name)
     return {
@@ -77,14 +76,14 @@ def dtype_name(model: torch.nn.Module) -> str:
 
 
 def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> str:
-    """Hash of the names, shapes and first weights of one row of every parameter; any training changes it."""
+    """Hash of the names, shapes and first weights, rounded to ``dtype``, of one row of every parameter."""
     hasher = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.named_parameters()):
         hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
         if weight.numel() and weight.device.type != "meta":
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a sharded model
             row = weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
-            hasher.update(row.detach().reshape(-1)[:_SAMPLED_WEIGHTS].to(dtype).float().cpu().numpy().tobytes())
+            hasher.update(row.detach().reshape(-1)[:32].to(dtype).float().cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 

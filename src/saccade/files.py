@@ -31,7 +31,7 @@ def write_file(
     error: type[SaccadeError] = SaccadeError,
     advice: str = _ADVICE,
 ) -> None:
-    """Replace a file atomically, by way of ``NAME.part`` beside it. Missing parent folders are made."""
+    """Replace a file atomically by text, bytes, or what a function writes at the path that it gets."""
     part = path.with_name(f"{path.name}.part")
     with writing(path, error, advice):
         try:
@@ -48,11 +48,7 @@ def write_file(
 
 
 def write_folder(
-    folder: Path,
-    write: Callable[[Path], object],
-    *,
-    error: type[SaccadeError] = SaccadeError,
-    advice: str = _ADVICE,
+    folder: Path, write: Callable[[Path], object], *, error: type[SaccadeError] = SaccadeError, advice: str = _ADVICE
 ) -> None:
     """Replace a folder atomically, by one that ``write`` fills; `recover` ends a replacement that was cut short."""
     part, old = _part(folder), _old(folder)
@@ -84,7 +80,7 @@ def check_folder(folder: Path, error: type[SaccadeError], advice: str) -> None:
 
 
 def make_folder(folder: Path, error: type[SaccadeError], advice: str) -> None:
-    """Make a folder and those above it, unless it exists; arguments and errors as of `check_folder` and `writing`."""
+    """Make a folder and those above it, unless it exists."""
     check_folder(folder, error, advice)
     with writing(folder, error, advice):
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +97,7 @@ def recover(folder: Path) -> None:
 
 @contextmanager
 def writing(place: Path, error: type[SaccadeError] = SaccadeError, advice: str = _ADVICE) -> Iterator[None]:
-    """Turn a failure to write ``place`` into an error of one sentence; arguments as in `write_file`."""
+    """Turn a failure to write ``place`` into an error of one sentence that ends with ``advice``."""
     try:
         yield
     except (OSError, SafetensorError) as problem:

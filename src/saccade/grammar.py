@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -72,31 +73,21 @@ class Rollback(ABC):
         """Return ``[V]`` bool on the CPU: tokens allowed next."""
 
     def start(self, prompt: Sequence[int]) -> _Place:
-        """See `StatefulProcessor`."""
         return _Place(_Walk(self.matcher()), ())
 
     def advance(self, state: _Place, token: int) -> _Place:
-        """See `StatefulProcessor`; the matcher advances in `scores`."""
         return _Place(state.walk, (*state.path, token))
 
     def scores(self, state: _Place, scores: Tensor) -> Tensor:
-        """See `StatefulProcessor`; -inf for tokens that are not allowed.
-
-        Raises:
-            InputError: the emitted tokens violate the grammar, or no text can follow them.
-        """
-        self._move(state)
+        """Scores with -inf for tokens that are not allowed."""
+        self._move(state.walk, state.path)
         allowed = self.allowed(state.walk.matcher, len(scores)).to(scores.device)
         if not allowed.any():
             raise InputError(_DEAD_END)
         return scores.masked_fill_(~allowed, float("-inf"))
 
-    def _move(self, state: _Place) -> None:
-        walk, path = state.walk, state.path
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(walk.path, path, strict=False)) if a != b),  # one may be longer
-            min(len(walk.path), len(path)),
-        )
+    def _move(self, walk: _Walk, path: tuple[int, ...]) -> None:
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(walk.path, path, strict=False)))
         if len(walk.path) > shared:
             self.rollback(walk.matcher, len(walk.path) - shared)
             del walk.path[shared:]
@@ -110,46 +101,30 @@ class Rollback(ABC):
 
 
 class XGrammar(Rollback):
-    """A grammar compiled by xgrammar.
-
-    Args:
-        compiled: an ``xgrammar.CompiledGrammar``, made for the model's tokenizer and vocabulary.
-    """
+    """A grammar as an ``xgrammar.CompiledGrammar``, made for the model's tokenizer and vocabulary."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
 
     def matcher(self) -> Any:
-        """See `Rollback`."""
         import xgrammar
 
         return xgrammar.GrammarMatcher(self._compiled)
 
     def accept(self, matcher: Any, token: int) -> bool:
-        """See `Rollback`."""
         return not matcher.is_terminated() and bool(matcher.accept_token(token))
 
     def rollback(self, matcher: Any, count: int) -> None:
-        """See `Rollback`."""
         matcher.rollback(count)
 
     def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
-        """See `Rollback`."""
         mask = torch.full((1, -(-self._compiled.tokenizer_info.vocab_size // 32)), -1, dtype=torch.int32)
         matcher.fill_next_token_bitmask(mask)
         return _bits(mask[0], vocab_size)
 
 
 class LLGuidance(Rollback):
-    """A grammar for llguidance.
-
-    Args:
-        tokenizer: an ``llguidance.LLTokenizer``, for example of ``llguidance.hf.from_tokenizer``.
-        grammar: a grammar of ``llguidance.LLMatcher``, for example of its ``grammar_from_json_schema``.
-
-    Raises:
-        InputError: llguidance rejects the grammar, or cannot follow what every answer begins with.
-    """
+    """A grammar of ``llguidance.LLMatcher`` for an ``llguidance.LLTokenizer``."""
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
         self._tokenizer, self._grammar = tokenizer, grammar
@@ -159,7 +134,6 @@ class LLGuidance(Rollback):
         self.allowed(matcher, 0)
 
     def matcher(self) -> Any:
-        """See `Rollback`."""
         import llguidance
 
         limits = llguidance.LLParserLimits(max_items_in_row=4 * MOST_OPTIONAL + 100, verbose_errors=False)
@@ -169,17 +143,14 @@ class LLGuidance(Rollback):
         return matcher
 
     def accept(self, matcher: Any, token: int) -> bool:
-        """See `Rollback`."""
         accepted = not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
         _check(matcher)
         return accepted
 
     def rollback(self, matcher: Any, count: int) -> None:
-        """See `Rollback`."""
         matcher.rollback(count)
 
     def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
-        """See `Rollback`."""
         mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
         _check(matcher)
         return _bits(mask, vocab_size)
@@ -230,9 +201,8 @@ def json_schema(
 
             pattern = rf"[ \n]{{0,{MOST_BLANKS}}}" if whitespace else None
             options = {"whitespace_flexible": whitespace, "whitespace_pattern": pattern}
-            found: Rollback = LLGuidance(
-                _guided(tokenizer, vocab_size), LLMatcher.grammar_from_json_schema(text, defaults=options)
-            )
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=options)
+            constraint: Rollback = LLGuidance(_guided(tokenizer, vocab_size), grammar)
         else:
             import xgrammar
 
@@ -240,9 +210,9 @@ def json_schema(
             compiled = xgrammar.GrammarCompiler(info).compile_json_schema(
                 text, any_whitespace=whitespace, separators=(",", ":"), max_whitespace_cnt=MOST_BLANKS
             )
-            found = XGrammar(compiled)
-        found.scores(found.start(()), torch.zeros(vocab_size))  # refuses a schema without any answer
-        return found
+            constraint = XGrammar(compiled)
+        constraint.scores(constraint.start(()), torch.zeros(vocab_size))  # refuses a schema without any answer
+        return constraint
     except InputError:
         raise
     except (ValueError, RuntimeError) as problem:
@@ -264,11 +234,7 @@ def _guided(tokenizer: Any, vocab_size: int) -> Any:
 
 
 def of_xgrammar(processor: Any, row: int) -> XGrammar:
-    """Convert xgrammar's own processor (``xgrammar.contrib.hf.LogitsProcessor``) for one row.
-
-    Raises:
-        InputError: the object is no such processor, or has no grammar for the row.
-    """
+    """Convert xgrammar's own processor (``xgrammar.contrib.hf.LogitsProcessor``) for one row."""
     grammars = getattr(processor, "compiled_grammars", None)
     if not grammars or (len(grammars) > 1 and row >= len(grammars)):
         raise InputError(

@@ -25,15 +25,15 @@ SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-_REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # an owner and a name
 SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of device_map with which accelerate places the modules."""
 
 
 def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_map: Any = None) -> Any:
-    """Load a causal language model or an image-text-to-text model with all its weights.
+    """Load a causal language model or an image-text-to-text model with all its weights; its code is never run.
 
-    Code in a checkpoint is never run.
+    ``dtype`` auto is the stored one, but on a CPU float32 for the built-in pair and where the stored format is not
+    faster; ``device_map`` is as in `from_pretrained`, or ``tp`` or ``fsdp`` (`saccade.target.sharding`).
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -51,7 +51,9 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         device_map = check_device(default_device())
     if device_map == TENSOR_PARALLEL:
         device_map = default_device() if processes() == 1 else None
-        splitting = _splitting()
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        splitting = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes())}
     on_cpu = not torch.cuda.is_available() if splitting else device_map in (None, torch.device("cpu"))
     if dtype == "auto" and on_cpu:
         dtype = _cpu_dtype(path, config)
@@ -81,18 +83,10 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     return model
 
 
-def _splitting() -> dict[str, Any]:
-    """Arguments of `from_pretrained` that split a model over the processes of this run."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes())}
-
-
 def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
     """Return ``auto`` or float32 for a CPU, and warn of either where the stored format is slow there.
 
-    A checkpoint whose weights would not fit into memory in float32 stays as stored. The built-in pair runs in float32
-    on every processor, so that its tokens are the same with and without drafts.
+    A checkpoint that does not fit into memory in float32 stays as stored; the built-in pair is always in float32.
     """
     if Path(path).is_relative_to(Path(__file__).parent):
         return torch.float32
@@ -122,7 +116,7 @@ def empty_model(config: Any) -> Any:
 
 
 def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
-    """Check a checkpoint without reading its weights, and return its configuration."""
+    """Check a checkpoint, whose weights a folder may lack without ``weights``, and return its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = Path(path)
@@ -136,8 +130,7 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
         raise ModelError(f"There is no folder {str(path)!r}; give one that exists, or a hub id such as OWNER/NAME.")
     with _refusing(path):
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    kinds = (AutoModelForImageTextToText._model_mapping, AutoModelForCausalLM._model_mapping)
-    if not any(type(config) in kind for kind in kinds):
+    if not any(type(config) in auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM)):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which does not generate text from text and images; "
             "give a language model or a vision-language model."
@@ -155,7 +148,7 @@ def file_of(given: str | Path, name: str) -> Path | None:
 
 def is_on_hub(given: str | Path) -> bool:
     """Whether a folder or hub id is of the form of an id, without such a path here."""
-    return not Path(path_of(given)).exists() and re.fullmatch(_REPOSITORY, str(given)) is not None
+    return not Path(path_of(given)).exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(given)) is not None
 
 
 @cache
@@ -222,8 +215,7 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return name
     if name not in DTYPES:
         raise ModelError(f"The dtype {name!r} is not one of auto, {', '.join(DTYPES)}; choose one of these.")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def check_device(device_map: Any) -> Any:
@@ -322,7 +314,8 @@ def _refusing(path: str | Path) -> Iterator[None]:
                 f"The checkpoint {path} needs a package that is not installed ({_first_sentence(problem)}); install "
                 "it, or give a checkpoint that is not quantised."
             ) from problem
-        if _is_from_hub(problem) and not Path(path).is_dir():
+        is_fetching = isinstance(problem, OSError) or type(problem).__module__.startswith(("huggingface_hub", "httpx"))
+        if is_fetching and not Path(path).is_dir():
             raise ModelError(
                 f"There is no folder {path} here, and the hub could not give it ({_first_sentence(problem)}); check "
                 "the spelling, the connection, or your access (hf auth login)."
@@ -340,11 +333,6 @@ def refuse_code(problem: Exception, place: str | Path) -> None:
             f"The weight file of {place} carries code ({called[1]}), which is never run; give weights as safetensors, "
             "or where you trust the file, save its tensors alone with safetensors.torch.save_file."
         ) from None
-
-
-def _is_from_hub(problem: Exception) -> bool:
-    """Whether files could not be fetched, rather than used: an OSError, or an error of the hub client."""
-    return isinstance(problem, OSError) or type(problem).__module__.startswith(("huggingface_hub", "httpx"))
 
 
 @contextmanager

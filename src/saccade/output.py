@@ -16,25 +16,15 @@ DRAFTED: tuple[Mark, ...] = ("draft", "loose", "shifted")
 
 @dataclass(slots=True)
 class Times:
-    """Wall-clock seconds of a run; rows of one batch share them.
+    """Wall-clock seconds of a run; rows of one batch share them."""
 
-    Attributes:
-        vision: the target's vision tower and projector.
-        prefill: the target's prefill without vision.
-        caption: captions for a drafter that reads images as words.
-        draft_prefill: the drafter's prefill.
-        draft: proposing trees.
-        verify: the target's forwards over draft trees, rule included.
-        total: from the first prompt token to the last emitted one.
-    """
-
-    vision: float = 0.0
-    prefill: float = 0.0
-    caption: float = 0.0
-    draft_prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    total: float = 0.0
+    vision: float = 0.0  # the target's vision tower and projector
+    prefill: float = 0.0  # the target's prefill without vision
+    caption: float = 0.0  # captions for a drafter that reads images as words
+    draft_prefill: float = 0.0  # the drafter's prefill
+    draft: float = 0.0  # proposing trees
+    verify: float = 0.0  # the target's forwards over draft trees, rule included
+    total: float = 0.0  # from the first prompt token to the last emitted one
 
     @property
     def rest(self) -> float:
@@ -154,33 +144,20 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class TreeTrace:
-    """One row's verified draft tree of one step; node 0 is the root.
+    """One row's verified draft tree of one step; node 0 is the root."""
 
-    Attributes:
-        tokens: per node.
-        parents: per node; the root's is 0.
-        path: accepted nodes, the root first.
-        signals: numbers that shaped it, by name: ``weights`` of an ensemble's views, ``confidence`` of SAGE.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    path: tuple[int, ...]
+    tokens: tuple[int, ...]  # per node
+    parents: tuple[int, ...]  # per node; the root's is 0
+    path: tuple[int, ...]  # accepted nodes, the root first
+    # numbers that shaped it, by name: `weights` of an ensemble's views, `confidence` of SAGE
     signals: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Tokens emitted by one step, for every row.
+    """Tokens emitted by one step, for every row."""
 
-    Attributes:
-        tokens: per row; empty for a row that had finished.
-        marks: per row, one per token.
-        finished: per row, True from the step on in which it ended.
-        trees: per row the verified tree, None for a finished row; empty unless traced.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    marks: tuple[tuple[Mark, ...], ...]
-    finished: tuple[bool, ...]
-    trees: tuple[TreeTrace | None, ...] = ()
+    tokens: tuple[tuple[int, ...], ...]  # per row; empty for a row that had finished
+    marks: tuple[tuple[Mark, ...], ...]  # per row, one per token
+    finished: tuple[bool, ...]  # per row, True from the step on in which it ended
+    trees: tuple[TreeTrace | None, ...] = ()  # per row the verified tree, None for a finished one; empty unless traced

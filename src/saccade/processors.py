@@ -26,52 +26,29 @@ from saccade.errors import InputError
 _Any = TypeVar("_Any")
 
 
-def _classes(module: Any, *names: str) -> tuple[type, ...]:
-    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+def _classes(module: Any, ending: str, names: str) -> tuple[type, ...]:
+    return tuple(getattr(module, name + ending) for name in names.split() if hasattr(module, name + ending))
 
 
-PREFIX_FREE = _classes(
-    logits_process,
-    *(
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TopHLogitsWarper",
-        "MinPLogitsWarper",
-    ),
-    *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor"),
-    *("InfNanRemoveLogitsProcessor", "LogitNormalization"),
+PREFIX_FREE = (
+    *_classes(logits_process, "LogitsWarper", "Temperature TopK TopP TopH MinP Typical Epsilon Eta"),
+    *_classes(logits_process, "LogitsProcessor", "SuppressTokens InfNanRemove"),
+    logits_process.LogitNormalization,
 )
 """Processors whose scores depend on the logits alone."""
 
+_OF_IDS = (
+    "MinLength MinNewTokensLength RepetitionPenalty EncoderRepetitionPenalty NoRepeatNGram EncoderNoRepeatNGram "
+    "SequenceBias NoBadWords PrefixConstrained ForcedBOSToken ForcedEOSToken SuppressTokensAtBegin Watermark"
+)
 STATELESS = (
     *PREFIX_FREE,
-    *_classes(
-        logits_process,
-        *(
-            "MinLengthLogitsProcessor",
-            "MinNewTokensLengthLogitsProcessor",
-            "RepetitionPenaltyLogitsProcessor",
-        ),
-        *("EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
-        *("EncoderNoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor"),
-        *(
-            "PrefixConstrainedLogitsProcessor",
-            "ForcedBOSTokenLogitsProcessor",
-            "ForcedEOSTokenLogitsProcessor",
-        ),
-        *(
-            "ExponentialDecayLengthPenalty",
-            "SuppressTokensAtBeginLogitsProcessor",
-            "WatermarkLogitsProcessor",
-        ),
-    ),
+    *_classes(logits_process, "LogitsProcessor", _OF_IDS),
+    logits_process.ExponentialDecayLengthPenalty,
 )
 """Processors of transformers that depend on their ids and logits alone."""
 
-_CRITERIA = _classes(
-    stopping_criteria, "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria"
-)
+_CRITERIA = _classes(stopping_criteria, "Criteria", "MaxLength MaxTime StopString EosToken")
 
 
 @runtime_checkable
@@ -128,14 +105,7 @@ def is_stateful(processor: Any) -> bool:
 
 
 def of_row(processor: Any, row: int, rows: int, each: int = 1) -> Any:
-    """Convert a processor of a batch of ``rows`` to one for a single row.
-
-    Args:
-        each: rows per prompt, where `generate` returns several sequences per prompt.
-
-    Raises:
-        InputError: the processor may have state between calls.
-    """
+    """Convert a processor of a batch of ``rows``, with ``each`` rows per prompt, to one for a single row."""
     if type(processor) in PREFIX_FREE or is_stateful(processor):
         return processor
     if type(processor) in STATELESS:
@@ -158,13 +128,10 @@ def criterion_of_row(criterion: Any, row: int, rows: int) -> Any:
 
     A row's criteria are called as in plain decoding: once after every emitted token, with the ids so far. So a
     criterion may count its calls if it has a single row, but not if several share it.
-
-    Raises:
-        InputError: the criterion reads scores, or several rows share it and it is not marked as stateless.
     """
     if type(criterion) in _CRITERIA:
         return criterion
-    if type(criterion) in _classes(stopping_criteria, "ConfidenceCriteria"):
+    if type(criterion) in _classes(stopping_criteria, "Criteria", "Confidence"):
         raise InputError(
             "The stopping criterion ConfidenceCriteria reads scores, which speculative decoding does not pass to "
             "criteria; leave it out."
@@ -192,13 +159,13 @@ class OfRow:
         return torch.cat([self._node(i, s) for i, s in zip(ids, scores, strict=True)])
 
     def _node(self, ids: Tensor, scores: Tensor) -> Tensor:
-        found: Tensor = self._processor(ids.repeat(self._rows, 1), scores.repeat(self._rows, 1))
-        if found.shape != (self._rows, len(scores)):
+        processed: Tensor = self._processor(ids.repeat(self._rows, 1), scores.repeat(self._rows, 1))
+        if processed.shape != (self._rows, len(scores)):
             raise InputError(
-                f"The logits processor {self.__name__} returned scores of shape {tuple(found.shape)} for "
+                f"The logits processor {self.__name__} returned scores of shape {tuple(processed.shape)} for "
                 f"{self._rows} rows of {len(scores)} tokens; it must keep the shape."
             )
-        return found[self._row][None]
+        return processed[self._row][None]
 
 
 class CriterionOfRow:
@@ -209,8 +176,8 @@ class CriterionOfRow:
 
     def __call__(self, ids: Tensor, scores: Any) -> bool:
         """Whether the row of ``ids`` ``[1, S]`` ends."""
-        found = torch.as_tensor(self._criterion(ids.repeat(self._rows, 1), scores)).flatten()
-        return bool(found[self._row if len(found) > 1 else 0])
+        ends = torch.as_tensor(self._criterion(ids.repeat(self._rows, 1), scores)).flatten()
+        return bool(ends[self._row if len(ends) > 1 else 0])
 
 
 def process(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ class Profile:
     target: str  # checkpoint folder, hub id, or `pocket`
     method: str  # a name of `saccade methods`
     drafter: str | None = None  # checkpoint or head; None for the built-in one, or none
-    heads: dict[str, str] = field(default_factory=dict)  # folders of heads by name
+    heads: dict[str, str] = field(default_factory=dict)  # folders by name
     head: str | None = None  # name of the head that the method drafts with
     options: dict[str, Any] = field(default_factory=dict)  # of the method
-    measured: dict[str, Any] = field(default_factory=dict)  # what `saccade tune` saw, for readers
+    measured: dict[str, Any] = field(default_factory=dict)  # by `saccade tune`, for readers
     exact: bool = False  # whether the target runs in exact mode
 
     def write(self, path: Path) -> None:
@@ -61,7 +61,7 @@ def read_profile(path: str | Path) -> Profile:
     except FileNotFoundError:
         raise InputError(f"There is no profile {path}; write one with `saccade tune --save {path}`.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise InputError(f"The profile {path} cannot be read ({problem}); write it anew with `saccade tune`.") from None
+        raise InputError(f"The profile {path} cannot be read ({problem}); run `saccade tune` again.") from None
     return make(Profile, content, str(path), error=InputError)
 
 

@@ -12,13 +12,8 @@ INCOMPLETE = "\ufffd"
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode ids to text without special tokens.
-
-    Tokenization spaces are not cleaned up, which would change text that has been streamed already (a space before a
-    full stop).
-    """
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
+    """Decode ids to text without special tokens; cleaned up spaces would change text that has been streamed already."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:

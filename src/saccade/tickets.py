@@ -49,8 +49,7 @@ class Ticket:
 
     def __init__(self, batch: Batch, row: Row, tokenizer: Any, lossless: bool) -> None:
         self._batch, self._row, self._lossless = batch, row, lossless
-        self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer)
+        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
 
     @property
     def done(self) -> bool:

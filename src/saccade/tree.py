@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,27 +12,17 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DraftTree:
-    """B trees of N nodes; node 0 is the root (last emitted token), and parents precede their children.
+    """B trees of N nodes; node 0 is the root (last emitted token), and parents precede their children."""
 
-    Attributes:
-        tokens: ``[B, N]`` ids.
-        parents: ``[B or 1, N]`` node indices; the root's parent is the root.
-        depth: ``[B or 1, N]``; 0 at the root.
-        ancestors: ``[B or 1, N, N]`` bool; ``[i, j]`` is True where j is i or an ancestor of i.
-        valid: ``[B or 1, N]`` bool; False for padding nodes, which see only themselves.
-        max_depth: host upper bound of ``depth``.
-        max_children: host upper bound of children per node.
-        q: ``[B, N, V_q]`` distribution from which each node's children were drawn without replacement, in node
-            order; None when children are deterministic (each verified as a point mass).
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    valid: Tensor
-    max_depth: int
-    max_children: int
+    tokens: Tensor  # [B, N] ids
+    parents: Tensor  # [B or 1, N] node indices; the root's parent is the root
+    depth: Tensor  # [B or 1, N]; 0 at the root
+    ancestors: Tensor  # [B or 1, N, N] bool; [i, j] is True where j is i or an ancestor of i
+    valid: Tensor  # [B or 1, N] bool; False for padding nodes, which see only themselves
+    max_depth: int  # host upper bound of `depth`
+    max_children: int  # host upper bound of children per node
+    # [B, N, V_q] distribution from which each node's children were drawn without replacement, in node order; None when
+    # children are deterministic (each verified as a point mass)
     q: Tensor | None = None
 
     @classmethod
@@ -43,13 +34,7 @@ class DraftTree:
 
     @classmethod
     def chains(cls, tokens: Tensor, valid: Tensor, q: Tensor | None = None) -> DraftTree:
-        """One chain per row.
-
-        Args:
-            tokens: ``[B, N]`` ids, root first.
-            valid: ``[B, N]`` bool; False for the padding behind shorter chains.
-            q: as in `DraftTree`.
-        """
+        """One chain per row, root first, ``[B, N]``; ``valid`` is False for the padding behind shorter chains."""
         count = tokens.shape[1]
         place = torch.arange(count, device=tokens.device)
         itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
@@ -73,15 +58,10 @@ class DraftTree:
         """Return the tree on another device (drafter and target may be on different ones)."""
         if self.tokens.device == device:
             return self
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            parents=self.parents.to(device),
-            depth=self.depth.to(device),
-            ancestors=self.ancestors.to(device),
-            valid=self.valid.to(device),
-            q=None if self.q is None else self.q.to(device),
-        )
+        moved: dict[str, Any] = {
+            f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
@@ -109,21 +89,13 @@ def reindexed_parents(parents: Tensor, order: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A tree's form without its tokens: nodes sorted by depth, then by path.
+    """A tree's form without its tokens: nodes sorted by depth, then by path."""
 
-    Attributes:
-        paths: child-rank path of every node but the root, for example ``((0,), (1,), (0, 0))``.
-    """
-
-    paths: tuple[tuple[int, ...], ...]
+    paths: tuple[tuple[int, ...], ...]  # of child ranks, to every node but the root, for example ((0,), (1,), (0, 0))
 
     @classmethod
     def of(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
-        """Sort and check paths.
-
-        Raises:
-            ValueError: a path is empty or repeated, or its parent or an elder sibling is missing.
-        """
+        """Sort and check paths."""
         ordered = sorted({tuple(p) for p in paths}, key=lambda p: (len(p), p))
         known = {(), *ordered}
         if len(ordered) != len(list(paths)):

@@ -122,16 +122,12 @@ def check(
     exact: bool = False,
     **options: Any,
 ) -> Callable[[], VLM]:
-    """Report every mistake that shows without weights, and return the function that loads them.
-
-    Arguments and errors as in `load`.
-    """
+    """Report every mistake that shows without weights, and return the function that loads them; arguments as `load`."""
     cpu.check_threads(threads)
     if is_profile(target):
-        own: dict[str, Any] = {"drafter": drafter, "method": method, "heads": heads, "head": head}
         profile = read_profile(target)
         exact = exact or profile.exact
-        target, drafter, method, heads, head, options = profile.completed(**own, options=options)
+        target, drafter, method, heads, head, options = profile.completed(drafter, method, heads, head, options)
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
     named = drafters.named(drafter, heads)
@@ -144,9 +140,8 @@ def check(
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     check_device(device_map)
-    processor = _processor(target)
+    processor, draft_processor = _processor(target), None if draft is None else _processor(draft)
     check_processes(device_map, processor.config)
-    draft_processor = None if draft is None else _processor(draft)
     if draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
@@ -398,32 +393,23 @@ class VLM:
         return Chat(partial(self._stream, session=self.engine.open(1)), self.processor, system)
 
     def request(self, given: RowInput, seed: int) -> Request:
-        """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile.
-
-        Raises:
-            InputError: the prompt or its media cannot be used.
-        """
+        """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile."""
         prompt = given.prompt(self.processor)
         return Request(prompt, self._draft_prompt(prompt, given), seed)
 
     def _draft_prompt(self, prompt: Prompt, given: RowInput) -> Prompt | None:
-        """Return the prompt of the draft model.
+        """Return the prompt of the draft model: text alone for one without vision.
 
-        Text alone for a language model, and for a ready-made prompt whose media another vision tower prepared.
+        It is text alone, too, for a ready-made prompt whose media another vision tower prepared.
         """
-        if self.draft_model is None or self.draft_processor is None:
-            return None
-        if methods.needs(self.options) != "draft model":
+        if self.draft_model is None or self.draft_processor is None or methods.needs(self.options) != "draft model":
             return None
         if not prompt.media:
             return prompt
-        signature = vision_signature(self.draft_model.config)
-        if isinstance(given.question, Prompt):
-            is_same = signature == vision_signature(self.target.config)
-            return prompt if is_same else self.processor.text_only(prompt)
-        if signature is None:
+        signature, is_made = vision_signature(self.draft_model.config), isinstance(given.question, Prompt)
+        if signature is None or (is_made and signature != vision_signature(self.target.config)):
             return self.processor.text_only(prompt)
-        return given.prompt(self.draft_processor)
+        return prompt if is_made else given.prompt(self.draft_processor)
 
 
 def _processor(given: Any) -> InputProcessor:
@@ -434,6 +420,4 @@ def _processor(given: Any) -> InputProcessor:
 
 
 def _model(given: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
-    if not isinstance(given, (str, Path)):
-        return given
-    return load_model(path_of(given), dtype=dtype, device_map=device_map)
+    return load_model(path_of(given), dtype=dtype, device_map=device_map) if isinstance(given, (str, Path)) else given

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kits import kit
-from test_same_as_transformers import assert_same_prompt, clip, picture, user
+from test_same_as_transformers import assert_same_prompt, clip, picture
 
 from families import FAMILIES, FamilyCase
 from saccade.errors import InputError
@@ -149,10 +149,6 @@ def test_pixels_without_their_sizes_are_refused() -> None:
             split(config_of(case), inputs)
 
 
-def test_no_media_join_to_nothing() -> None:
-    assert join(config_of(FAMILIES["llava"]), []) == {}
-
-
 def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
     k = kit("llava_onevision")
     prompt = k.ours.prompt("?", videos=[clip(4, 60, 45, None), clip(5, 60, 45, None)])
@@ -179,11 +175,6 @@ def test_media_that_do_not_fill_their_placeholders_have_no_spans() -> None:
     for count in (2, 4):
         with pytest.raises(InputError, match=f"has {count} image placeholders"):
             media_spans(config, Prompt((1, *[image] * count, 2), (medium,)))
-
-
-def test_a_user_text_row_of_a_vlm_has_no_spans() -> None:
-    k = kit("gemma3")
-    assert media_spans(k.config, k.ours.prompt(user("Only words."))) == []
 
 
 @pytest.mark.parametrize(("case", "kind"), [(c, k) for c in VISUAL_CASES for k in c.kinds if k != "text"], ids=by_name)

@@ -6,8 +6,7 @@ from typing import Any
 
 from saccade.inputs.families.family import Family, Kind
 from saccade.inputs.families.idefics import Idefics3, SmolVLM
-from saccade.inputs.families.internvl import InternVL
-from saccade.inputs.families.llava import Gemma3, Llava, LlavaNext, LlavaOnevision
+from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision
 from saccade.inputs.families.other import Florence2, OtherText, Text, Unknown
 from saccade.inputs.families.pixtral import Pixtral
 from saccade.inputs.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
