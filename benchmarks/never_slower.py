@@ -32,7 +32,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.methods.compositions import Models
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 BOUND = 1.02
 """Times of plain decoding that `auto` may take over any window."""

@@ -26,7 +26,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.loading import load_model
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NAMES = ("llava", "qwen2_5_vl", "gemma3", "mistral3")
 DRAFTS = ("chain", "tree", "head")

@@ -262,7 +262,7 @@ def _count_wait(what: str) -> None:
 
 
 def _place() -> str:
-    """Line of the library that asked, in whose name `saccade.target.cache` sends."""
+    """Line of the library that asked, in whose name `saccade.target_model.cache` sends."""
     frame = sys._getframe(1)
     place = "outside"
     while frame is not None and (place == "outside" or place.startswith("target/cache.py")):

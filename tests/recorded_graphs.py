@@ -50,7 +50,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-    """Run a function and record it; of the form of `saccade.target.graphs.CAPTURES`."""
+    """Run a function and record it; of the form of `saccade.target_model.graphs.CAPTURES`."""
     function()  # as CUDA needs it
     recorder = _Recorder()
     with recorder:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from saccade.errors import SaccadeError, TrainingError
 from saccade.files import write_file, write_folder
-from saccade.formats import differences, duration, shortened
+from saccade.wording import differences, duration, shortened
 
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:

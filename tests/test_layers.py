@@ -20,9 +20,9 @@ LAYERS = [
         "errors",
         "options",
         "files",
-        "formats",
+        "wording",
         "resumable",
-        "typed",
+        "schema",
         "environment",
         "cpu",
         "pocket",
@@ -32,14 +32,25 @@ LAYERS = [
         "text",
         "output",
     ),
-    *("target", "loading", "grammar", "processors", "verify", "draft", "checkpoints", "engine", "methods", "stream"),
     *(
-        "tickets",
+        "target_model",
+        "loading",
+        "grammar",
+        "processors",
+        "verify",
+        "draft",
+        "checkpoints",
+        "engine",
+        "methods",
+        "stream",
+    ),
+    *(
+        "running_batch",
         "chat",
         "profile",
         "vlm",
         "hf",
-        "cluster",
+        "ray_cluster",
         "serve",
         "theory",
         "memory_plan",
@@ -69,16 +80,16 @@ PARTS = {
     "serve": (("serve",), 4_000),
     "training": (("train", "distill"), 5_530),
     "measuring": (("bench", "theory", "memory_plan"), 4_170),
-    "jobs": (("jobs", "data", "cluster"), 2_610),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_610),
     "checkpoints": (("checkpoints", "evaluators"), 1_600),
     "pocket": (("pocket",), 1_450),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 24_000
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 48_600, 9_700
+TESTS, TOOLS = 48_600, 9_750
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 10.36
+TOKENS = 10.41
 """Most tokens a line of code has on average, so that lines are not saved by writing densely."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""

@@ -29,7 +29,7 @@ from saccade.errors import InputError
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import StatefulProcessor, stateless
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 CASE = FAMILIES["llama"]
 NEW = 20

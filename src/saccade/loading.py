@@ -18,8 +18,8 @@ import torch
 
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
-from saccade.target.adapter import Target
-from saccade.target.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
+from saccade.target_model.adapter import Target
+from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
 
 SMALL = 50_000_000
 """Parameters below which a drafter runs faster in float32 on a CPU (measured for layers 128-256 wide)."""
@@ -33,7 +33,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     """Load a causal language model or an image-text-to-text model with all its weights; its code is never run.
 
     ``dtype`` auto is the stored one, but on a CPU float32 for the built-in pair and where the stored format is not
-    faster; ``device_map`` is as in `from_pretrained`, or ``tp`` or ``fsdp`` (`saccade.target.sharding`).
+    faster; ``device_map`` is as in `from_pretrained`, or ``tp`` or ``fsdp`` (`saccade.target_model.sharding`).
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -250,7 +250,7 @@ def adapt(model: Any, exact: bool = False) -> Target:
     """Return a loaded model behind the adapter, checked where the conformance suite does not cover it."""
     target = Target(model, exact=exact)
     if not target.traits.tested:
-        from saccade.target.selfcheck import self_check
+        from saccade.target_model.selfcheck import self_check
 
         self_check(target)
         target.use_lean()

@@ -18,13 +18,13 @@ import torch
 from PIL import Image
 
 from saccade.errors import InputError, ModelError
-from saccade.formats import nearest
 from saccade.inputs.chat import normalise
 from saccade.inputs.conversations import resolve
 from saccade.inputs.families import family_of
 from saccade.loading import check_checkpoint, check_dtype, empty_model
-from saccade.target.adapter import Target
-from saccade.typed import make
+from saccade.schema import make
+from saccade.target_model.adapter import Target
+from saccade.wording import nearest
 
 T = TypeVar("T")
 

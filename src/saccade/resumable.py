@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 from saccade.errors import SaccadeError
 from saccade.files import check_folder, write_file
-from saccade.formats import count, differences, shortened
+from saccade.wording import count, differences, shortened
 
 SCHEMA = 1
 SYNC_SECONDS = 2.0

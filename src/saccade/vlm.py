@@ -48,11 +48,11 @@ from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
 from saccade.output import Output
 from saccade.profile import is_profile, read_profile
+from saccade.running_batch import Batch
 from saccade.stream import GenerationOptions, Stream
-from saccade.target.adapter import Target
-from saccade.target.media_cache import MEDIA_BYTES
-from saccade.target.sharding import check_processes
-from saccade.tickets import Batch
+from saccade.target_model.adapter import Target
+from saccade.target_model.media_cache import MEDIA_BYTES
+from saccade.target_model.sharding import check_processes
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
 
@@ -94,7 +94,7 @@ def load(
         threads: CPU threads of this process where the target is on the CPU; None: as `saccade.cpu.use_threads`
             chooses, one for a small model, the idle cores for others.
         exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
-            16-bit formats (`saccade.target.lean`); costs time.
+            16-bit formats (`saccade.target_model.lean`); costs time.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
             ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 

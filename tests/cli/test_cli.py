@@ -13,9 +13,9 @@ from commands import Shell
 from checkpoints import ready
 from saccade import __version__
 from saccade.cpu import usable_cores
-from saccade.formats import count
 from saccade.methods import METHODS
 from saccade.pocket import head_paths
+from saccade.wording import count
 
 
 def test_the_version_is_one_line(shell: Shell) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rule
 

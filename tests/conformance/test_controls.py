@@ -16,9 +16,9 @@ from harness import POLICIES, draft, prompts, tokens
 from families import FAMILIES, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
-from saccade.target.adapter import Target
-from saccade.target.cache import RowCache
-from saccade.target.forward import ForwardOutput, MaskPlan, TokenBlock
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
+from saccade.target_model.forward import ForwardOutput, MaskPlan, TokenBlock
 
 NEW = 40
 TREES = ("static", "dynamic")

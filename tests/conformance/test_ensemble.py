@@ -29,7 +29,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.generation import RowPlan, plan
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
 

@@ -21,8 +21,8 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
 
 NAME, GAMMA, NEW = "llava", 3, 17
 VIEWS = [Multimodal(), TextOnly(draft(NAME).config, Numerals())]

@@ -29,9 +29,9 @@ from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import METHODS
 from saccade.pocket.sample import draw
-from saccade.target import exact, lean
-from saccade.target.adapter import Target
-from saccade.target.exact import SteadyLinear
+from saccade.target_model import exact, lean
+from saccade.target_model.adapter import Target
+from saccade.target_model.exact import SteadyLinear
 from saccade.vlm import VLM
 
 pytestmark = pytest.mark.formats

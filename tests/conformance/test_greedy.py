@@ -14,7 +14,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.pacing import Pacer, Trials
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 # Every family's first kind (an image, or text) for one row and for three; of the other kinds one row is slow.
 CASES = [

@@ -14,7 +14,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree
 from saccade.engine import Engine
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 POLICIES: dict[str, Any] = {
     "chain": Chain(2),

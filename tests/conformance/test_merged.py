@@ -20,7 +20,7 @@ from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
 

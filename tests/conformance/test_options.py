@@ -14,7 +14,7 @@ from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine,
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NEW = 24
 NAMES = ("llama", "qwen2_5_vl", "gemma3")

@@ -14,7 +14,7 @@ from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
-from saccade.target.context import Context, PrefillResult
+from saccade.target_model.context import Context, PrefillResult
 
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 24

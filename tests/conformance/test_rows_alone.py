@@ -29,7 +29,7 @@ from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.output import Output
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.loose import RandomLoosening
 from saccade.verify.lossless import Sampling, Uniforms

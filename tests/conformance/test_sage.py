@@ -16,7 +16,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine, Request
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.verify.lossless import Sampling
 
 SWITCHES: dict[str, SageTree] = {

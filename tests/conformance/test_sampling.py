@@ -15,7 +15,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.engine import Engine
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.verify import lossless
 from saccade.verify.lossless import Sampling
 

@@ -15,7 +15,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.inputs.batching import split
 from saccade.loading import adapt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NEW = 20
 TYPES = {"S": "sliding_attention", "F": "full_attention"}

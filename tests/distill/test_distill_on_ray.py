@@ -15,7 +15,7 @@ from prompt_lines import asks, talks
 
 from checkpoints import vlm
 from isolated import ISOLATED, isolated
-from saccade import cluster
+from saccade import ray_cluster
 from saccade.distill import distill
 from saccade.distill.folder import ANSWERS, HEADER
 from saccade.distill.planning import make_plan
@@ -84,7 +84,7 @@ def test_an_actor_answers_batches_and_ends_with_the_reason_that_stops_its_run(so
 @ISOLATED
 @pytest.mark.timeout(1500)
 def test_two_actors_write_the_file_of_one_process(tmp_path: Path) -> None:
-    weights = str(Path(cluster.__file__).parent / "pocket" / "weights" / "draft")
+    weights = str(Path(ray_cluster.__file__).parent / "pocket" / "weights" / "draft")
     words = [sys.executable, "-c", "from saccade.cli import main; main()", "distill", "pocket:chart,receipt"]
     words += ["--count", "5", "-t", weights, "-n", "8", "--batch", "2", "--threads", "1"]
     isolated([*words, "-o", str(tmp_path / "one")], seconds=400)

@@ -41,7 +41,7 @@ from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import load_model
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
 import kits

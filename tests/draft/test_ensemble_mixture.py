@@ -19,7 +19,7 @@ from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to
 

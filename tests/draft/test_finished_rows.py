@@ -22,7 +22,7 @@ from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NAME, NEW = "llama", 40
 SHORT, LONG = Prompt((1, 20, 21, 22)), Prompt((1, 50, 61, 72, 33))

@@ -16,7 +16,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NAME = "llama"
 LONG, SHORT = Prompt((1, *range(10, 60))), Prompt((1, 20, 21, 22))

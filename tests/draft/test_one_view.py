@@ -18,7 +18,7 @@ from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NAME = "llava"
 

@@ -23,9 +23,9 @@ from saccade.errors import MethodError
 from saccade.inputs.batching import join, media_spans, split, visual_mask
 from saccade.inputs.families import FAMILIES as REGISTRY
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.forward import ForwardOutput, TokenBlock
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.forward import ForwardOutput, TokenBlock
 
 ANYRES = ("llava_next", "llava_onevision")
 RESIZED = [name for name in VISUAL_FAMILIES if isinstance(pooled(Target(FAMILIES[name].model())), HalvedPictures)]

@@ -18,9 +18,9 @@ from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.cache import QUANTUM
-from saccade.target.context import Context
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import QUANTUM
+from saccade.target_model.context import Context
 from saccade.tree import DraftTree
 
 NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]

@@ -13,7 +13,7 @@ from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views, poole
 from saccade.errors import MethodError
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 WORDS = Numerals()
 

@@ -16,7 +16,7 @@ from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 METHODS = ("plain", "lookup", "chain", "static")
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]

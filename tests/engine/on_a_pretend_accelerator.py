@@ -31,9 +31,9 @@ from saccade.engine.generation import plan
 from saccade.inputs.batching import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Models
-from saccade.target import cache, graphs, lean
-from saccade.target.adapter import Target
-from saccade.target.cache import on_device
+from saccade.target_model import cache, graphs, lean
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import on_device
 
 CASE = FAMILIES["llava"]
 NEW = 6

@@ -9,8 +9,8 @@ import torch
 from kit import add, alone, engine, prompts
 
 from checkpoints import picture, vlm
-from saccade.target.adapter import Target
-from saccade.target.cache import RowCache
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.inputs.batching import split
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 
 @pytest.mark.parametrize("new", [2, 6])

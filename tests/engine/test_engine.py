@@ -23,8 +23,8 @@ from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.processors import stateless
-from saccade.target.adapter import Target
-from saccade.target.cache import QUANTUM
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import QUANTUM
 
 CASE = FAMILIES["llama"]
 NEW = 24

@@ -15,8 +15,8 @@ from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
-from saccade.target.adapter import Target
-from saccade.target.media_cache import tower_of
+from saccade.target_model.adapter import Target
+from saccade.target_model.media_cache import tower_of
 
 
 @contextmanager

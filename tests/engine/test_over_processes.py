@@ -13,8 +13,8 @@ from families import FAMILIES
 from over_processes import COUNT, NAMES, answers, run_split, split_target
 from saccade import VLM, load
 from saccade.errors import ModelError
-from saccade.target.adapter import Target
-from saccade.target.sharding import Ranks, check_split
+from saccade.target_model.adapter import Target
+from saccade.target_model.sharding import Ranks, check_split
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 

@@ -20,8 +20,8 @@ from saccade.engine.pacing import SPAN, Ledger, Pacer, Trials, sampled_length
 from saccade.engine.step import Clock
 from saccade.engine.step_times import Forwards
 from saccade.errors import MethodError
-from saccade.target.adapter import Target
-from saccade.target.traits import ContextError
+from saccade.target_model.adapter import Target
+from saccade.target_model.traits import ContextError
 
 
 @dataclass

@@ -14,10 +14,10 @@ from kit import Forwards, add, alone, drain, engine, prompts
 from families import FAMILIES
 from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.cache import RowCache
-from saccade.target.context import Context, Prefill
-from saccade.target.forward import TokenBlock
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
+from saccade.target_model.context import Context, Prefill
+from saccade.target_model.forward import TokenBlock
 
 NEW = 8
 

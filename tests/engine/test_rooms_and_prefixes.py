@@ -14,7 +14,7 @@ from saccade.engine import Engine, RunningBatch
 from saccade.errors import InputError
 from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import QUANTUM, round_to_segment
+from saccade.target_model.cache import QUANTUM, round_to_segment
 
 
 def needed(batch: RunningBatch, prompt: Prompt, n: int) -> int:

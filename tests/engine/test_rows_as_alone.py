@@ -16,7 +16,7 @@ from saccade import VLM, methods
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 from saccade.processors import stateless
-from saccade.tickets import Batch, Ticket
+from saccade.running_batch import Batch, Ticket
 
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
 METHODS = [
@@ -166,7 +166,7 @@ def test_many_rows_among_others_give_what_they_give_alone(method: str) -> None:
 
 def test_a_neighbour_that_leaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: every row is masked as if it were as long as its longest neighbour."""
-    from saccade.target.layout import Span
+    from saccade.target_model.layout import Span
 
     honest = Span.mask
 

@@ -27,7 +27,7 @@ from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
 from saccade.methods import METHODS, build
 from saccade.methods.compositions import Models
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "gemma3")
 NEW = 20

@@ -26,7 +26,7 @@ from saccade.inputs.families.family import Family, Features, Kind, Marks, Medium
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 SIDE, PATCH = 28, 7
 TOKENS = (SIDE // PATCH) ** 2

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from isolated import ISOLATED, isolated
-from saccade import cluster
+from saccade import ray_cluster
 from saccade.cli.arguments import with_local_ray
 from saccade.errors import SaccadeError
 from saccade.jobs.actors import HOPELESS, Actors, Hello
@@ -156,24 +156,24 @@ def test_a_machine_that_has_loaded_other_weights_is_refused() -> None:
 
 
 def test_bad_addresses_and_a_missing_ray_are_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [cluster.check_address(a) for a in ("auto", "head:6379", "[::1]:6379")]
+    assert [ray_cluster.check_address(a) for a in ("auto", "head:6379", "[::1]:6379")]
     with pytest.raises(SaccadeError, match="'photos' is no address of a Ray cluster; expected auto or HOST:PORT"):
-        cluster.check_address("photos")
+        ray_cluster.check_address("photos")
     with pytest.raises(SaccadeError, match="ray job submit"):
-        cluster.check_address("ray://head:10001")
+        ray_cluster.check_address("ray://head:10001")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=None))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{free.getsockname()[1]}"
     with (
         pytest.raises(SaccadeError, match=f"cannot reach the cluster at {nobody}: .*refused"),
-        cluster.connected(nobody),
+        ray_cluster.connected(nobody),
     ):
         pass
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(SaccadeError, match=r"Ray is missing; run `pip install 'saccade\[ray\]'`"),
-        cluster.connected("local"),
+        ray_cluster.connected("local"),
     ):
         pass
 
@@ -189,17 +189,17 @@ def test_engines_are_one_per_gpu_or_one_per_machine() -> None:
     def ray(machines: int, **resources: float) -> Any:
         return SimpleNamespace(nodes=lambda: [{"Alive": True}] * machines, cluster_resources=lambda: resources)
 
-    assert cluster.places(ray(2, CPU=64, GPU=8), None, None, True) == cluster.Places(8, 1, 1, 4)
-    assert cluster.places(ray(2, CPU=64, GPU=8), None, None, False) == cluster.Places(2, 32, 0, 1)
-    assert cluster.places(ray(1, CPU=8), 3, None, True) == cluster.Places(3, 2, 0, 3)
-    assert cluster.places(ray(1, CPU=8), 3, 1, True) == cluster.Places(3, 1, 0, 3)
+    assert ray_cluster.places(ray(2, CPU=64, GPU=8), None, None, True) == ray_cluster.Places(8, 1, 1, 4)
+    assert ray_cluster.places(ray(2, CPU=64, GPU=8), None, None, False) == ray_cluster.Places(2, 32, 0, 1)
+    assert ray_cluster.places(ray(1, CPU=8), 3, None, True) == ray_cluster.Places(3, 2, 0, 3)
+    assert ray_cluster.places(ray(1, CPU=8), 3, 1, True) == ray_cluster.Places(3, 1, 0, 3)
     with pytest.raises(SaccadeError, match="at least 1, not 0"):
-        cluster.places(ray(1, CPU=8), 0, None, True)
+        ray_cluster.places(ray(1, CPU=8), 0, None, True)
 
 
 LISTENING = """
 import psutil
-from saccade.cluster import connected
+from saccade.ray_cluster import connected
 with connected("local", 1) as ray:
     ray.get(ray.remote(lambda: 1).remote())
     for process in psutil.Process().children(recursive=True):
@@ -231,7 +231,7 @@ def test_kills_of_the_command_and_of_an_actor_change_nothing() -> None:
 @ISOLATED
 def test_what_an_actor_cannot_load_is_said_in_a_sentence(tmp_path: Path) -> None:
     """The pictures are good; the weights are torn, which shows where they are loaded."""
-    weights = Path(cluster.__file__).parent / "pocket" / "weights" / "draft"
+    weights = Path(ray_cluster.__file__).parent / "pocket" / "weights" / "draft"
     copytree(weights, tmp_path / "torn")
     file = next((tmp_path / "torn").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[: 1 << 20])

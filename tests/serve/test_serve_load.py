@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import ready, vlm
 from saccade.serve.streaming import Exchange
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 LONG = {"model": "tiny", "messages": asks("Tell all."), "max_tokens": 400, "temperature": 0}
 

@@ -12,7 +12,7 @@ from train_kit import head, listed, samples, target
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
-from saccade.target.stock import final_norm
+from saccade.target_model.stock import final_norm
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import entries_of
 from saccade.train.objectives.heads import KangarooObjective

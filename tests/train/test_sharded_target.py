@@ -22,8 +22,8 @@ from over_processes import run_split
 from saccade.environment import fingerprint
 from saccade.errors import ModelError
 from saccade.loading import load_model
-from saccade.target.adapter import Target
-from saccade.target.sharding import Shards, check_sharding, held, sharded
+from saccade.target_model.adapter import Target
+from saccade.target_model.sharding import Shards, check_sharding, held, sharded
 from saccade.train import Recipe, Trainer, read_recipe
 from saccade.train.checkpoint import identity
 from saccade.train.features import read_features

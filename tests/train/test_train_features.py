@@ -12,7 +12,7 @@ from train_kit import head, prompt, samples, target
 from families import FAMILIES
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target_model.context import Context
 from saccade.train.features import Features, answer_mask, read_features
 from saccade.train.objectives.entries import entries_of
 from saccade.train.samples import Sample

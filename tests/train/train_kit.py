@@ -16,7 +16,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.samples import Listed, Sample
 
 

@@ -19,8 +19,8 @@ from train_kit import listed
 
 from families import FAMILIES
 from pretend_device import NAME, MixedDevices, OnPretend, PretendDevice
-from saccade.target import lean
-from saccade.target.adapter import Target
+from saccade.target_model import lean
+from saccade.target_model.adapter import Target
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train.learner import HeadLearner
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
 from saccade.verify.processing import Processing

@@ -24,7 +24,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema
 from saccade.inputs.batching import split
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.verify.processing import Processing, RowProcessing
 
 CASE = FAMILIES["llama"]

@@ -20,9 +20,9 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput, Requirements
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput, Requirements
 from saccade.tree import DraftTree
 from saccade.verify.loose import FLy, LVSpec, RandomLoosening
 from saccade.verify.lossless import Greedy, Uniforms

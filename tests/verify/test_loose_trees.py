@@ -17,7 +17,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import branches_of
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.loose import FLy, LVSpec
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT

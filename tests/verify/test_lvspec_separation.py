@@ -12,7 +12,7 @@ import saccade
 from saccade.draft.lookup import chains
 from saccade.pocket import draw
 from saccade.pocket.words import CONTENT
-from saccade.target.context import Context
+from saccade.target_model.context import Context
 from saccade.verify.loose import LVSpec
 
 Position = Literal["own"] | None

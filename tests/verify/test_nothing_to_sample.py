@@ -19,7 +19,7 @@ from saccade.errors import InputError
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 CASE = FAMILIES["llama"]
 Processor = Callable[[Tensor, Tensor], Tensor]

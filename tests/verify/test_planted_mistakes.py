@@ -13,7 +13,7 @@ from many_rows import LENGTH, LIKELY, ROWS, UNLIKELY, VOCAB, p_of, target, warpe
 from torch import Tensor
 
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify import lossless
 from saccade.verify.lossless import Sampling

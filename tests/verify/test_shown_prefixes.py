@@ -21,7 +21,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.verify.processing import Processing
 
 VOCAB = 5

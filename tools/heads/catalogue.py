@@ -13,10 +13,10 @@ from saccade.distill.pocket_source import PREFIX, tasks_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import feeder_class
 from saccade.errors import InputError
-from saccade.formats import count as counted
-from saccade.target.adapter import Target
+from saccade.schema import check_keys, make
+from saccade.target_model.adapter import Target
 from saccade.train.recipe import Recipe, read_recipe
-from saccade.typed import check_keys, make
+from saccade.wording import count as counted
 
 FILE = Path(__file__).with_name("recipes.toml")
 

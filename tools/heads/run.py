@@ -9,9 +9,9 @@ from pathlib import Path
 from saccade import VLM
 from saccade.distill import distill
 from saccade.environment import fingerprint
-from saccade.formats import duration
 from saccade.train.data import Answers
 from saccade.train.trainer import Trainer
+from saccade.wording import duration
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan
 from tools.heads.state import answers_folder, clear_features, features_folder, finish, head_folder, is_finished
 

@@ -11,7 +11,7 @@ from typing import Any
 from saccade.draft.heads.store import kind_in
 from saccade.errors import SaccadeError, TrainingError
 from saccade.files import write_file
-from saccade.formats import differences, shortened
+from saccade.wording import differences, shortened
 from tools.heads.catalogue import AnswerSet, HeadPlan
 
 MARK = "finished.json"

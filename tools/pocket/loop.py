@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from saccade.errors import TrainingError
 from saccade.files import write_file
-from saccade.formats import duration
 from saccade.train.optimiser import Optimisers, muon_and_adamw
+from saccade.wording import duration
 from tools.pocket.recipe import Schedule
 
 _Batch = TypeVar("_Batch")

@@ -21,9 +21,9 @@ from torch import Tensor
 import saccade
 from saccade.errors import TrainingError
 from saccade.files import write_file, write_folder
-from saccade.formats import differences
 from saccade.pocket.sample import Sample, draw
 from saccade.train.precision import description, fast_products
+from saccade.wording import differences
 from tools.pocket.accuracy import answer, export, write_checkpoint
 from tools.pocket.batches import (
     FIRST_TRAINING_SEED,

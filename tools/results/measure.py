@@ -19,9 +19,9 @@ from saccade.bench.runner import Mismatch, Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
 from saccade.files import write_file, write_folder
-from saccade.formats import count, differences, duration, shortened
 from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
+from saccade.wording import count, differences, duration, shortened
 from tools.heads.state import steps_of, usable_head
 from tools.pocket.inflated_head import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, load, measurements

@@ -14,7 +14,7 @@ import typer
 
 from saccade.cli import execute
 from saccade.errors import InputError
-from saccade.formats import nearest
+from saccade.wording import nearest
 from tools.results.catalogue import SUITES
 
 ALONE = "none"

@@ -18,7 +18,7 @@ from saccade.bench import metrics
 from saccade.bench.metrics import Array, Estimate
 from saccade.bench.records import Record, Run, by_name
 from saccade.bench.suites import BASELINE
-from saccade.formats import differences
+from saccade.wording import differences
 
 Verdict = Literal["faster", "slower", "no difference", "too few prompts", "yardstick"]
 RESAMPLES = 5000

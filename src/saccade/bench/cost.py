@@ -20,8 +20,8 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Tokens per pass measured in every run."""

@@ -15,7 +15,7 @@ from typing import Any
 from saccade.errors import SaccadeError
 from saccade.files import writing
 from saccade.resumable import lock
-from saccade.typed import make
+from saccade.schema import make
 
 SCHEMA = 1
 FILE = "records.jsonl"

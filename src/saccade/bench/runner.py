@@ -20,11 +20,11 @@ from saccade.bench.questions import Question
 from saccade.bench.records import FILE, Header, Record, Run, Writer, by_name, first_difference, lacks_header, read
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
-from saccade.formats import differences, shortened
 from saccade.inputs.processor import MediaOptions
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.wording import differences, shortened
 
 
 class Mismatch(SaccadeError):

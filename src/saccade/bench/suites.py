@@ -12,8 +12,8 @@ from typing import Any
 from saccade.bench import judge
 from saccade.data import catalogue
 from saccade.errors import SaccadeError
-from saccade.formats import parse_value
-from saccade.typed import check_keys, check_whole, make
+from saccade.schema import check_keys, check_whole, make
+from saccade.wording import parse_value
 
 BASELINE = "plain"
 """Method that all others are compared with; part of every suite."""

@@ -18,8 +18,8 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.published.eagle3 import BIASES, LAYERS, NAMES, QK_NORMS, norm_names
 from saccade.errors import ModelError
 from saccade.files import write_folder
-from saccade.target.adapter import Target
-from saccade.target.logit_map import logit_map
+from saccade.target_model.adapter import Target
+from saccade.target_model.logit_map import logit_map
 
 EXPORTS = ("speculators", "eagle", "sglang")
 """Layouts that can be written."""

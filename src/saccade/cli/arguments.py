@@ -12,7 +12,7 @@ import typer
 
 from saccade.cli import completion, screen
 from saccade.errors import InputError
-from saccade.formats import parse_value
+from saccade.wording import parse_value
 
 _model = partial(typer.Option, rich_help_panel="Models")
 _decoding = partial(typer.Option, rich_help_panel="Decoding")

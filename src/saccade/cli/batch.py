@@ -13,8 +13,8 @@ from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.cli.option_groups import Decoding, Placing, spread
 from saccade.errors import InputError
-from saccade.formats import count as counted
-from saccade.formats import duration
+from saccade.wording import count as counted
+from saccade.wording import duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,9 +190,9 @@ def batch(
             vlm = screen.load_models(target, drafter, method, heads=head, **placing.models(), **settings)
             worker = ItemWorker(vlm, settings, job, rows, workers)
         else:
-            from saccade.cluster import connected, places
             from saccade.engine.slots import KV_MEMORY_SHARE
             from saccade.jobs.actors import ActorModels, actors
+            from saccade.ray_cluster import connected, places
             from saccade.vlm import check
 
             cluster = stack.enter_context(connected(ray, engines))

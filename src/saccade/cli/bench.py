@@ -19,7 +19,7 @@ from saccade.cli import data_options as of
 from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError
 from saccade.files import check_folder
-from saccade.formats import count, duration
+from saccade.wording import count, duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -67,7 +67,7 @@ def chat(
         talker = RemoteChat(url, target, method, system, options, marks)
         screen.note(f"{url}. /help lists commands, Ctrl-D leaves.")
     else:
-        from saccade.target.lean import caveat
+        from saccade.target_model.lean import caveat
 
         decoding.check()
         vlm = screen.load_models(

@@ -11,7 +11,7 @@ from saccade.cli import completion, screen
 from saccade.cli import data_options as of
 from saccade.cli.option_groups import spread
 from saccade.errors import InputError
-from saccade.formats import count as counted
+from saccade.wording import count as counted
 
 if TYPE_CHECKING:
     from saccade.data.catalogue import DataSet

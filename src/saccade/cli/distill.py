@@ -12,8 +12,8 @@ from saccade.cli import arguments as args
 from saccade.cli import screen
 from saccade.cli.option_groups import Placing, spread
 from saccade.errors import InputError, MethodError
-from saccade.formats import count as counted
-from saccade.formats import duration
+from saccade.wording import count as counted
+from saccade.wording import duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,8 +190,8 @@ def distill(
         return
     setup = Setup(source, out, media_root, on_bad_line, chosen)  # a mistake shows before models are loaded
     if ray is not None and not plan:
-        from saccade.cluster import connected, places
         from saccade.jobs.actors import ActorModels, actors
+        from saccade.ray_cluster import connected, places
         from saccade.vlm import check
 
         screen.quiet_libraries()

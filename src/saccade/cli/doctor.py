@@ -83,7 +83,7 @@ def examine() -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     from saccade.pocket import draft_path, head_paths, target_path
-    from saccade.target.traits import TESTED
+    from saccade.target_model.traits import TESTED
 
     devices = [_cpu()]
     for index in range(torch.cuda.device_count()):
@@ -109,7 +109,7 @@ def _cpu() -> str:
     import torch
 
     from saccade import cpu
-    from saccade.formats import count
+    from saccade.wording import count
 
     fast = [str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)]
     formats = " and ".join(fast) if fast else "no 16-bit format, so that dtype=auto is float32"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from saccade.cli import screen
 from saccade.errors import InputError
 from saccade.files import expanded
-from saccade.formats import count
+from saccade.wording import count
 
 NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 """Generation options -> fields of requests, where the names differ."""

@@ -13,7 +13,7 @@ import typer
 from saccade.cli import screen
 from saccade.errors import InputError
 from saccade.files import write_file
-from saccade.formats import count
+from saccade.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

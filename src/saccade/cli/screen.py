@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from saccade.errors import InputError, SaccadeWarning
-from saccade.formats import count, duration
+from saccade.wording import count, duration
 
 if TYPE_CHECKING:
     from saccade.chat import Turn

@@ -178,7 +178,7 @@ def serve(
         print(describe(found))
         return
     if ray is not None:
-        from saccade.cluster import check_address, load_ray
+        from saccade.ray_cluster import check_address, load_ray
 
         check_address(ray)
         load_ray(ray)

@@ -14,7 +14,7 @@ from saccade.cli import arguments as args
 from saccade.cli import completion, screen
 from saccade.errors import InputError, TrainingError
 from saccade.files import check_folder
-from saccade.formats import count
+from saccade.wording import count
 
 if TYPE_CHECKING:
     from saccade.train.recipe import Recipe

@@ -8,8 +8,8 @@ from typing import Any
 from saccade.distill import pocket_source
 from saccade.distill.planning import Options, Prompts, QuestionPlan, make_plan
 from saccade.errors import InputError
-from saccade.formats import count
 from saccade.memory_plan import LETTERS, Lengths, ModelSize, Preset, assumed, pictures, spread, together
+from saccade.wording import count
 
 CHUNK = 512
 """Tokens of prompts per step, as in `saccade.engine`."""

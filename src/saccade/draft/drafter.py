@@ -9,8 +9,8 @@ from torch import Tensor
 
 from saccade.draft.trees.policy import Proposer, TreePolicy
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

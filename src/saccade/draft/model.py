@@ -11,10 +11,10 @@ from torch import Tensor
 from saccade.draft.drafter import TreeDrafter
 from saccade.draft.trees.policy import Proposer, Signals, Traced, TreePolicy
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.cache import on_device
-from saccade.target.context import Context, Prefill, PrefillResult
-from saccade.target.forward import ForwardOutput, TokenBlock
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import on_device
+from saccade.target_model.context import Context, Prefill, PrefillResult
+from saccade.target_model.forward import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

@@ -22,8 +22,8 @@ from saccade.inputs.batching import media_spans
 from saccade.inputs.families import family_of, visual_ids
 from saccade.inputs.families.family import Grid
 from saccade.inputs.prompt import Medium, Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context, PrefillResult
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context, PrefillResult
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from saccade.errors import InputError
 from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason
-from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.media_cache import MEDIA_BYTES
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.media_cache import MEDIA_BYTES
 
 PREFILL_CHUNK = 256
 """Default number of prompt tokens per step."""

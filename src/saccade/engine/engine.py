@@ -12,7 +12,7 @@ from saccade.engine.pacing import Pacer
 from saccade.engine.row import Request, Row, RowStep
 from saccade.errors import InputError
 from saccade.output import Output, Step
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.verify.lossless import Greedy, Sampling
 from saccade.verify.rule import Rule
 

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
 from saccade.processors import criterion_of_row, of_row
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 DEFAULT_NEW_TOKENS = 256
 """Limit when neither the caller nor the checkpoint sets one."""

@@ -13,8 +13,8 @@ from saccade.engine.state import BatchState
 from saccade.engine.step import Clock, PrefillChunk
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
-from saccade.target.context import PrefillResult
-from saccade.target.traits import ContextError
+from saccade.target_model.context import PrefillResult
+from saccade.target_model.traits import ContextError
 
 _LATE = 8
 """Tokens after which it is considered again whether the drafter is to join a row."""

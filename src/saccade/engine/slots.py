@@ -11,9 +11,9 @@ import torch
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.row import Row
 from saccade.errors import InputError
-from saccade.target.adapter import Target
-from saccade.target.cache import round_to_segment
-from saccade.target.context import Context
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import round_to_segment
+from saccade.target_model.context import Context
 
 KV_MEMORY_SHARE = 0.5
 """Default share of the free memory for the caches."""

@@ -8,9 +8,9 @@ from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.pacing import Pacer
 from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import SlotAllocator, most_slots
-from saccade.target.adapter import Target
-from saccade.target.context import Context, Prefill
-from saccade.target.media_cache import MediaCache
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context, Prefill
+from saccade.target_model.media_cache import MediaCache
 from saccade.verify.rule import Judge, Rule
 
 

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from saccade.engine.row import Row
 from saccade.output import TreeTrace
-from saccade.target.context import Context, Prefill
-from saccade.target.forward import ForwardOutput, TokenBlock
-from saccade.target.sharding import Ranks
+from saccade.target_model.context import Context, Prefill
+from saccade.target_model.forward import ForwardOutput, TokenBlock
+from saccade.target_model.sharding import Ranks
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Uniforms
 from saccade.verify.processing import Processing

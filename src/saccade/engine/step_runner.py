@@ -26,7 +26,7 @@ from saccade.engine.step import (
 from saccade.errors import InputError, ModelError
 from saccade.output import DRAFTED
 from saccade.processors import name_of
-from saccade.target.forward import ForwardOutput, TokenBlock, concat_outputs
+from saccade.target_model.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Uniforms
 from saccade.verify.processing import Processing

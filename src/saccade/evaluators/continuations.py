@@ -6,7 +6,7 @@ import torch
 
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
+from saccade.target_model.context import Context
 from saccade.vlm import VLM
 
 CHUNK = 1024

@@ -19,8 +19,8 @@ from saccade.evaluators.task_settings import Decoding, Report, decoding, sort_ar
 from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
 from saccade.loading import name_of
 from saccade.output import Output
+from saccade.schema import check_whole
 from saccade.text import text_of
-from saccade.typed import check_whole
 from saccade.vlm import VLM, load
 
 ROWS = 8

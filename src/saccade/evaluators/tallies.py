@@ -9,8 +9,8 @@ from typing import Any
 
 from saccade.errors import SaccadeError
 from saccade.files import write_file
-from saccade.formats import count
 from saccade.output import Output
+from saccade.wording import count
 
 
 @dataclass(slots=True)

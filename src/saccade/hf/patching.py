@@ -15,7 +15,7 @@ from transformers.utils.generic import TransformersKwargs
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.batching import check
 from saccade.inputs.families import family_of
-from saccade.target.adapter import TYPES, check_types
+from saccade.target_model.adapter import TYPES, check_types
 
 _PATCHED = "_extract_generation_mode_kwargs"
 _stock: Callable[..., dict[str, Any]] | None = None

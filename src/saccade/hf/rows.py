@@ -15,9 +15,9 @@ from saccade.engine.generation import RowPlan
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
-from saccade.target.cache import RowCache
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.cache import RowCache
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Judge, Rows, Rule, Verdict
 

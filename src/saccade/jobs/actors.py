@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from saccade.cluster import Places, limit_threads
 from saccade.errors import SaccadeError
-from saccade.formats import differences, shortened
 from saccade.jobs.job import sentence_of
+from saccade.ray_cluster import Places, limit_threads
 from saccade.resumable import Finished, Pending, Worker
 from saccade.vlm import VLM, load
+from saccade.wording import differences, shortened
 
 SUSPECT, HOPELESS = 2, 4
 """Lost actors after which an item is answered alone, and after which it is given up."""

@@ -20,7 +20,7 @@ from saccade.jobs.item_forms import ItemForm, PlainForm, PreparedItem
 from saccade.jobs.items import Item
 from saccade.jobs.job import BatchJob, key_of, sentence_of
 from saccade.resumable import Finished, Pending
-from saccade.typed import check_whole
+from saccade.schema import check_whole
 from saccade.vlm import VLM
 
 Given = TypeVar("Given")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from saccade.engine import Engine
     from saccade.engine.pacing import Pacer
     from saccade.inputs.processor import InputProcessor
-    from saccade.target.adapter import Target
+    from saccade.target_model.adapter import Target
     from saccade.verify.rule import Rule
 
 Values = Mapping[str, Any]

@@ -14,7 +14,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
 from saccade.loading import check_checkpoint, check_dtype, path_of
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 POCKET = "pocket"
 

@@ -20,7 +20,7 @@ from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequ
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange, json_of
 from saccade.serve.webpage import Page
-from saccade.target.lean import caveat
+from saccade.target_model.lean import caveat
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM

@@ -15,8 +15,8 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.chunks import LONGEST_STEP
 from saccade.errors import SaccadeError
 from saccade.inputs.media import SERVER, MediaLimits
-from saccade.target.media_cache import MEDIA_BYTES
-from saccade.typed import check_keys, make
+from saccade.schema import check_keys, make
+from saccade.target_model.media_cache import MEDIA_BYTES
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM

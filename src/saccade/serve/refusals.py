@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.target.traits import ContextError
+from saccade.target_model.traits import ContextError
 
 RETRY_SECONDS = 2
 """Default of ``Retry-After`` where the server cannot tell."""

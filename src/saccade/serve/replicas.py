@@ -24,8 +24,8 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from saccade.cluster import LOCAL, connected, limit_threads, places
 from saccade.errors import SaccadeError
+from saccade.ray_cluster import LOCAL, connected, limit_threads, places
 from saccade.serve.affinity import ranked
 from saccade.serve.app import make_app
 from saccade.serve.configuration import KEYS_VARIABLE, ConfigError, ServerConfig, read_config

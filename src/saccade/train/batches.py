@@ -15,7 +15,7 @@ from saccade.errors import InputError, TrainingError
 from saccade.inputs.batching import type_ids
 from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 
 def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import torch
 
 from saccade.errors import TrainingError
 from saccade.files import recover, write_file, write_folder
-from saccade.formats import differences
-from saccade.target.adapter import Target
-from saccade.target.sharding import whole
+from saccade.target_model.adapter import Target
+from saccade.target_model.sharding import whole
+from saccade.wording import differences
 
 _VALUES = 64
 

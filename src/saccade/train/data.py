@@ -21,7 +21,7 @@ from saccade.inputs.batching import visual_mask
 from saccade.inputs.chat import normalise
 from saccade.inputs.conversations import resolve
 from saccade.inputs.processor import InputProcessor
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.samples import Sample
 
 

@@ -18,7 +18,7 @@ from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.batches import forward_passes
 from saccade.train.checkpoint import identity
 from saccade.train.draft_vlm_model import new_draft_vlm

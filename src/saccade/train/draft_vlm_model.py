@@ -12,7 +12,7 @@ from torch import nn
 from saccade.errors import ModelError, TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import check_checkpoint, load_model, name_of, path_of, shared_vocabulary
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 CLASSES = tuple(f"{name}ForConditionalGeneration" for name in ("Llava", "LlavaNext", "LlavaOnevision"))
 """Targets whose draft VLM can be made."""

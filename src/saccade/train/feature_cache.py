@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.errors import TrainingError
 from saccade.files import make_folder, write_file
 from saccade.inputs.batching import visual_mask
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.features import Features, Needed
 
 _SHARD = 64

@@ -18,10 +18,10 @@ from saccade.errors import TrainingError
 from saccade.files import writing
 from saccade.inputs.batching import media_spans, visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.context import Context
-from saccade.target.probe import AttentionProbe
-from saccade.target.stock import FeatureTap
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.probe import AttentionProbe
+from saccade.target_model.stock import FeatureTap
 from saccade.train.batches import forward_passes
 from saccade.train.checkpoint import identity
 from saccade.train.samples import Sample
@@ -111,7 +111,7 @@ class Finding:
     """Calibration of one prompt."""
 
     # index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
-    # `saccade.target.forward.Requirements`
+    # `saccade.target_model.forward.Requirements`
     layer: int
     dropped: tuple[int, ...]  # ascending positions of visual tokens that have no entry
 

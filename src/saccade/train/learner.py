@@ -15,10 +15,9 @@ from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.registry import feeder_class
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
-from saccade.formats import differences
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.feature_cache import FeatureCache
@@ -30,6 +29,7 @@ from saccade.train.samples import Source
 from saccade.train.validate import EngineMeasure, Measure
 from saccade.train.vocabulary import choose_vocabulary
 from saccade.train.warm_start import new_head, weights_digest
+from saccade.wording import differences
 
 
 class Learner(Protocol):

@@ -10,8 +10,8 @@ from typing import Any
 
 from saccade.errors import TrainingError
 from saccade.files import write_file, writing
-from saccade.formats import duration
 from saccade.train.boards import Board
+from saccade.wording import duration
 
 
 class Log:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from saccade.formats import duration
-from saccade.target.sharding import held
+from saccade.target_model.sharding import held
 from saccade.train.processes import BUCKET
 from saccade.train.recipe import Stage
 from saccade.train.trainer import Trainer
+from saccade.wording import duration
 
 _STEPS, _EACH = 8, 2
 """Steps, and samples of each, whose features are measured for their size; a step's samples are of one length."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.errors import TrainingError
 from saccade.files import check_folder, make_folder, recover, write_folder
 from saccade.inputs.processor import InputProcessor
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.batches import Order, split_validation
 from saccade.train.boards import boards, check_wandb
 from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, newest, preserved_random_state

@@ -12,7 +12,7 @@ from saccade.draft.trees.policy import Chain, TreePolicy
 from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.loading import draft_dtype
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 Measure = Callable[[Any], float]
 """A drafter's module -> its block efficiency; the best of a run is the one with the largest."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.draft.heads.eagle import Eagle3
-from saccade.target.adapter import Target
-from saccade.target.logit_map import logit_map
+from saccade.target_model.adapter import Target
+from saccade.target_model.logit_map import logit_map
 from saccade.train.samples import Source
 
 

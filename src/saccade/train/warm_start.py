@@ -15,7 +15,7 @@ from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import trained
 from saccade.train.recipe import Recipe
 

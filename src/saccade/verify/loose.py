@@ -26,8 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.options import FLyOptions, LVSpecOptions, RandomOptions
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Rows, StatelessRule, Verdict, draft_nodes, path_to
 

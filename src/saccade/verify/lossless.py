@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.target.cache import to_device
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.cache import to_device
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows, StatelessRule, Verdict, draft_nodes, path_to
 

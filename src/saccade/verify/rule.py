@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 
 Rows = Sequence[int]

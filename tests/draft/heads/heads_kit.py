@@ -25,7 +25,7 @@ from saccade.engine.generation import plan
 from saccade.inputs.batching import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")
 DRAFTING = (*KINDS, "vispec")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saccade.draft.heads.eagle import Eagle2
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 CASES: dict[str, tuple[str, str, str, bool]] = {
     "eagle": ("llama", "eagle2", "none", False),

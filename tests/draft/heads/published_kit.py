@@ -22,7 +22,7 @@ from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import kind_at
 from saccade.hf import speculate
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 KNOWN = 40
 QUESTION = "What is this?"

@@ -34,7 +34,7 @@ from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.methods.compositions import Models
 from saccade.methods.groups import TREE_OPTIONS
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.forward import ForwardOutput
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""

@@ -113,7 +113,7 @@ def test_a_prompt_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "smolvlm"])
 def test_visual_tokens_without_entries_are_not_run(name: str, keep: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token has no entry, and the first answer token gets its own in the first step."""
-    monkeypatch.setattr("saccade.target.cache.QUANTUM", 1)
+    monkeypatch.setattr("saccade.target_model.cache.QUANTUM", 1)
     case, head, ran = FAMILIES[name], dream(name, keep=keep), []
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     words = len(prompt) - sum(m.n_tokens for m in prompt.media)

@@ -23,7 +23,7 @@ from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError
 from saccade.methods.compositions import Models
-from saccade.target.context import Context
+from saccade.target_model.context import Context
 
 
 def fresh(**options: Any) -> Dream:

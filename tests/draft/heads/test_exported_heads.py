@@ -23,7 +23,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import ModelError
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "speculators": ("llava", "eagle3", "speculators", {"own_vocabulary": KNOWN}),

@@ -19,7 +19,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import MASKS, HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.policy import Chain
-from saccade.target import linear
+from saccade.target_model import linear
 
 ENTRIES = 6
 
@@ -161,9 +161,9 @@ def test_a_cross_attention_of_other_positions_is_the_same_fused() -> None:
     x, features = torch.randn(1, 3, config.hidden_size), torch.randn(1, 5, config.hidden_size)
     own, theirs = Placement(torch.tensor([[1, 2, 4]])), Placement(torch.arange(5)[None])
     reach = torch.arange(5)[None, None] <= own.positions[..., None]
-    from saccade.target.cache import RowCache
-    from saccade.target.forward import additive
-    from saccade.target.layout import ALL, Layout, Span
+    from saccade.target_model.cache import RowCache
+    from saccade.target_model.forward import additive
+    from saccade.target_model.layout import ALL, Layout, Span
 
     with torch.no_grad():
         expected = block(x, features, reach, None, (own, theirs))

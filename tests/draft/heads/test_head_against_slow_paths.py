@@ -198,7 +198,7 @@ def test_a_planted_image_of_another_row_is_noticed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "smolvlm"])
 def test_hidden_visual_tokens_have_no_entries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token has none either, and the first answer token has one after the first step."""
-    monkeypatch.setattr("saccade.target.cache.QUANTUM", 1)
+    monkeypatch.setattr("saccade.target_model.cache.QUANTUM", 1)
     case = FAMILIES[name]
     (prompt,) = prompts(case, case.row_inputs("image", 0))
     words = len(prompt) - sum(m.n_tokens for m in prompt.media)

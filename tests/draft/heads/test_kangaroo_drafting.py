@@ -33,7 +33,7 @@ from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.methods.compositions import Models
-from saccade.target.context import Context
+from saccade.target_model.context import Context
 
 CLOSE = 1e-3
 """Standard deviations of the logits, as in test_head_against_slow_paths."""

@@ -19,8 +19,8 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.logit_map import LogitMap, logit_map
+from saccade.target_model.adapter import Target
+from saccade.target_model.logit_map import LogitMap, logit_map
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import entries_of, lm_head_of
 from saccade.train.samples import Sample

@@ -12,7 +12,7 @@ from saccade.bench.cost import Costs
 from saccade.bench.metrics import Estimate, MethodResult, cautions, headline
 from saccade.bench.records import Record, Run, warned
 from saccade.bench.suites import BASELINE
-from saccade.formats import count
+from saccade.wording import count
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

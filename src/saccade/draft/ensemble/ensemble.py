@@ -24,10 +24,10 @@ from saccade.draft.ensemble.weights import (
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.cache import on_device
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import on_device
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

@@ -29,8 +29,8 @@ from saccade.inputs.families.family import PoolPoint, half, side_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt, check_checkpoint, load_model
-from saccade.target.adapter import Target
-from saccade.target.context import Context, PrefillResult
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context, PrefillResult
 
 
 class View(Protocol):

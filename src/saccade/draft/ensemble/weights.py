@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.target.cache import HostNumbers, on_device
+from saccade.target_model.cache import HostNumbers, on_device
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

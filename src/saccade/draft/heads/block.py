@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.errors import ModelError
-from saccade.target import lean
-from saccade.target.cache import RowCache
-from saccade.target.linear import Linear, pack_where_faster
+from saccade.target_model import lean
+from saccade.target_model.cache import RowCache
+from saccade.target_model.linear import Linear, pack_where_faster
 
 MOST_READ = 4096
 """Positions whose rotary angles are computed at first, for drafting."""

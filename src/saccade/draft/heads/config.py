@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 MARK = "saccade_head"
 """Key of the kind in a head's config.json; no other checkpoint has it."""
@@ -48,7 +48,7 @@ class HeadConfig:
     kv_heads: int  # key and value heads
     head_dim: int  # of each
     vocab_size: int  # rows of the target's LM head
-    layers: tuple[int, ...]  # indices of the target's states that it reads, as in `saccade.target.forward.Requirements`
+    layers: tuple[int, ...]  # indices of the target's states that it reads, as in `Requirements`
     target_class: str  # class name of the target model
     target_layers: int  # decoder layers of the target
     # rotary parameters as in transformers (`rope_theta`, `rope_type`, scaling factors)

@@ -27,10 +27,10 @@ from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.cache import RowCache
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import additive
-from saccade.target.layout import ALL, Layout, Span
+from saccade.target_model.cache import RowCache
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import additive
+from saccade.target_model.layout import ALL, Layout, Span
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows
 

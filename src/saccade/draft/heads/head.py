@@ -13,8 +13,8 @@ from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
-from saccade.target.adapter import Target
-from saccade.target.cache import RowCache
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
 
 Step = int | Tensor
 """Draft step of entries; a tensor broadcasts to ``[B, N]``."""
@@ -64,7 +64,7 @@ class Head(nn.Module, ABC):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the target's states that it reads, side by side (as in `saccade.target.forward.Requirements`)."""
+        """Indices of the target's states that it reads, side by side (as in `Requirements`)."""
         return self.config.layers
 
     @property

@@ -16,12 +16,12 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context
-from saccade.target.stock import final_norm
+from saccade.target_model.context import Context
+from saccade.target_model.stock import final_norm
 from saccade.tree import DraftTree
 
 if TYPE_CHECKING:
-    from saccade.target.adapter import Target
+    from saccade.target_model.adapter import Target
 
 
 class Kangaroo(Head):

@@ -17,8 +17,8 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
 

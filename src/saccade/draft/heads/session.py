@@ -19,11 +19,11 @@ from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
-from saccade.target.adapter import Target
-from saccade.target.cache import RowCache
-from saccade.target.context import Context, PrefillResult
-from saccade.target.forward import ForwardOutput, MaskPlan
-from saccade.target.logit_map import LogitMap, logit_map
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
+from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.forward import ForwardOutput, MaskPlan
+from saccade.target_model.logit_map import LogitMap, logit_map
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows, Verdict
 

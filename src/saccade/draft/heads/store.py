@@ -20,7 +20,7 @@ from saccade.draft.heads.published.translation import ReleasedLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
-from saccade.target.adapter import Target
+from saccade.target_model.adapter import Target
 
 WEIGHTS = "model.safetensors"
 _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)

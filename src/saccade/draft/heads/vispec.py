@@ -18,7 +18,7 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.inputs.batching import media_spans
 from saccade.inputs.prompt import Prompt
-from saccade.target.context import Context, PrefillResult
+from saccade.target_model.context import Context, PrefillResult
 
 FORMS = ("normed", "released")
 

@@ -17,7 +17,7 @@ from saccade.draft.trees.policy import (
     extend_mask,
 )
 from saccade.options import DynamicOptions, WidthOptions
-from saccade.target.cache import on_device
+from saccade.target_model.cache import on_device
 from saccade.tree import DraftTree, ancestors_of, reindexed_parents
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.options import BranchesOptions, ChainOptions, ConfidentOptions
-from saccade.target.cache import on_device, to_device
+from saccade.target_model.cache import on_device, to_device
 from saccade.tree import DraftTree, TreeShape, ancestors_of
 from saccade.verify.lossless import Uniforms, draw
 from saccade.verify.processing import Warp

@@ -20,7 +20,7 @@ from saccade.draft.trees.policy import SPECVLM_TREE, Growth, Proposer, Signals
 from saccade.draft.trees.sage_growth import UNREACHABLE, GrowthConstants, LevelBounds, SageGrowth, StepShape
 from saccade.errors import MethodError
 from saccade.options import SageOptions
-from saccade.target.cache import on_device
+from saccade.target_model.cache import on_device
 from saccade.tree import TreeShape
 from saccade.verify.rule import Verdict
 

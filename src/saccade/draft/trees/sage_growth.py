@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.trees.policy import Frontier, extend_mask
-from saccade.target.cache import on_device
+from saccade.target_model.cache import on_device
 from saccade.tree import DraftTree, TreeShape, ancestors_of, reindexed_parents
 
 UNREACHABLE = 2.0

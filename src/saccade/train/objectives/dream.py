@@ -18,8 +18,8 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
-from saccade.target.adapter import Target
-from saccade.target.cache import RowCache
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, Features, Needed, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead

@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, read_at
-from saccade.target.adapter import Target
-from saccade.target.logit_map import logit_map
+from saccade.target_model.adapter import Target
+from saccade.target_model.logit_map import logit_map
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Needed, read_features
 from saccade.train.samples import Sample, Source

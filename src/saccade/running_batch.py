@@ -1,0 +1,206 @@
+"""The public running batch: a ticket per request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+from weakref import WeakValueDictionary
+
+from saccade.engine import Engine, Request
+from saccade.engine.batch import PREFILL_CHUNK
+from saccade.engine.generation import plan
+from saccade.engine.row import Row, RowStep
+from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
+from saccade.errors import InputError
+from saccade.inputs.media import LOCAL, MediaLimits, load_image
+from saccade.inputs.processor import MediaOptions, Question, RowInput, is_batch, one_or_more, seeds_of
+from saccade.output import Mark, Output, TreeTrace
+from saccade.stream import GenerationOptions
+from saccade.target_model.media_cache import MEDIA_BYTES
+from saccade.text import Detokenizer, text_of
+
+
+@dataclass(frozen=True, slots=True)
+class TicketChunk:
+    """Part of one answer.
+
+    Attributes:
+        text: completed characters.
+        tokens: ids.
+        marks: origin of each token.
+        finished: whether the answer has ended.
+        tree: the verified tree, where the batch traces.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    finished: bool
+    tree: TreeTrace | None = None
+
+
+class Ticket:
+    """One request of a `Batch`: iterate it for its chunks, or read its `output` at any time.
+
+    Iterating runs the batch's steps as far as this request needs them; other tickets buffer their chunks until they
+    are read.
+    """
+
+    def __init__(self, batch: Batch, row: Row, tokenizer: Any, lossless: bool) -> None:
+        self._batch, self._row, self._lossless = batch, row, lossless
+        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended: complete, cancelled or failed."""
+        return self._row.done
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the request; None without one."""
+        return self._row.error
+
+    @property
+    def output(self) -> Output:
+        """The output so far; its ``finish_reason`` is ``interrupted`` until the request ends."""
+        output = self._row.finish(self._lossless)
+        output.text = text_of(self._tokenizer, output.tokens)
+        return output
+
+    def cancel(self) -> None:
+        """End the request before the batch's next step; its tokens so far remain."""
+        self._batch._running.cancel(self._row)
+        self._batch._set_aside([self._row])
+
+    def __iter__(self) -> Iterator[TicketChunk]:
+        while True:
+            while self._row.steps:
+                yield self._chunk(self._row.steps.pop(0))
+            if self._row.error is not None:
+                raise self._row.error
+            if self._row.done:
+                return
+            self._batch.step_once()
+
+    def result(self) -> Output:
+        """Run the request to its end and return the output.
+
+        Raises:
+            Exception: the error that the request failed with.
+        """
+        for _ in self:
+            pass
+        return self.output
+
+    def _chunk(self, step: RowStep) -> TicketChunk:
+        text = self._text.add(step.tokens) + (self._text.finish() if step.finished else "")
+        return TicketChunk(text, step.tokens, step.marks, step.finished, step.tree)
+
+
+class Batch:
+    """A running batch of requests, each with its own options; see `VLM.batch`.
+
+    Args:
+        engine: runs the steps.
+        request: makes the engine's request of a question and a seed.
+        tokenizer: the target's.
+        max_rows, kv_memory, prefill_chunk, media_cache, trace: as in `VLM.batch`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: Callable[[RowInput, int], Request],
+        tokenizer: Any,
+        max_rows: int = 8,
+        kv_memory: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        media_cache: int = MEDIA_BYTES,
+        trace: bool = False,
+    ) -> None:
+        self._target, self._request, self._tokenizer = engine.target, request, tokenizer
+        self._lossless = engine.rule(do_sample=False).lossless
+        if kv_memory is None:
+            kv_memory = int(KV_MEMORY_SHARE * free_memory(engine.target.device))
+        self._running = engine.open(max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache)
+        self._running.trace = trace
+        self._tickets: dict[int, Ticket] = {}
+        self._ended: WeakValueDictionary[int, Ticket] = WeakValueDictionary()  # whose chunks may be unread
+
+    def add(
+        self,
+        prompt: Question,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        *,
+        seed: int | None = None,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        limits: MediaLimits = LOCAL,
+        text_as_text: bool = False,
+        **options: Unpack[GenerationOptions],
+    ) -> Ticket:
+        """Submit one request.
+
+        Args:
+            prompt: a string, a conversation, or a `Prompt`.
+            images, videos, num_frames, fps, limits, text_as_text: as in `VLM.generate`.
+            seed: of its random generator when sampling; None: drawn from torch's global generator.
+            options: as in `VLM.generate`, for this request alone.
+
+        Raises:
+            InputError: it cannot be used as it is, or can never fit the model's context or the KV memory.
+        """
+        if is_batch(prompt):
+            raise InputError("A ticket takes one prompt; add each prompt on its own.")
+        media = MediaOptions(num_frames, fps, limits, text_as_text)
+        loaded = [load_image(image, limits) for image in one_or_more(images)]
+        given = RowInput(prompt, loaded, one_or_more(videos), media)
+        request = self._request(given, seeds_of(seed, 1)[0])
+        decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **options)
+        row = self._running.add(request, decoding.rows[0], decoding.do_sample)
+        ticket = Ticket(self, row, self._tokenizer, self._lossless)
+        self._tickets[id(row)] = ticket
+        return ticket
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is running or waiting."""
+        return self._running.is_idle
+
+    def step_once(self) -> list[Row]:
+        """Run one step and return its rows; the tickets buffer their chunks."""
+        rows = [row for row, _ in self._running.step()]
+        self._set_aside(rows)
+        return rows
+
+    def _set_aside(self, rows: Sequence[Row]) -> None:
+        """Leave the tickets of those rows that have ended to their holders."""
+        for row in rows:
+            if row.done and (ticket := self._tickets.pop(id(row), None)) is not None:
+                self._ended[id(row)] = ticket
+
+    def step(self) -> list[tuple[Ticket, TicketChunk]]:
+        """Run one step and return every ticket's chunks, buffered ones of earlier steps included."""
+        tickets = [*self._ended.values(), *self._tickets.values()]
+        self._ended.clear()
+        self.step_once()
+        self._ended.clear()
+        return [
+            (ticket, ticket._chunk(ticket._row.steps.pop(0)))
+            for ticket in tickets
+            for _ in range(len(ticket._row.steps))
+        ]
+
+    def close(self) -> None:
+        """Cancel all requests and free the caches."""
+        self._running.close()
+        self._tickets.clear()
+        self._ended.clear()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,399 @@
+"""KV cache of rows that join and leave: one arena per device, one segment of it per row.
+
+Storage is ``[layers, H, N, D]``: the entries of a head are contiguous, and one gather and one scatter move accepted
+paths for all layers. A row owns ``capacity`` neighbouring slots of the N: committed entries first, then pending ones
+(written, neither committed nor dropped). Rows of different lengths therefore never pad each other, and a chain's
+accepted entries never move.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from saccade.errors import ModelError
+from saccade.target_model.layout import Layout, Masks, Span
+
+QUANTUM = 64
+"""Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
+_MOST_NUMBERS = 256
+"""Most tuples of host integers on a device at a time."""
+
+
+@dataclass(slots=True)
+class _Store:
+    """Keys and values of all layers that share a device and a shape, each ``[layers, H, N, D]``."""
+
+    keys: Tensor
+    values: Tensor
+    layers: list[int]  # layer indices in storage order
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Neighbouring slots that belong to a row."""
+
+    start: int
+    capacity: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.capacity
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer of a `RowCache`, with the interface of transformers' attention modules."""
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: RowCache, index: int) -> None:
+        super().__init__()
+        self._owner = cast("RowCache", weakref.proxy(owner))  # or an arena would stay until garbage is collected
+        self._index = index
+        self._store: _Store | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._store = self._owner._allocate(self._index, key_states, value_states)
+        self.is_initialized = True
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Update this layer's views after the arena was allocated or has grown."""
+        if self._store is not None:
+            place = self._store.layers.index(self._index)
+            self.keys, self.values = self._store.keys[place], self._store.values[place]
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the forward's new entries ``[H, T, D]`` to the layout's slots; return the layer ``[H, N, D]``."""
+        if not self.is_initialized:
+            self.lazy_initialization(k[None], v[None])
+        layout = self._owner.layout
+        if isinstance(layout.slots, slice):
+            self.keys[:, layout.slots] = k
+            self.values[:, layout.slots] = v
+        else:
+            slots = layout.slots if layout.slots.device == k.device else layout.slots.to(k.device)
+            self.keys.index_copy_(1, slots, k)
+            self.values.index_copy_(1, slots, v)
+        return self.keys, self.values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write one row's new entries ``[1, H, n, D]`` and return all its entries; in a packed forward, whose attention
+        function reads the arena itself (`saccade.target_model.stock`), return the new ones."""
+        keys, values = self.write(key_states[0], value_states[0])
+        spans = self._owner.layout.spans
+        if len(spans) > 1:
+            return key_states, value_states
+        seen = slice(spans[0].start, spans[0].start + spans[0].visible)
+        return keys[None, :, seen], values[None, :, seen]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.layout.spans[0].visible, 0
+
+    def get_seq_length(self) -> int:
+        span = self._owner.layout.spans[0]
+        return span.visible - span.count
+
+    def get_max_length(self) -> int:
+        return self._owner.slots
+
+
+class RowCache(Cache):
+    """KV cache of up to ``rows`` rows, each with a segment of its own."""
+
+    graphs: Any = None  # captured forwards of this cache (`saccade.target_model.graphs`); None without
+
+    def __init__(self, layer_devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> None:
+        super().__init__(layers=[RowLayer(self, i) for i in range(len(layer_devices))])
+        self.rows = rows
+        self.lengths = [0] * rows  # committed entries per row, on the host
+        self.pending = [0] * rows  # entries per row that are written and neither committed nor dropped
+        self.layout = Layout([], slice(0, 0))  # of the current forward
+        self.slots = 0
+        self.max_slots = max_slots  # size that the arena exceeds only where all segments together do
+        self.moves = 0  # how often the arena was allocated, so that its addresses changed
+        self._segments: list[_Segment | None] = [None] * rows
+        self._devices = list(layer_devices)
+        # a cache may have no layers
+        self.numbers = HostNumbers(self._devices[0] if self._devices else torch.device("cpu"))
+        self._stores: dict[tuple[Any, ...], _Store] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(t.numel() * t.element_size() for s in self._stores.values() for t in (s.keys, s.values))
+
+    def capacity(self, row: int) -> int:
+        """Slots of a row's segment."""
+        segment = self._segments[row]
+        return 0 if segment is None else segment.capacity
+
+    def start(self, row: int) -> int:
+        """First slot of a row's segment."""
+        segment = self._segments[row]
+        if segment is None:
+            raise ModelError(f"Row {row} of the KV cache has no slots yet; reserve them first.")
+        return segment.start
+
+    def share_numbers(self, other: RowCache) -> HostNumbers:
+        """Return the other cache's `numbers`, used from now on here, too; its own on another device."""
+        if other.numbers.device == self.numbers.device:
+            self.numbers = other.numbers
+        return self.numbers
+
+    def ends(self, rows: Sequence[int], new: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the first slot behind each row's committed entries, or behind ``new`` more of each."""
+        return tuple(
+            self.start(row) + self.lengths[row] + more for row, more in zip(rows, new or [0] * len(rows), strict=True)
+        )
+
+    def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
+        """Lay out the next forward, whose entries become pending."""
+        spans: list[Span] = []
+        slots: list[Tensor] = []
+        is_single = sum(len(rows) for rows, _, _ in parts) == 1
+        at = 0
+        for rows, count, masks in parts:
+            pending = self.pending[rows[0]]
+            if len(rows) > 1:
+                new = torch.arange(pending, pending + count, device=self.numbers.device)
+                slots.append((self.numbers.get(self.ends(rows))[:, None] + new).flatten())
+            elif not is_single:
+                first = self.ends(rows)[0] + pending
+                slots.append(torch.arange(first, first + count, device=self.numbers.device))
+            for place, row in enumerate(rows):
+                start, occupied = self.start(row), self.lengths[row] + self.pending[row]
+                if occupied + count > self.capacity(row):
+                    raise ModelError(
+                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {occupied + count} are needed; "
+                        "the request was sized too small, which is a bug worth reporting."
+                    )
+                own = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
+                spans.append(Span(row, at, count, start, occupied + count, own))
+                self.pending[row] += count
+                at += count
+        if is_single:
+            first = spans[0].start + spans[0].visible - spans[0].count
+            self.layout = Layout(spans, slice(first, first + at), self.slots)
+        else:
+            joint = slots[0] if len(slots) == 1 else torch.cat(slots)
+            self.layout = Layout(spans, joint, self.slots)
+        return self.layout
+
+    # -- segments --------------------------------------------------------------------------------------------
+
+    def reserve(self, row: int, capacity: int) -> None:
+        """Grow a row's segment to ``capacity`` slots and keep its entries.
+
+        Segments move where the free slots are not neighbours; the arena grows only if all segments need more together.
+        """
+        if capacity <= self.capacity(row):
+            return
+        needed, segment = round_to_segment(capacity), self._segments[row] or _Segment(0, 0)
+        if not segment.capacity or self._free_behind(segment) < needed - segment.capacity:
+            start = self._first_gap(needed)
+            if start is None:
+                self._compact(segment)
+                self._enlarge(self._with_headroom(segment.start + needed))
+            else:
+                self._copy(segment.start, start, self.lengths[row] + self.pending[row])
+                self._clear(segment.start, segment.stop)
+                segment.start = start
+        segment.capacity = needed
+        self._segments[row] = segment
+
+    def preallocate(self, slots: int) -> None:
+        """Grow the arena to ``slots`` at once."""
+        self._enlarge(round_to_segment(slots))
+
+    def release(self, row: int) -> None:
+        """Free a row's segment; zero it, because masked values that are not finite would spread to neighbours."""
+        self.lengths[row] = self.pending[row] = 0
+        segment, self._segments[row] = self._segments[row], None
+        if segment is not None:
+            self._clear(segment.start, segment.stop)
+
+    def reset(self) -> None:
+        """Empty the cache for a new owner; the arena stays where it is."""
+        self.lengths, self.pending = [0] * self.rows, [0] * self.rows
+        self.layout, self.max_slots = Layout([], slice(0, 0)), sys.maxsize
+        self.numbers = HostNumbers(self.numbers.device)
+        self._segments = [None] * self.rows
+        self._clear(0, self.slots)
+
+    @torch.inference_mode()
+    def _clear(self, start: int, stop: int) -> None:
+        for store in self._stores.values():
+            store.keys[:, :, start:stop].zero_()
+            store.values[:, :, start:stop].zero_()
+
+    @torch.inference_mode()
+    def _compact(self, last: _Segment) -> None:
+        """Close the gaps between segments, one of them behind all others."""
+        at, moving = 0, [*(s for s in self._by_start() if s is not last), last]
+        while moving and moving[0].start == at:
+            at = moving.pop(0).stop
+        if not moving:
+            return
+        for store in self._stores.values():
+            for layer in (*store.keys, *store.values):  # one at a time, for little memory
+                held = torch.cat([layer[:, s.start : s.stop] for s in moving], 1)
+                layer[:, at : at + held.shape[1]] = held
+                layer[:, at + held.shape[1] :].zero_()
+        for segment in moving:
+            segment.start = at
+            at = segment.stop
+
+    def _by_start(self) -> Iterator[_Segment]:
+        yield from sorted((s for s in self._segments if s is not None), key=lambda s: s.start)
+
+    def _free_behind(self, segment: _Segment) -> int:
+        following = [s.start for s in self._by_start() if s.start >= segment.stop]
+        return min(following, default=self.slots) - segment.stop
+
+    def _first_gap(self, needed: int) -> int | None:
+        """First slot of the first free run of ``needed`` slots; None without one."""
+        at = 0
+        for segment in self._by_start():
+            if segment.start - at >= needed:
+                return at
+            at = segment.stop
+        return at if self.slots - at >= needed else None
+
+    def _with_headroom(self, slots: int) -> int:
+        """Round up to 1.5 times the current size, because growing copies all entries."""
+        return max(slots, min(self.slots + self.slots // 2, self.max_slots))
+
+    def _enlarge(self, slots: int) -> None:
+        if slots <= self.slots:
+            return
+
+        def larger(old: Tensor) -> Tensor:
+            layers, heads, _, dim = old.shape
+            new = old.new_zeros(layers, heads, slots, dim)
+            new[:, :, : self.slots] = old
+            return new
+
+        for store in self._stores.values():
+            store.keys, store.values = larger(store.keys), larger(store.values)
+        self.slots = slots
+        self.moves += 1
+        for layer in self.layers:
+            layer.refresh()
+
+    @torch.inference_mode()  # forwards write inference tensors, which cannot change outside of it
+    def _copy(self, source: int, target: int, count: int) -> None:
+        for store in self._stores.values():
+            for tensor in (store.keys, store.values):
+                tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
+
+    # -- entries ----------------------------------------------------------------------------------------
+
+    def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
+        """Commit chosen pending entries of some rows, in order, and drop their others."""
+        source: list[int] = []
+        target: list[int] = []
+        for row, indices in zip(rows, chosen, strict=True):
+            base = self.start(row) + self.lengths[row] if indices else 0
+            for place, index in enumerate(indices):
+                if index != place:
+                    source.append(base + index)
+                    target.append(base + place)
+            self.lengths[row] += len(indices)
+            self.pending[row] = 0
+        if source:
+            self._move(source, target)
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Drop all pending entries of some rows."""
+        for row in rows:
+            self.pending[row] = 0
+
+    def crop(self, row: int, length: int) -> None:
+        """Drop the row's entries from ``length`` on, and all pending ones."""
+        self.lengths[row] = min(self.lengths[row], length)
+        self.pending[row] = 0
+
+    @torch.inference_mode()
+    def _move(self, source: list[int], target: list[int]) -> None:
+        for store in self._stores.values():
+            src, dst = on_device([source, target], store.keys.device)
+            for tensor in (store.keys, store.values):
+                tensor.index_copy_(2, dst, tensor.index_select(2, src))
+
+    def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
+        seen = slice(self.start(row), self.start(row) + self.lengths[row])
+        return [(la.keys[None, :, seen].clone(), la.values[None, :, seen].clone()) for la in self.layers]
+
+    # -- storage -------------------------------------------------------------------------------------------
+
+    def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
+        """Return the store of layer ``index``, shared with the device's other layers when their shapes agree."""
+        key: tuple[Any, ...] = (k.device, k.dtype, k.shape[1], k.shape[3], v.shape[1], v.shape[3])
+        store = self._stores.get(key)
+        if store is None:
+            layers = [i for i, d in enumerate(self._devices) if d == k.device]
+            if index not in layers or any(s.keys.device == k.device for s in self._stores.values()):
+                layers, key = [index], (*key, index)  # a layer unlike its layers gets a store of its own
+            store = _Store(
+                keys=k.new_zeros(len(layers), k.shape[1], self.slots, k.shape[3]),
+                values=v.new_zeros(len(layers), v.shape[1], self.slots, v.shape[3]),
+                layers=layers,
+            )
+            self._stores[key] = store
+            self.moves += 1
+        return store
+
+
+class HostNumbers:
+    """Host integers on a device, sent together and found again by their values; only to be read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # where they are sent
+        self._sent: dict[tuple[int, ...], Tensor] = {}
+
+    def send(self, parts: Iterable[tuple[int, ...]]) -> None:
+        """Copy to the device what is not there yet, in one transfer without blocking the host."""
+        new = [part for part in dict.fromkeys(parts) if part not in self._sent]
+        if not new:
+            return
+        if len(self._sent) + len(new) > _MOST_NUMBERS:
+            self._sent.clear()
+        joint = on_device([value for part in new for value in part], self.device)
+        self._sent.update(zip(new, joint.split([len(part) for part in new]), strict=True))
+
+    def get(self, values: Sequence[int]) -> Tensor:
+        """Return ``[n]`` integers, sent now unless they are there."""
+        key = tuple(values)
+        if key not in self._sent:
+            self.send([key])
+        return self._sent[key]
+
+
+def round_to_segment(slots: int) -> int:
+    """Round a number of entries up to a segment size."""
+    return -(-slots // QUANTUM) * QUANTUM
+
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Copy host integers to a device without blocking the host."""
+    return to_device(torch.tensor(values), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device from pinned memory, without blocking the host."""
+    if device.type == "cpu":
+        return tensor
+    if device.type != "mps":  # which shares the host's memory
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,510 @@
+"""A model's KV cache with its contents, row by row, and the prefill of a prompt's new tokens, in chunks.
+
+A later prompt prefills only what follows the entries that it shares with a row.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from saccade.inputs.batching import media_spans
+from saccade.inputs.families import family_of
+from saccade.inputs.prompt import Medium, Prompt
+from saccade.target_model.adapter import Target, check_types
+from saccade.target_model.cache import RowCache, on_device
+from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock
+from saccade.target_model.media_cache import MediaCache, MediaFeatures
+from saccade.target_model.probe import prompt_attention
+
+CHUNK = 2048
+"""Prompt tokens per pass of `Context.load`; bounds the attention mask."""
+
+
+class Context:
+    """A model with its KV cache for up to ``rows`` rows."""
+
+    def __init__(
+        self, target: Target, rows: int, media: MediaCache | None = None, max_slots: int = sys.maxsize
+    ) -> None:
+        self.target = target
+        self.cache: RowCache = target.new_cache(rows, max_slots)
+        if target.graphs is not None:  # the next context finds its graphs
+            weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
+        self.requirements = Requirements()
+        self.media = media or MediaCache()  # features of images and videos
+        self.media.counted = self.media.counted or target  # the first context of a cache is the target's
+        self._contents = [RowContent() for _ in range(rows)]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache."""
+        return self.cache.rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed entries per row."""
+        return self.cache.lengths
+
+    def dropped(self, row: int) -> list[int]:
+        """Positions of a row without an entry (pruned visual tokens)."""
+        return self._contents[row].dropped
+
+    def shared_prefix(self, row: int, prompt: Prompt) -> int:
+        """Number of leading ids of a prompt that a row holds."""
+        return self.shared_prefixes([row], prompt)[row]
+
+    def shared_prefixes(self, rows: Sequence[int], prompt: Prompt) -> dict[int, int]:
+        """Number of leading ids of a prompt that each of some rows holds."""
+        spans = self._media_spans(prompt)
+        contents = {row: self._contents[row] for row in rows}
+        return {row: _shared_prefix(content.ids, content.media, prompt.ids, spans) for row, content in contents.items()}
+
+    def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
+        """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content.
+
+        Nothing is reused across the length at which the rotary embedding changes (longrope).
+        """
+        self.target.check_length(len(prompt))
+        if prompt.media:
+            check_types(self.target.model)
+        content, spans = self._contents[row], self._media_spans(prompt)
+        is_long = self.target.traits.limits.is_long(len(prompt))
+        start = self.shared_prefix(row, prompt) if is_long == content.is_long else 0
+        if prompt.media and not family_of(self.target.config).is_known:
+            start = 0  # its placeholders cannot be assigned to media
+        needs = self.requirements
+        if needs.attention is not None and spans and not 0 < content.prompt_length <= start:
+            # Not a later turn of the same conversation: all querying tokens must run, as in an empty row.
+            start = min(start, max(last for _, last, _ in spans)) if needs.queries == "words" else 0
+        gone = [*(d for d in content.dropped if d < start), *(d for d in dropped if d >= start)]
+        self._contents[row] = reused = RowContent(
+            ids=list(prompt.ids[:start]),
+            media=[m for m in spans if m[1] <= start],
+            dropped=[d for d in gone if d < start],
+            is_long=is_long,
+            rope_delta=content.rope_delta,
+            slot_shifts=content.slot_shifts,
+        )
+        self.cache.crop(row, num_cached(start, gone))
+        return Prefill(self, row, reused, prompt, spans, start, gone)
+
+    def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> PrefillResult:
+        """Prefill a whole prompt into a row; arguments and errors as of `prefill`."""
+        prefill = self.prefill(row, prompt, dropped)
+        self.cache.reserve(row, prefill.entries)
+        while not prefill.done:
+            prefill.run(prefill.chunk_end(CHUNK))
+        return prefill.result
+
+    def forget(self, row: int) -> None:
+        """Empty a row and free its slots."""
+        self.empty(row)
+        self.cache.release(row)
+
+    def empty(self, row: int) -> None:
+        """Empty a row without freeing its slots."""
+        self._contents[row] = RowContent()
+        self.cache.crop(row, 0)
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        depth: Tensor | None = None,
+    ) -> ForwardOutput:
+        """Run new tokens of some rows; arguments as of `TokenBlock`."""
+        (output,) = self.run([self.block(rows, tokens, attention_mask, depth)])
+        return output
+
+    def run(self, blocks: Sequence[TokenBlock]) -> list[ForwardOutput]:
+        """Run blocks together."""
+        return self.target.forward(self.cache, blocks, self.requirements)
+
+    def early_exit(
+        self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None, depth: Tensor, layer: int
+    ) -> Tensor:
+        """Return the input of ``layer``, ``[A, n, d]``; see `Target.early_exit`."""
+        return self.target.early_exit(self.cache, self.block(rows, tokens, attention_mask, depth), layer)
+
+    def numbers_of(self, rows: Sequence[int], new: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """Return integers that a forward of some rows reads on the device, once ``new`` more entries are committed.
+
+        Where `RowCache.numbers` has sent them ahead, with others, the forward sends none.
+        """
+        if len(rows) == 1:
+            return []
+        more = new or [0] * len(rows)
+        deltas = tuple(self._contents[row].rope_delta for row in rows)
+        first = [self.cache.lengths[row] + n + d for row, n, d in zip(rows, more, deltas, strict=True)]
+        needed = [self.cache.ends(rows, more)]
+        needed += [tuple(first)] if min(first) < max(first) else []
+        return needed + ([deltas] if max(deltas) > 0 else [])
+
+    def block(
+        self,
+        rows: Sequence[int],
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        depth: Tensor | None = None,
+    ) -> TokenBlock:
+        """Build a block of tokens behind the rows' content."""
+        deltas = [self._contents[row].rope_delta for row in rows]
+        return TokenBlock(rows, tokens, attention_mask, depth, deltas, self._slot_shifts(rows))
+
+    def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
+        """Commit chosen pending entries of some rows, whose token ids are ``ids``; drop their others."""
+        self.cache.commit(rows, chosen)
+        for row, new in zip(rows, ids, strict=True):
+            self._contents[row].ids.extend(new)
+
+    def _media_spans(self, prompt: Prompt) -> list[MediaSpan]:
+        spans = media_spans(self.target.config, prompt)
+        return [(a, b, m.digest) for (a, b), m in zip(spans, prompt.media, strict=True)]
+
+    def _slot_shifts(self, rows: Sequence[int]) -> Tensor | None:
+        """``[A, S]`` gaps counted back from the rows' ends; None without gaps."""
+        if all(self._contents[row].slot_shifts is None for row in rows):
+            return None
+        longest = max(self.cache.lengths[row] for row in rows)
+        table = []
+        for row in rows:
+            own, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
+            table.append([*[0] * (longest - length), *own[:length], *[0] * (length - len(own))])
+        return on_device(table, self.target.device)
+
+
+def _shared_prefix(
+    cached: Sequence[int], cached_media: Sequence[MediaSpan], ids: Sequence[int], media: Sequence[MediaSpan]
+) -> int:
+    """Length of the common prefix, never inside a medium and always short of the whole prompt."""
+    limit = min(len(cached), len(ids) - 1)
+    shared = next((i for i in range(limit) if cached[i] != ids[i]), limit)
+    for old, new in zip(cached_media, media, strict=False):  # one prompt may have more
+        if old != new:
+            shared = min(shared, old[0], new[0])
+            break
+    for first, last, _ in (*media, *cached_media):
+        if first < shared < last:
+            shared = first
+    return shared
+
+
+MediaSpan = tuple[int, int, str]
+"""First position, position behind the last, and digest of a prompt's image or video."""
+
+
+def retained_positions(start: int, stop: int, dropped: Sequence[int]) -> list[int]:
+    """Positions from ``start`` to ``stop`` that are not dropped."""
+    gone = set(dropped)
+    return [i for i in range(start, stop) if i not in gone]
+
+
+def num_cached(start: int, dropped: Sequence[int]) -> int:
+    """Cache entries of the first ``start`` positions; ``dropped`` is ascending."""
+    return start - bisect_left(dropped, start)
+
+
+def slot_shifts(start: int, dropped: Sequence[int]) -> list[int]:
+    """Position minus slot (0 or less) of each cache entry of the first ``start`` positions.
+
+    Slots are counted back from the row's end, where slot and position agree: attention windows are measured in
+    positions, and entries before a gap are further away than their slots.
+    """
+    retained = retained_positions(0, start, dropped)
+    gap = start - len(retained)
+    return [position - slot - gap for slot, position in enumerate(retained)]
+
+
+@dataclass(slots=True)
+class RowContent:
+    """Prompt and answer whose entries are in a row of the cache."""
+
+    ids: list[int] = field(default_factory=list)  # token ids
+    media: list[MediaSpan] = field(default_factory=list)  # spans of images and videos
+    dropped: list[int] = field(default_factory=list)  # positions without an entry (pruned visual tokens)
+    is_long: bool = False  # whether the entries use a longrope embedding's long factors
+    rope_delta: int = 0  # offset from the row's length to its next text position
+    slot_shifts: list[int] | None = None  # gaps between entries (`slot_shifts`) if the model has a sliding window
+    prompt_length: int = 0  # of the last prefilled prompt; 0 until its prefill is complete
+
+
+@dataclass(slots=True)
+class PrefillResult:
+    """Outputs of a prompt's prefill."""
+
+    prompt: Prompt  # the prompt
+    start: int  # leading ids that were cached already
+    logits: Tensor | None = None  # `[V]` after the last id
+    # layer index -> `[S - start, d]` hidden states of the ids that ran
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    embeddings: Tensor | None = None  # `[S - start, d]` decoder inputs of these ids, where required
+    columns: Tensor | None = None  # `[S]` float32 attention that each position receives from the querying tokens
+
+
+class PrefillContext(Protocol):
+    """The part of a `Context` that prefill needs."""
+
+    target: Target
+    cache: RowCache
+    media: MediaCache
+    requirements: Requirements
+
+    def run(self, blocks: Sequence[TokenBlock]) -> list[ForwardOutput]:
+        """Run blocks together."""
+        ...
+
+
+class Prefill:
+    """A prompt on its way into a row."""
+
+    def __init__(
+        self,
+        context: PrefillContext,
+        row: int,
+        content: RowContent,
+        prompt: Prompt,
+        spans: Sequence[MediaSpan],
+        start: int,
+        dropped: Sequence[int],
+    ) -> None:
+        self._context, self._target = context, context.target
+        self._content = content
+        self.row, self.prompt = row, prompt
+        self.num_computed = start  # prompt ids whose entries are committed
+        self.result = PrefillResult(prompt, start)  # outputs so far
+        self._spans, self._dropped = spans, list(dropped)
+        self._ids = torch.tensor([prompt.ids], device=self._target.device)
+        self._positions, self._rope_delta = self._target.positions(self._ids, prompt)
+        self._hidden: list[dict[int, Tensor]] = []
+        self._embeddings: list[Tensor] = []
+        self._pending: tuple[int, TokenBlock] | None = None
+        self._encoded = 0
+        self._looked_up: set[int] = set()
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole prompt is committed."""
+        return self.num_computed >= len(self.prompt)
+
+    @property
+    def entries(self) -> int:
+        """Cache entries of the whole prompt."""
+        return len(self.prompt) - len(self._dropped)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether its chunks need passes of their own, by `run`."""
+        return self._is_indivisible or self._needs_attention
+
+    @property
+    def _is_indivisible(self) -> bool:
+        """Whether it needs a single pass: where the longest position selects the factors (longrope), or where the
+        family's placeholders are unknown."""
+        return self._target.traits.limits.is_long(len(self.prompt)) or self._is_opaque
+
+    @property
+    def _needs_attention(self) -> bool:
+        """Whether attention is read during its passes."""
+        return self._context.requirements.attention is not None and bool(self.prompt.media)
+
+    @property
+    def _is_opaque(self) -> bool:
+        """Whether the family is unknown, so that its images reach the model unprocessed."""
+        return bool(self.prompt.media) and not family_of(self._target.config).is_known
+
+    def chunk_end(self, budget: int) -> int:
+        """Return where a chunk of about ``budget`` tokens ends: never inside an image, at least one token further."""
+        count = len(self.prompt)
+        if self._is_indivisible:
+            return count
+        stop = min(self.num_computed + max(budget, 1), count)
+        for (first, last, _), medium in zip(self._spans, self.prompt.media, strict=True):
+            if medium.kind == "image" and first < stop < last:
+                stop = last if first <= self.num_computed else first
+        return min(stop, count)
+
+    def num_unencoded(self, stop: int) -> int:
+        """Tokens of the media before ``stop`` whose features are not in the media cache."""
+        if stop <= self._encoded:
+            return 0
+        return sum(
+            last - first
+            for first, last, medium in self._media_before(stop)
+            if not self._context.media.has(self._target, medium, self.prompt.ids[first:last])
+        )
+
+    def encode_media(self, stop: int) -> None:
+        """Run the vision tower on the media before ``stop`` ahead of the pass that needs them."""
+        for first, last, medium in self._media_before(stop):
+            self._features(first, last, medium)
+        self._encoded = stop
+
+    def _features(self, first: int, last: int, medium: Medium) -> MediaFeatures:
+        again = first in self._looked_up
+        self._looked_up.add(first)
+        return self._context.media.features(self._target, medium, self.prompt.ids[first:last], again)
+
+    def _media_before(self, stop: int) -> list[tuple[int, int, Medium]]:
+        """Media that overlap the ids from ``num_computed`` to ``stop``."""
+        return [
+            (first, last, medium)
+            for (first, last, _), medium in zip(self._spans, self.prompt.media, strict=True)
+            if first < stop and last > self.num_computed
+        ]
+
+    def block(self, stop: int, final: bool = True) -> TokenBlock:
+        """Build the block of tokens up to ``stop``, which runs next."""
+        start = self.num_computed
+        retained = retained_positions(start, stop, self._dropped)
+        chosen = None if len(retained) == stop - start else torch.tensor(retained, device=self._target.device)
+        embeddings, deepstack = self._inputs(stop)
+        tokens = self._ids[:, start:stop]
+        if chosen is not None:
+            tokens = self._ids[:, chosen]
+            local = chosen - start
+            embeddings = None if embeddings is None else embeddings[:, local]
+            deepstack = tuple(layer[local] for layer in deepstack)
+        block = TokenBlock(
+            rows=[self.row],
+            tokens=tokens,
+            attention_mask=self._attention_mask(retained),
+            depth=self._depth(retained),
+            slot_shifts=self._slot_shifts(),
+            embeddings=embeddings,
+            deepstack=deepstack,
+            positions=self._position_ids(retained, chosen),
+            logits_from=len(retained) - 1 if final else len(retained),
+        )
+        self._pending = stop, block
+        return block
+
+    def record(self, output: ForwardOutput) -> None:
+        """Record the output of the block that has run as the row's content."""
+        assert self._pending is not None
+        stop, block = self._pending
+        count, content = block.count, self._content
+        if self._context.requirements.layers:
+            self._hidden.append({i: s[0, :count] for i, s in output.hidden.items()})
+        if self._context.requirements.embeddings:
+            inputs = self._target.embed(block.tokens) if block.embeddings is None else block.embeddings
+            self._embeddings.append(inputs[0])
+        if stop == len(self.prompt):
+            self.result.logits = output.logits[0, 0]
+            self._finish()
+        content.ids.extend(self.prompt.ids[self.num_computed : stop])
+        content.media = [m for m in self._spans if m[0] < stop]  # a cut medium equals no whole one
+        content.dropped = [d for d in self._dropped if d < stop]
+        self.num_computed, self._pending = stop, None
+
+    def run(self, stop: int) -> PrefillResult:
+        """Run everything up to ``stop`` in a pass of its own and commit it."""
+        if self._is_opaque:
+            output, count = self._run_opaque()
+        else:
+            probing: AbstractContextManager[Any] = nullcontext()
+            if self._needs_attention:
+                probing = prompt_attention(
+                    self._target, self._context.requirements, self.prompt, self.num_computed, stop
+                )
+            block = self.block(stop, final=stop == len(self.prompt))
+            with probing as attention:
+                (output,) = self._context.run([block])
+            if attention and self._target.exact:  # probed modules are not exact
+                self._context.cache.drop([self.row])
+                (output,) = self._context.run([block])
+            count = block.count
+            if attention:
+                known = self.result.columns
+                self.result.columns = attention[0] if known is None else known + attention[0]
+        self.record(output)
+        self._context.cache.commit([self.row], [range(count)])
+        return self.result
+
+    def _finish(self) -> None:
+        content, length = self._content, len(self.prompt)
+        content.rope_delta, content.prompt_length = self._rope_delta + len(self._dropped), length
+        has_gaps = self._dropped and self._target.traits.masks.window is not None
+        content.slot_shifts = slot_shifts(length, self._dropped) if has_gaps else None
+        if self._hidden:
+            self.result.hidden = {i: torch.cat([h[i] for h in self._hidden]) for i in self._hidden[0]}
+        if self._embeddings:
+            self.result.embeddings = torch.cat(self._embeddings)
+        self._hidden, self._embeddings = [], []
+
+    def _inputs(self, stop: int) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """Embeddings ``[1, n, d]`` with the media's features in place, and the deepstack features; None for text."""
+        start, media = self.num_computed, self._media_before(stop)
+        if not media:
+            return None, ()
+        embeddings = self._target.embed(self._ids[:, start:stop]).clone()
+        deepstack: list[Tensor] = []
+        for first, last, medium in media:
+            features = self._features(first, last, medium)
+            target = slice(max(first, start) - start, min(last, stop) - start)
+            source = slice(max(start - first, 0), stop - first)
+            embeddings[0, target] = features.embeddings[source].to(embeddings)
+            for layer, part in enumerate(features.deepstack):
+                if layer == len(deepstack):
+                    deepstack.append(torch.zeros_like(embeddings[0]))
+                deepstack[layer][target] = part[source].to(embeddings)
+        return embeddings, tuple(deepstack)
+
+    def _attention_mask(self, retained: Sequence[int]) -> Tensor | None:
+        """``[1, n, n]`` mask in which image tokens attend both ways; None for plain causal attention."""
+        if not self._target.traits.bidirectional_images:
+            return None
+        spans = [(a, b) for a, b, _ in self._spans if a >= self.num_computed and a < retained[-1] + 1]
+        if not spans:
+            return None
+        new = len(retained)
+        mask = torch.ones(new, new, dtype=torch.bool, device=self._target.device).tril()
+        for first, last in spans:
+            image = slice(bisect_left(retained, first), bisect_left(retained, last))
+            mask[image, image] = True
+        return mask[None]
+
+    def _depth(self, retained: Sequence[int]) -> Tensor | None:
+        """Positions relative to the row's content, where some are dropped."""
+        if not self._dropped:
+            return None
+        return torch.tensor([[p - self.num_computed for p in retained]], device=self._target.device)
+
+    def _slot_shifts(self) -> Tensor | None:
+        """Gaps before this block, if the model has a sliding window."""
+        start = self.num_computed
+        if self._target.traits.masks.window is None or not any(d < start for d in self._dropped):
+            return None
+        gaps = slot_shifts(start, self._dropped)
+        return torch.tensor([gaps], device=self._target.device, dtype=torch.long)
+
+    def _position_ids(self, retained: Sequence[int], chosen: Tensor | None) -> Tensor:
+        """``[3 or 1, 1, n]``."""
+        if self._positions is None:
+            if chosen is not None:
+                return chosen[None, None]
+            return torch.arange(retained[0], retained[-1] + 1, device=self._target.device)[None, None]
+        if chosen is not None:
+            return self._positions[..., chosen]
+        return self._positions[..., retained[0] : retained[-1] + 1]
+
+    def _run_opaque(self) -> tuple[ForwardOutput, int]:
+        """Run the whole prompt with raw media through the stock model, for families outside the table."""
+        block = TokenBlock(
+            [self.row],
+            self._ids[:, self.num_computed :],
+            logits_from=len(self.prompt) - self.num_computed - 1,
+        )
+        self._pending = len(self.prompt), block
+        context = self._context
+        output = self._target.forward_prompt(context.cache, self.row, self.prompt, context.requirements)
+        return output, block.count

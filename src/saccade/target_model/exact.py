@@ -1,0 +1,296 @@
+"""Products and attention of exact mode: a token's results are the same bits whatever runs beside it.
+
+Verification computes what plain decoding computes, but in passes of other shapes, in which the sums of products and of
+attention round in another order; in bfloat16 that decides where two tokens nearly tie. In exact mode nothing that a
+token's entries and logits depend on knows the pass:
+
+- A library of matrix products chooses its order of summation by the shape, so rows run in a few sizes only, padded up.
+  A size is used only after it has given the bits of `REFERENCE` rows, each row at several places; the order depends on
+  shapes, layout and processor but not on numbers, so that random ones tell.
+- Attention sums do not round, so that the slots of the keys, masked ones between them and rows beside do not matter.
+- All else is computed element by element, or within a token's vector.
+
+By induction over layers and tokens, entries and logits are a function of a row's own tokens and pictures: the same for
+every lossless method, batch size, size of prompt chunks and reused prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade import cpu
+from saccade.target_model.linear import SHARE, Linear, packed_rows, reordered
+
+REFERENCE = 16
+"""Rows of the product whose bits all others must give."""
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+"""Numbers of rows that are tried."""
+_STARTS = (0, 3)
+"""Rows of the sample at which the pieces that are tried begin."""
+_FEW = 64
+"""Rows up to which a padded product takes less time than two."""
+_NOISE = 1e-6
+"""Size of rounding errors of float32 sums of some hundred products of about 1."""
+
+
+class SteadyLinear(Linear):
+    """The product ``x @ weight.T + bias`` in `sizes` of rows that agree bit for bit, found by `make_steady`."""
+
+    __slots__ = ("_wide", "_wide_bias", "_widens", "sizes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, sources: Sequence[Tensor] = ()) -> None:
+        super().__init__(weight, bias, sources)
+        self.sizes: tuple[int, ...] = (REFERENCE,)
+        self._widens = False
+        self._wide: Tensor | None = None
+        self._wide_bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count = x.shape[0]
+        if count in self.sizes:
+            return self.multiply(x)
+        sizes = pieces(count, self.sizes)
+        x = F.pad(x, (0, 0, 0, sum(sizes) - count))
+        parts = [self.multiply(part) for part in x.split(sizes)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the product of one of `sizes` of rows."""
+        weight, bias, dtype = self.weight, self.bias, x.dtype
+        if self._widens:
+            x, bias = x.float(), self._wide_bias
+        if self._packed is not None:
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        else:
+            product = F.linear(x, weight if self._wide is None else self._wide, bias)
+        return product.to(dtype) if self._widens else product
+
+    def with_weight(self, weight: Tensor, bias: Tensor | None) -> SteadyLinear:
+        """Return the product with another weight of the same shape and format, copied like this one."""
+        other = SteadyLinear(weight, bias)
+        if self.is_copied:
+            other._copy_again()
+        return other
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a copy of the weight is multiplied."""
+        return self._packed is not None or self._wide is not None
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether the processor has to emulate the weight's format, which takes longer than float32 and rounding once,
+        as instructions for the format do."""
+        weight = self.weight
+        return weight.device.type == "cpu" and weight.dtype != torch.float32 and not cpu.computes_in(weight.dtype)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _copy_again(self) -> None:
+        """Copy the weight in the format and layout that are faster here."""
+        weight = self.weight.detach()
+        self._widens = self.is_widened
+        if self._widens:
+            weight, self._wide_bias = weight.float(), None if self.bias is None else self.bias.detach().float()
+        if weight.device.type == "cpu" and packed_rows(weight):
+            self._packed = reordered(weight, REFERENCE)
+        elif self._widens:
+            self._wide = weight
+        else:
+            return
+        self._note_weight()
+
+
+def steady_silu(x: Tensor) -> Tensor:
+    """Return SiLU of ``[T, d]``, each element the same bits in any place.
+
+    torch's kernel takes another path at the ends of each thread's share, and differs there in the last bit.
+    """
+    if x.device.type != "cpu" or torch.get_num_threads() == 1:  # shares are rows then
+        return F.silu(x)
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
+def pieces(count: int, sizes: Sequence[int]) -> list[int]:
+    """Return the sizes in which ``count`` rows run, the last one padded; ``sizes`` ascending.
+
+    Many rows that a single size would pad by more than an eighth run in several.
+    """
+    whole, rest = divmod(count, sizes[-1])
+    found = [sizes[-1]] * whole
+    while rest or not found:
+        size = next(size for size in sizes if size >= rest)
+        if rest > _FEW and size > rest * 9 / 8:
+            size = max((size for size in sizes if size <= rest), default=size)
+        found.append(size)
+        rest -= min(size, rest)
+    return found
+
+
+@torch.inference_mode()
+def make_steady(products: Sequence[SteadyLinear]) -> tuple[int, ...]:
+    """Find the sizes of all products; return those that they share.
+
+    Weights are copied in the format and layout that are faster, if all copies fit into memory.
+    """
+    free, copied = cpu.available_memory(), sum(4 * p.weight.numel() for p in products)
+    if free is None or copied <= SHARE * free:
+        for product in products:
+            product._copy_again()
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for product in products:
+        weight = product.weight
+        shape = (weight.shape, weight.stride(), weight.dtype, weight.device, product.bias is None)
+        if shape not in known:
+            known[shape] = agreeing_sizes(product)
+        product.sizes = known[shape]
+    return tuple(sorted(set.intersection(*(set(sizes) for sizes in known.values()))))
+
+
+def agreeing_sizes(product: SteadyLinear) -> tuple[int, ...]:
+    """Return the `SIZES` of rows that give the bits of `REFERENCE` rows; one row alone where these depend on places.
+
+    A stand-in for the weight is multiplied, such that every sum would be zero without rounding: what is left of it
+    shows any other order in its first digits, which the format of the result cannot hide.
+    """
+    weight, longest = product.weight, SIZES[-1] + max(_STARTS)
+    generator = torch.Generator().manual_seed(0)
+    half = weight.shape[1] // 2
+    left = torch.randn(weight.shape[0], half, generator=generator).to(weight)
+    x = torch.randn(-(-longest // REFERENCE) * REFERENCE, half, generator=generator).to(weight)
+    order = torch.randperm(half, generator=generator).to(weight.device)
+    odd = weight.shape[1] % 2
+    stand_in = torch.empty_like(weight).copy_(F.pad(torch.cat([left, -left[:, order]], 1), (0, odd)))
+    bias = None if product.bias is None else torch.full_like(product.bias, _NOISE)
+    x = F.pad(torch.cat([x, x[:, order]], 1), (0, odd))
+    probe = product.with_weight(stand_in, bias)
+    expected = torch.cat([probe.multiply(part) for part in x.split(REFERENCE)])
+
+    def agrees(size: int, start: int) -> bool:
+        place = slice(start, start + size)
+        return torch.equal(probe.multiply(x[place]), expected[place])
+
+    if not all(agrees(REFERENCE, start) for start in range(REFERENCE)):
+        return (1,)
+    return tuple(size for size in SIZES if all(agrees(size, start) for start in _STARTS))
+
+
+_QUERY_GRID = 6.0
+"""Adding and subtracting 6 x 2^e rounds float32 numbers below 2^(e + 1) to multiples of 2^(e - 21)."""
+VALUE_BITS = {torch.float32: 18, torch.float16: 15, torch.bfloat16: 12}
+"""Values of a format are rounded to this power of 1/2."""
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_GUARD = 4
+"""Binary digits that all weights together must keep beyond those of the format."""
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
+_LEAST = 2.0**-100
+"""Unit of a vector of zeros."""
+_SMALLEST = -700.0
+"""Least logarithm of a weight. Processors take long for exponentials that underflow; this one is rounded to 0."""
+_BLOCK, _FEWEST = 2**17, 32
+"""Most weights that a CPU computes at a time, so that they stay in its cache, and fewest queries of a block."""
+MAX_DIM = 512
+"""Longest vectors of queries and keys whose products are exact: 2 x 22 bits and 9 of the sum."""
+MAX_KEYS = 2**20
+"""Most keys for which two sums have the digits of bfloat16 and float16."""
+
+
+def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the second and third argument of `on_grid` for a layer's queries, keys and values, ``[H + 2 H_kv, 1]``."""
+    counts = torch.tensor([heads, kv_heads, kv_heads])
+    steps = torch.tensor([_QUERY_GRID, _QUERY_GRID, 1.5 * 2.0 ** (23 - VALUE_BITS[dtype])])
+    factors = torch.tensor([scale, 1.0, 1.0])  # queries are not kept, and need not be rounded to the dtype
+    found = (each.repeat_interleave(counts)[:, None].to(device) for each in (factors, steps))
+    return next(found), next(found)
+
+
+def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
+    """Round vectors ``[T, H, D]`` times ``factors`` for exact sums, in float32.
+
+    Shapes: factors, steps ``[H, 1]``.
+    """
+    wide = vectors * factors
+    far = power_of_two(wide.abs().amax(-1, keepdim=True)).mul_(steps)
+    return wide.add_(far).sub_(far)
+
+
+class ExactAttention:
+    """Attention of vectors `on_grid`, over at most ``keys`` keys, in sums that do not depend on the order of the keys.
+
+    Every summand is a multiple of a grid so coarse that float64 holds all partial sums exactly; the sum is rounded
+    once, at the end. Queries and keys are rounded to 2^-21 of the power of two of their vector's largest element,
+    values to `VALUE_BITS`; that loses nothing of what bfloat16 or float16 had kept, but for small elements. The
+    softmax is rounded so that the weighted values fit into what remains of the 53 bits, and where that is too little
+    for the number format, what it lost is summed up in the same way and added.
+    """
+
+    def __init__(self, keys: int, dtype: torch.dtype) -> None:
+        if keys > MAX_KEYS:
+            raise ValueError(f"Sums over {keys} keys are not exact; at most {MAX_KEYS} can be summed.")
+        bits = (keys - 1).bit_length()
+        # Weights below 2 in units of 2^-w, values below 2 in units of 2^-v: 2^(w + 1 + v + 1 + bits) <= 2^53.
+        weight_bits = 51 - VALUE_BITS[dtype] - bits
+        self._weight_grid = 1.5 * 2.0 ** (52 - weight_bits)
+        self._rest_grid = 1.5 * 2.0 ** (52 - 2 * weight_bits)
+        self._has_rest = weight_bits + 1 - bits < _DIGITS[dtype] + _GUARD  # all keys may lose half a unit each
+        self._total_grid = 1.5 * 2.0**bits
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
+    ) -> Tensor:
+        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.layout.attend`."""
+        count, tokens = query.shape[2], keys.shape[2]
+        wide_keys, wide = keys.double(), values.double()
+        unit = power_of_two(values.abs().float().amax(-1).clamp_min_(_LEAST))[:, :, None].double()  # of every key
+        block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * tokens))
+        if count <= block or mask is None or query.device.type != "cpu":
+            mixed = self._attend(query, wide_keys, wide, unit, mask, scale)
+        else:
+            parts = []
+            for part, own in zip(query.split(block, 2), mask.split(block, 2), strict=True):
+                last = int((own == 0).flatten(0, 2).any(0).nonzero()[-1]) + 1
+                seen = wide_keys[:, :, :last], wide[:, :, :last], unit[..., :last], own[..., :last]
+                parts.append(self._attend(part, *seen, scale))
+            mixed = torch.cat(parts, 2)
+        return mixed.to(values.dtype)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, unit: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """Attend in float64; ``unit`` ``[A, H_kv, 1, K]`` power of two of every key's values."""
+        rows, heads, count, dim = query.shape
+        own = keys.shape[1]
+        folded = query.double().reshape(rows, own, -1, dim)  # query heads of a key head run as further queries
+        weights = folded @ keys.mT  # exact
+        if scale != 1:
+            weights.mul_(scale)
+        if mask is not None:
+            weights.view(rows, heads, count, -1).add_(mask.double())
+        weights.sub_(weights.amax(-1, keepdim=True))
+        if mask is not None:
+            weights.clamp_min_(_SMALLEST)
+        weights.exp_()
+        total = (weights + self._total_grid).sub_(self._total_grid).sum(-1, keepdim=True)  # exact
+        weights.mul_(unit)
+        top = power_of_two(weights.amax(-1, keepdim=True))
+        inverse = unit.reciprocal()
+        far = top * self._weight_grid
+        first = (weights + far).sub_(far)
+        if self._has_rest:
+            far = top * self._rest_grid
+            rest = weights.sub_(first).add_(far).sub_(far).mul_(inverse) @ values  # exact
+            mixed = (first.mul_(inverse) @ values).add_(rest)  # exact, but for this addition
+        else:
+            mixed = first.mul_(inverse) @ values  # exact
+        return mixed.div_(total).view(rows, heads, count, -1)
+
+
+def power_of_two(numbers: Tensor) -> Tensor:
+    """Return the largest powers of two that do not exceed the numbers' sizes, in float32 or float64; 0 for 0."""
+    integers, exponent = _EXPONENT[numbers.dtype]
+    return (numbers.view(integers) & exponent).view(numbers.dtype)

@@ -1,0 +1,390 @@
+"""CUDA graphs of decoding forwards, each of a fixed shape and run in one launch.
+
+A decoder of 32 layers takes some 500 launches, which last longer than the work of a small draft model, or of one row of
+a large one. A captured forward takes one. It repeats its operations on the same memory with the same shapes, so
+
+- its inputs have memory of their own, filled before every replay: tokens, positions, each row's first slot, and which
+  of the drafted entries a token attends to;
+- tokens per row and keys come in few sizes (`QUERIES`, `keys_for`): tokens are padded at the end, and masks hide the
+  slots behind a row's own;
+- slots and masks are computed inside, from the inputs; nothing is read by the host.
+
+A forward that repeats is captured when it comes for the third time, and replayed once beside the ordinary one: where
+their logits differ, or capturing fails, no graphs are used any more. Prompts, and steps with several kinds of rows,
+are not captured.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeWarning
+from saccade.target_model.cache import RowCache, on_device
+from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock, additive
+from saccade.target_model.layout import Layout, RowGroup, even_runs
+from saccade.target_model.lean import TOLERANCE, LeanDecoder
+from saccade.target_model.traits import ModelTraits
+
+SWITCH = "SACCADE_CUDA_GRAPHS"
+"""Environment variable; 0 turns graphs off."""
+QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Tokens per row of captured forwards."""
+FEWEST_KEYS = 256
+MOST_TOKENS = 256
+"""Tokens of all rows beyond which a forward is not captured: the work outlasts the launches."""
+SEEN = 3
+"""Occurrences of a forward from which on it is captured."""
+MOST_GRAPHS = 64
+"""Graphs of a cache; those not used for longest go first."""
+_MOST_COUNTED = 1024
+_CHANGING_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the longest sequence, which the host reads."""
+
+Function = Callable[[], Any]
+Capture = Callable[[Function, Any], tuple[Callable[[], None], Any]]
+"""Runs a function once or more while it is captured; returns what repeats it, and its outputs, whose memory a replay
+overwrites. Takes the pool of an earlier capture, or None."""
+
+
+def capture_cuda(function: Function, pool: Any) -> tuple[Callable[[], None], Any]:
+    """Capture a function as a CUDA graph on the current device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are chosen and workspaces allocated by the first calls
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = function()
+    return graph.replay, outputs
+
+
+CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}
+"""Capturing function by kind of device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All that is fixed in a captured forward."""
+
+    starts: tuple[int, ...]  # first slot of each row's segment
+    queries: int  # tokens per row, padding included
+    keys: int  # slots per row that attention reads, as far as the arena goes
+    pending: int | None  # uncommitted entries before the tokens; None for causal attention, whose first slot tells
+    last: bool  # whether only the last token's logits are computed
+    layers: tuple[int, ...]
+    final: Any
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """Memory of a captured forward's inputs."""
+
+    tokens: Tensor  # `[A, n]`
+    positions: Tensor  # `[1, A, n]`
+    first: Tensor  # `[A]` slot of each row's first token
+    mask: Tensor | None  # `[A, n, T]` bool over the uncommitted entries; None for causal attention
+    last: Tensor | None  # `[A]` index of each row's last token in the packed sequence; None where all have logits
+
+
+@dataclass(slots=True)
+class _Step:
+    """A captured forward."""
+
+    inputs: _Inputs
+    replay: Callable[[], None]
+    logits: Tensor  # `[A, n, V]` of the last replay, or `[A, 1, V]`
+    hidden: Mapping[int, Tensor]  # layer index -> `[A, n, d]`
+
+
+def keys_for(slots: int) -> int:
+    """Round slots up to a number of keys of captured forwards: 256, 384, 512, 768, 1024, 1536, ..."""
+    keys = FEWEST_KEYS
+    while keys < slots:
+        keys = keys * 3 // 2 if keys & (keys - 1) == 0 else keys * 4 // 3
+    return keys
+
+
+class GraphPool:
+    """Graphs of one model, and the cache that its last owner gave back, whose graphs the next one finds.
+
+    Shapes: positions ``[1, A, n]``.
+    """
+
+    def __init__(
+        self,
+        decoder: LeanDecoder,
+        embed: Callable[[Tensor], Tensor],
+        positions: Callable[[RowCache, TokenBlock], Tensor],
+        traits: ModelTraits,
+        weights: Sequence[Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.decoder, self.embed, self.positions = decoder, embed, positions
+        self.traits, self.device, self.dtype = traits, device, dtype
+        self.enabled = True
+        self.moves = 0
+        self.lock = Lock()
+        self._weights = list(weights)
+        self._addresses = [w.data_ptr() for w in self._weights]
+        self._pool: Any = None
+        self._logits: dict[int, Tensor] = {}
+        self._spare: RowCache | None = None
+
+    @classmethod
+    def of(cls, target: Any, positions: Callable[[RowCache, TokenBlock], Tensor]) -> GraphPool | None:
+        """Return the pool of a `Target`; None where its forwards are not captured."""
+        text, decoder = target.text_config, target._lean
+        rope = getattr(text, "rope_parameters", None) or {}
+        changing = rope.get("rope_type") in _CHANGING_ROPES or target.traits.limits.longrope_threshold is not None
+        if decoder is None or changing or target.device.type not in CAPTURES or os.environ.get(SWITCH) == "0":
+            return None
+        head = target.model.get_output_embeddings()
+        weights = [*target.decoder.parameters(), *target.decoder.buffers(), *head.parameters()]
+        return cls(decoder, target.embed, positions, target.traits, weights, target.device, target.dtype)
+
+    def check_weights(self) -> None:
+        """Drop all graphs if weights have moved."""
+        addresses = [w.data_ptr() for w in self._weights]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.moves += 1
+
+    def cache(self, devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> RowCache:
+        """Return an empty cache, the one that was given back if it has so many rows and no more slots."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.rows == rows and spare.slots <= max_slots:
+            spare.reset()
+            spare.max_slots = max_slots
+            return spare
+        made = RowCache(devices, rows, max_slots)
+        made.graphs = StepGraphs(self, made)
+        return made
+
+    def give_back(self, cache: RowCache) -> None:
+        """Keep a cache that nobody uses any more, and its memory, for the next owner."""
+        self._spare = cache
+
+    def capture(self, function: Function) -> tuple[Callable[[], None], Any]:
+        """Capture a function; what was allocated while it ran is shared with the other graphs, but for its outputs."""
+        if self.device.type != "cuda":
+            return CAPTURES[self.device.type](function, None)
+        with torch.cuda.device(self.device):
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            return CAPTURES["cuda"](function, self._pool)
+
+    def share(self, logits: Tensor) -> Tensor:
+        """Copy logits ``[n, V]`` to memory that all graphs share, since each replay's are copied before the next."""
+        size = 1 << (len(logits) - 1).bit_length()
+        if size not in self._logits:  # by the first call, which is not captured
+            self._logits[size] = logits.new_zeros(size, logits.shape[1])
+        return self._logits[size][: len(logits)].copy_(logits)
+
+    def give_up(self, reason: str) -> None:
+        """Use no graphs from now on, and say so."""
+        self.enabled = False
+        warnings.warn(
+            f"Decoding runs without CUDA graphs, which is slower: {reason}. {SWITCH}=0 turns them off without this "
+            "message.",
+            SaccadeWarning,
+            stacklevel=2,
+        )
+
+
+class StepGraphs:
+    """Captured forwards of one cache."""
+
+    def __init__(self, pool: GraphPool, cache: RowCache) -> None:
+        self._pool: GraphPool = pool
+        self._cache = cast("RowCache", weakref.proxy(cache))  # which owns this
+        self._steps: OrderedDict[Shape, _Step] = OrderedDict()
+        self._seen: Counter[Shape] = Counter()
+        self._moves = (0, 0)
+        self.replays = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def run(
+        self, block: TokenBlock, requirements: Requirements, ordinary: Callable[[], list[ForwardOutput]]
+    ) -> ForwardOutput:
+        """Run a block by its graph, or ``ordinary`` where it has none."""
+        shape = self._shape(block, requirements) if self._pool.enabled else None
+        if shape is None:
+            return ordinary()[0]
+        moves = (self._cache.moves, self._pool.moves)
+        if moves != self._moves:
+            self._steps.clear()
+            self._moves = moves
+        step = self._steps.get(shape)
+        if step is None:
+            return self._first(shape, block, ordinary)
+        self._steps.move_to_end(shape)
+        self.replays += 1
+        with self._pool.lock:
+            self._fill(step.inputs, shape, block)
+            step.replay()
+            output = self._output(step, shape, block.count)
+        for row in block.rows:
+            self._cache.pending[row] += block.count
+        return output
+
+    # -- capturing -----------------------------------------------------------------------------------------
+
+    def _first(self, shape: Shape, block: TokenBlock, ordinary: Callable[[], list[ForwardOutput]]) -> ForwardOutput:
+        """Run a forward that has no graph; capture one if it has come often enough."""
+        if len(self._seen) >= _MOST_COUNTED:
+            self._seen.clear()
+        self._seen[shape] += 1
+        if self._seen[shape] < SEEN:
+            return ordinary()[0]
+        try:
+            with self._pool.lock:
+                step = self._capture(shape, block)
+                step.replay()
+                ours = self._output(step, shape, block.count).logits.float()
+        except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
+            self._pool.give_up(f"capturing failed ({type(problem).__name__}: {str(problem).strip().split(chr(10))[0]})")
+            return ordinary()[0]
+        output = ordinary()[0]
+        theirs = output.logits.float()
+        error = (ours - theirs).abs().amax(-1) / theirs.std(-1)
+        if not bool((error <= TOLERANCE.get(self._pool.dtype, 0.0)).all()):
+            self._pool.give_up("a captured forward gave other logits than the same one without a graph")
+            return output
+        self._steps[shape] = step
+        while len(self._steps) > MOST_GRAPHS:
+            self._steps.popitem(last=False)
+        return output
+
+    def _capture(self, shape: Shape, block: TokenBlock) -> _Step:
+        inputs = self._inputs(shape, block)
+        self._fill(inputs, shape, block)
+        rows, device = len(shape.starts), self._pool.device
+        starts = on_device(list(shape.starts), device)
+        requirements = Requirements(shape.layers, shape.final)
+        pool, cache = self._pool, self._cache
+
+        def forward() -> tuple[Tensor, dict[int, Tensor]]:
+            new = torch.arange(shape.queries, device=device)
+            slots = (inputs.first[:, None] + new).flatten()
+            mask = _mask(shape, inputs, starts, pool.dtype)
+            cache.layout = Layout([], slots, cache.slots, _groups(shape, mask, cache.slots, pool.traits.masks.names))
+            x = pool.embed(inputs.tokens).flatten(0, 1)
+            found = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
+            normed = found.normed if inputs.last is None else found.normed.index_select(0, inputs.last)
+            logits = pool.share(pool.decoder.logits(normed))
+            hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in found.hidden.items()}
+            return logits.view(rows, -1, logits.shape[-1]), hidden
+
+        replay, (logits, hidden) = pool.capture(forward)
+        return _Step(inputs, replay, logits, hidden)
+
+    def _inputs(self, shape: Shape, block: TokenBlock) -> _Inputs:
+        rows, count, device = len(shape.starts), shape.queries, self._pool.device
+        mask = None
+        if shape.pending is not None:
+            mask = torch.zeros(rows, count, shape.pending + count, dtype=torch.bool, device=device)
+        return _Inputs(
+            tokens=torch.zeros(rows, count, dtype=torch.long, device=device),
+            positions=torch.zeros(1, rows, count, dtype=torch.long, device=device),
+            first=torch.zeros(rows, dtype=torch.long, device=device),
+            mask=mask,
+            last=torch.zeros(rows, dtype=torch.long, device=device) if shape.last else None,
+        )
+
+    # -- a replay ------------------------------------------------------------------------------------------
+
+    def _shape(self, block: TokenBlock, requirements: Requirements) -> Shape | None:
+        """Return what a graph of the block would be fixed to; None for a block that is not captured."""
+        cache, count = self._cache, block.count
+        special = (block.embeddings, block.positions, block.slot_shifts)
+        if any(tensor is not None for tensor in special) or block.deepstack or not cache.slots:
+            return None
+        last = block.logits_from == count - 1 and count > 1
+        if (block.logits_from and not last) or count > QUERIES[-1]:
+            return None
+        starts = tuple(cache.start(row) for row in block.rows)
+        ends = [cache.lengths[row] + cache.pending[row] for row in block.rows]
+        room = min(cache.capacity(row) - end for end, row in zip(ends, block.rows, strict=True))
+        if count > room:  # which is reported by the ordinary forward
+            return None
+        queries = next(size for size in QUERIES if size >= count)
+        queries = queries if queries <= room else count
+        visible = max(ends) + queries
+        window = self._pool.traits.masks.window
+        if queries * len(starts) > MOST_TOKENS or (window is not None and visible > window):
+            return None
+        pending = None if block.attention_mask is None else cache.pending[block.rows[0]]
+        return Shape(starts, queries, keys_for(visible), pending, last, requirements.layers, requirements.final)
+
+    def _fill(self, inputs: _Inputs, shape: Shape, block: TokenBlock) -> None:
+        """Copy a block to the memory of a graph's inputs. Padding tokens keep what was there."""
+        cache, count, rows = self._cache, block.count, block.rows
+        inputs.tokens[:, :count].copy_(block.tokens)
+        inputs.positions[:, :, :count].copy_(self._pool.positions(cache, block))
+        pending = cache.pending[rows[0]]
+        if len(rows) == 1:
+            inputs.first.fill_(cache.ends(rows)[0] + pending)
+        else:
+            torch.add(cache.numbers.get(cache.ends(rows)), pending, out=inputs.first)
+        if inputs.mask is not None:
+            assert block.attention_mask is not None
+            known = pending + count
+            inputs.mask[:, :count, :known].copy_(block.attention_mask)
+            if count < shape.queries:  # entries of padding, which no token may attend to
+                inputs.mask[:, :count, known:].fill_(value=False)
+        if inputs.last is not None:
+            last = len(rows) * shape.queries
+            torch.arange(count - 1, last, shape.queries, out=inputs.last)
+
+    def _output(self, step: _Step, shape: Shape, count: int) -> ForwardOutput:
+        """Copy the outputs of a replay, which the next one overwrites."""
+        logits = step.logits if shape.last else step.logits[:, :count]
+        return ForwardOutput(logits.clone(), {layer: state[:, :count].clone() for layer, state in step.hidden.items()})
+
+
+def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> list[RowGroup]:
+    """Rows by attention kernel call; those too near the end of an arena of ``slots`` have one of their own.
+
+    Within a window, all kinds of layers have the same mask.
+    """
+    groups = []
+    for run in even_runs(shape.starts):
+        fits = len(run) == 1 or shape.starts[run[-1]] + shape.keys <= slots
+        for part in [run] if fits else [range(place, place + 1) for place in run]:
+            start = shape.starts[part.start]
+            step = shape.starts[part.start + 1] - start if len(part) > 1 else 0
+            keys = min(shape.keys, slots - start)
+            masks: dict[str, Tensor | None] = dict.fromkeys(kinds, mask[part.start : part.stop, ..., :keys])
+            first = part.start * shape.queries
+            groups.append(RowGroup(first, len(part), shape.queries, start, step, keys, masks))
+    return groups
+
+
+def _mask(shape: Shape, inputs: _Inputs, starts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask ``[A, 1, n, K]`` over the slots of each row's segment."""
+    keys = torch.arange(shape.keys, device=starts.device)
+    first = inputs.first - starts  # counted within the segments
+    if inputs.mask is None:
+        new = torch.arange(shape.queries, device=starts.device)
+        return additive(keys <= (first[:, None] + new)[..., None], dtype)[:, None]
+    assert shape.pending is not None
+    behind = keys - (first - shape.pending)[:, None]  # [A, K] index among the uncommitted entries
+    known = inputs.mask.shape[2]
+    index = behind.clamp(0, known - 1)[:, None].expand(-1, shape.queries, -1)
+    uncommitted = inputs.mask.gather(2, index) & (behind < known)[:, None]
+    return additive((behind < 0)[:, None] | uncommitted, dtype)[:, None]

@@ -1,0 +1,468 @@
+"""Lean decoder of the common architecture: the stock modules' mathematics in fewer operations.
+
+Stock modules spend most of a decoding step of a small model around the matrix products. For decoders of
+(RMSNorm, rotary attention, RMSNorm, gated MLP) layers, the query, key and value products are fused, and so are gate
+and up. The stock modules keep working: their weights and biases become views of the fused ones, so no memory is added.
+A lean decoder is used only after its logits equalled the stock model's, and while the model's modules are unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import contains, is_
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from saccade.errors import ModelError
+from saccade.target_model.cache import RowCache
+from saccade.target_model.exact import (
+    MAX_DIM,
+    MAX_KEYS,
+    ExactAttention,
+    SteadyLinear,
+    grids,
+    make_steady,
+    on_grid,
+    pieces,
+    steady_silu,
+)
+from saccade.target_model.forward import Requirements, TokenBlock
+from saccade.target_model.layout import ALL, Layout
+from saccade.target_model.linear import Linear, pack_where_faster
+from saccade.target_model.traits import Thresholds, ordinary_ids
+from saccade.tree import ancestors_of
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+"""Largest difference of a logit attributed to rounding, in standard deviations of the logits: a few hundred
+roundings of each dtype. A structural difference moves logits by about one standard deviation."""
+VERIFIED_ATTENTION = frozenset(
+    f"transformers.models.{folder}.modeling_{folder}.{name}"
+    for folder, name in (
+        ("llama", "LlamaAttention"),
+        ("mistral", "MistralAttention"),
+        ("qwen2", "Qwen2Attention"),
+        ("qwen3", "Qwen3Attention"),
+        ("qwen2_vl", "Qwen2VLAttention"),
+        ("qwen2_5_vl", "Qwen2_5_VLAttention"),
+        ("qwen3_vl", "Qwen3VLTextAttention"),
+    )
+)
+"""Attention classes with the mathematics of this file. Others built of the same parts may compute more between them
+(Ministral-3 scales its queries by position) and run on the stock modules."""
+
+
+@dataclass(slots=True)
+class _LayerWeights:
+    """One layer's weights."""
+
+    norm_in: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    norm_mlp: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
+class DecoderOutput:
+    """Outputs of a lean forward."""
+
+    normed: Tensor  # `[T, d]` after the final norm, or the input of the layer where the forward ended
+    hidden: dict[int, Tensor]  # layer index -> `[T, d]`
+
+
+class LeanDecoder:
+    """Forwards of a model on fused weights, without its Python modules."""
+
+    def __init__(
+        self,
+        model: Any,
+        decoder: Any,
+        layers: list[_LayerWeights],
+        kv_heads: int,
+        eps: float,
+        exact: ExactAttention | None = None,
+    ) -> None:
+        attention = decoder.layers[0].self_attn
+        self._layers = layers
+        self._rotary = decoder.rotary_emb
+        self._norm: Tensor = decoder.norm.weight
+        head = model.get_output_embeddings()
+        self._exact = exact
+        self._head = (Linear if exact is None else SteadyLinear)(head.weight, head.bias)
+        self._eps = eps
+        self.head_dim: int = attention.head_dim
+        self._kv_heads = kv_heads
+        self._heads = attention.q_proj.out_features // self.head_dim
+        self._scale: float = attention.scaling
+        types = getattr(decoder.config, "layer_types", None) or ()
+        self._kinds = types if len(set(types)) > 1 else [ALL] * len(layers)
+        rope = getattr(decoder.config, "rope_parameters", None) or {}
+        self._sections: list[int] = list(rope.get("mrope_section", ()))
+        fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
+        joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
+        self._guard = ModuleGuard(model, (decoder, head), joined)
+        products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        dtype, device = decoder.norm.weight.dtype, decoder.norm.weight.device
+        self._grids = None if exact is None else grids(self._heads, kv_heads, self._scale, dtype, device)
+        self._steady = [p for p in (*products, self._head) if isinstance(p, SteadyLinear)]
+        self._sizes = make_steady(self._steady) if exact is not None else ()
+        self._copied = pack_where_faster([*products, self._head]) if exact is None else list[Linear](self._steady)
+        self._threads = torch.get_num_threads()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the fused modules and weights, without hooks.
+
+        Weights that were changed in place are copied again, and sizes of products found anew for another number of
+        threads.
+        """
+        if self._steady and self._threads != torch.get_num_threads():
+            self._sizes, self._threads = make_steady(self._steady), torch.get_num_threads()
+        for product in self._copied:
+            product.refresh()
+        return self._guard.is_current
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: RowCache,
+        layout: Layout,
+        requirements: Requirements | None = None,
+        deepstack: Sequence[Tensor] = (),
+        until: int | None = None,
+    ) -> DecoderOutput:
+        """Run a packed sequence.
+
+        Shapes: x ``[T, d]``; positions ``[3 or 1, T]``; deepstack ``[T, d]``.
+        """
+        requirements = requirements or Requirements()
+        wanted = requirements.layers
+        states: dict[int, Tensor] = {}
+        count, width = x.shape
+        padding = sum(pieces(count, self._sizes)) - count if self._sizes else 0
+        x, positions = _pad(x, padding), F.pad(positions, (0, padding)) if padding else positions
+        cos, sin = self._angles(x, positions)
+        heads, kv, dim, half = self._heads, self._kv_heads, self.head_dim, self.head_dim // 2
+        each = zip(self._layers[:until], cache.layers[:until], self._kinds[:until], strict=True)
+        for index, (weights, layer, kind) in enumerate(each):
+            if index in wanted:
+                states[index] = x[:count]
+            h = F.rms_norm(x, (width,), weights.norm_in, self._eps)
+            qkv = weights.qkv(h).view(-1, heads + 2 * kv, dim)
+            if weights.q_norm is not None and weights.k_norm is not None:
+                q = F.rms_norm(qkv[:, :heads], (dim,), weights.q_norm, self._eps)
+                k = F.rms_norm(qkv[:, heads : heads + kv], (dim,), weights.k_norm, self._eps)
+                turning = torch.cat([q, k], 1)
+            else:
+                turning = qkv[:, : heads + kv]
+            turned, new = torch.addcmul(turning * cos, turning.roll(half, -1), sin), qkv[:, heads + kv :]
+            if self._grids is None:
+                query, key, scale = turned[:, :heads], turned[:, heads:], self._scale
+            else:
+                rounded = on_grid(torch.cat([turned, new], 1)[:count], *self._grids)
+                query, entries, scale = rounded[:, :heads], rounded[:, heads:].to(x.dtype), 1.0
+                key, new = entries[:, :kv], entries[:, kv:]
+            keys, values = layer.write(key.transpose(0, 1), new.transpose(0, 1))
+            mixed = layout.attend(query.transpose(0, 1), keys, values, scale, kind, kernel=self._exact)
+            x = x + weights.out(_pad(mixed, padding))
+            h = F.rms_norm(x, (width,), weights.norm_mlp, self._eps)
+            gate, up = weights.gate_up(h).chunk(2, -1)
+            active = F.silu(gate) if self._grids is None else steady_silu(gate)
+            x = x + weights.down(active * up)
+            if index < len(deepstack):
+                x = x + _pad(deepstack[index], padding)
+        if until is not None:
+            return DecoderOutput(x[:count], states)
+        normed = F.rms_norm(x, (width,), self._norm, self._eps)
+        if len(self._layers) in wanted:
+            states[len(self._layers)] = (normed if requirements.final == "post" else x)[:count]
+        return DecoderOutput(normed[:count], states)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Return logits ``[n, V]`` of normed states ``[n, d]``."""
+        return self._head(normed)
+
+    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
+        cos, sin = self._rotary(x[None], positions if positions.shape[0] == 1 else positions[:, None])
+        if cos.dim() == 4:  # M-RoPE: one angle per position axis
+            cos, sin = (self._mixed(t) for t in (cos, sin))
+        half = self.head_dim // 2
+        return cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+
+    def _mixed(self, angles: Tensor) -> Tensor:
+        """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from its own position axis."""
+        sections = [*self._sections, *self._sections]
+        return torch.cat([m[i % 3] for i, m in enumerate(angles.split(sections, -1))], -1)
+
+
+def _pad(rows: Tensor, padding: int) -> Tensor:
+    """Append rows of zeros."""
+    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+
+
+def lean_decoder(model: Any, decoder: Any, exact: ExactAttention | None = None) -> LeanDecoder | None:
+    """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit."""
+    layers = list(decoder.layers)
+    if not _fits(model, decoder, layers):
+        return None
+    attention = layers[0].self_attn
+    product = Linear if exact is None else SteadyLinear
+    lean = LeanDecoder(
+        model,
+        decoder,
+        [_fuse_layer(layer, product) for layer in layers],
+        kv_heads=attention.k_proj.out_features // attention.head_dim,
+        eps=layers[0].input_layernorm.variance_epsilon,
+        exact=exact,
+    )
+    return lean if lean.is_current else None  # hooks on the model itself
+
+
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+WEIGHTS: tuple[type, ...] = (nn.Parameter,)
+"""Types of weights that hold their values and nothing else; quantised ones have types of their own."""
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
+    """Whether every layer is built of the known parts, whole, on one device and without hooks.
+
+    Other differences (scalings, activations) are found by the comparison with the stock logits.
+    """
+    head = model.get_output_embeddings()
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # a part of each, behind forwards that exchange
+        return False
+    if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
+        return False
+    if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:
+        return False
+    if any(type(p) not in WEIGHTS for p in (*decoder.parameters(), head.weight)):
+        return False
+    if len({p.dtype for p in decoder.parameters()}) > 1 or not hasattr(layers[0], "input_layernorm"):
+        return False
+    eps = getattr(layers[0].input_layernorm, "variance_epsilon", None)
+    return eps is not None and all(_layer_fits(layer, eps) for layer in layers)
+
+
+def _layer_fits(layer: Any, eps: float) -> bool:
+    if {n for n, _ in layer.named_children()} != _LAYER_PARTS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if f"{type(attention).__module__}.{type(attention).__qualname__}" not in VERIFIED_ATTENTION:
+        return False
+    if not {n for n, _ in attention.named_children()} <= _ATTENTION_PARTS:
+        return False
+    if {n for n, _ in mlp.named_children()} - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"}:
+        return False
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if any(type(m) is not nn.Linear for m in linears) or any(m.bias is not None for m in linears[3:]):
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, n) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
+    if any(getattr(n, "variance_epsilon", None) != eps for n in norms):
+        return False
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in layer.modules())
+    return not hooked and hasattr(attention, "scaling") and hasattr(attention, "head_dim")
+
+
+def gives_stock_logits(target: Any) -> bool:
+    """Whether a `Target`'s lean decoder returns the logits of its stock modules.
+
+    Compares a small tree behind a short prompt and, in the same two forwards, single tokens on both sides of every
+    length named in the configuration and over the whole context.
+    """
+    limits = target.traits.limits
+    far = Thresholds.of(target.text_config).probe_positions(limits.longrope_threshold or limits.context)
+    ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
+    cache = target.new_cache(1)
+    cache.reserve(0, len(ids))
+    target.forward(cache, [TokenBlock([0], torch.tensor([ids[:7]], device=target.device), logits_from=6)])
+    cache.commit([0], [range(7)])
+    tokens = torch.tensor([ids[7:]], device=target.device)
+    parents = [0, 0, 0, 1, *(0 for _ in far)]
+    mask = ancestors_of(torch.tensor([parents], device=target.device), 2)
+    depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
+    tree = TokenBlock([0], tokens, mask, depth)
+    with target.stock():
+        stock = target.forward(cache, [tree])[0].logits.float()
+    cache.drop([0])
+    ours = target.forward(cache, [tree])[0].logits.float()
+    error = (ours - stock).abs().amax(-1) / stock.std(-1)
+    return bool((error <= TOLERANCE.get(target.dtype, 0.0)).all())  # not >, so that NaN fails
+
+
+@torch.inference_mode(False)  # the user may continue to train the weights
+@torch.no_grad()
+def _fuse_layer(layer: Any, product: type[Linear]) -> _LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections, gates = _fused_groups(layer)
+    with_bias = all(m.bias is not None for m in projections)
+    return _LayerWeights(
+        norm_in=layer.input_layernorm.weight,
+        qkv=product(
+            fuse_parameters([m.weight for m in projections]),
+            fuse_parameters([m.bias for m in projections]) if with_bias else None,
+            [m.weight for m in projections],
+        ),
+        q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
+        k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),
+        out=product(attention.o_proj.weight),
+        norm_mlp=layer.post_attention_layernorm.weight,
+        gate_up=product(fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
+        down=product(mlp.down_proj.weight),
+    )
+
+
+def _fused_groups(layer: Any) -> tuple[list[Any], list[Any]]:
+    """The attention's and the MLP's projections that are fused."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+
+
+def fuse_parameters(parameters: list[Any]) -> Tensor:
+    """Fuse parameters into one tensor and make each a view of it."""
+    parts: list[Tensor] = [p.detach() for p in parameters]
+    first, rows = parts[0], sum(p.shape[0] for p in parts)
+    if _are_fused(parts):  # by an earlier lean decoder of the same model
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    fused = torch.cat(parts)
+    for parameter, part in zip(parameters, fused.split([p.shape[0] for p in parts]), strict=True):
+        parameter.data = part
+    return fused
+
+
+def _are_fused(weights: list[Tensor]) -> bool:
+    ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
+    storage = {w.untyped_storage().data_ptr() for w in weights}
+    return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
+
+
+_GET: Any = dict.get  # typed for a map over both lists
+
+
+class ModuleGuard:
+    """Snapshot of a model's decoder and head, compared with the model before every forward."""
+
+    def __init__(self, model: nn.Module, replaced: Sequence[nn.Module], fused: Iterable[Tensor]) -> None:
+        inside = {m for root in replaced for m in root.modules()}
+        around = {m for m in model.modules() if any(root in set(m.modules()) for root in replaced)}
+        modules = [*inside, *(around - inside)]
+        # Dictionaries of the modules themselves, compared by C code: a tenth of the time of visiting the modules.
+        self._hooks: list[dict[Any, Any]] = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        # Global hooks would not see the replaced modules, either.
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._attributes = [m.__dict__ for m in modules]
+        parts: list[tuple[dict[str, Any], str, Any]] = [
+            (m._modules, name, child) for m in modules for name, child in m._modules.items() if child in inside | around
+        ]
+        parts += [(m._parameters, name, p) for m in inside for name, p in m._parameters.items()]
+        self._owners, self._names, self._parts = ([part[i] for part in parts] for i in range(3))
+        self._fused = list(fused)
+        self._addresses = [t.data_ptr() for t in self._fused]
+        self._lists = [m._modules for m in inside if isinstance(m, nn.ModuleList)]
+        self._lengths = [len(children) for children in self._lists]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no part was replaced, added, cast, moved, hooked, or given a forward of its own."""
+        return (
+            not any(self._hooks)
+            and not any(map(contains, self._attributes, repeat("forward")))
+            and all(map(is_, map(_GET, self._owners, self._names), self._parts))
+            and [t.data_ptr() for t in self._fused] == self._addresses
+            and list(map(len, self._lists)) == self._lengths
+        )
+
+
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices with float64. The conformance tests run on CPUs."""
+_CONTEXT = 2**17
+"""Longest sequence of models whose configuration names none."""
+_BEYOND = 1024
+"""Most tokens of a tree that may exceed the context before they are cut."""
+_PROMPT, _DEPTH, _WIDTH = 9, 5, 3
+"""Prompt tokens, levels and tokens per level of the trees that are tried at load."""
+
+
+def caveat(target: Any, lossless: bool) -> str:
+    """What may make a greedy answer of a `Target` other than plain decoding's; empty for nothing and lossy methods."""
+    if target.dtype.itemsize > 2 or target.exact or not lossless:
+        return ""
+    name = str(target.dtype).removeprefix("torch.")
+    return (
+        f"In {name}, draft tokens and other answers in a batch change the rounding, "
+        "and with it an answer where two tokens nearly tie; exact mode (--exact) prevents that."
+    )
+
+
+def exact_decoder(target: Any) -> LeanDecoder:
+    """Build the decoder of a `Target` in exact mode."""
+    kind = target.device.type
+    if kind not in DEVICES:
+        raise ModelError(
+            f"Exact mode computes sums in float64, which it expects of {' and '.join(DEVICES)} devices alone, not of "
+            f"{kind}; load the model on the CPU, or leave exact out."
+        )
+    keys = (target.traits.context or _CONTEXT) + _BEYOND
+    if keys > MAX_KEYS:
+        raise ModelError(
+            f"Exact mode sums over at most {MAX_KEYS - _BEYOND} tokens, but the model's context is "
+            f"{target.traits.context}; lower max_position_embeddings in its configuration, or leave exact out."
+        )
+    decoder = None
+    if target.traits.tested:
+        decoder = lean_decoder(target.model, target.decoder, ExactAttention(keys, target.dtype))
+    if decoder is None or decoder.head_dim > MAX_DIM:
+        raise ModelError(
+            f"Exact mode needs a decoder of the Llama, Mistral or Qwen architecture without experts, on one device and "
+            f"without hooks; the decoder of {target.traits.text_type!r} here runs on modules whose sums it does not "
+            "control; leave exact out, or choose float32, where differences are far rarer."
+        )
+    return decoder
+
+
+@torch.inference_mode()
+def is_exact(target: Any) -> bool:
+    """Whether a tree's path gives the bits that its tokens give one by one, behind a prompt in other chunks."""
+    ids = ordinary_ids(target.config, target.vocab_size, _PROMPT + _DEPTH * _WIDTH)
+    prompt, nodes = ids[:_PROMPT], ids[_PROMPT:]
+    path = [level * _WIDTH + level % _WIDTH for level in range(_DEPTH)]  # a root, and one of each level's tokens
+    parents = [path[max(node // _WIDTH - 1, 0)] for node in range(len(nodes))]
+    cache = target.new_cache(2)
+    for row in range(2):
+        cache.reserve(row, len(ids))
+
+    def run(
+        row: int, tokens: list[int], above: torch.Tensor | None = None, depth: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        block = TokenBlock([row], torch.tensor([tokens], device=target.device), above, depth)
+        logits: torch.Tensor = target.forward(cache, [block])[0].logits[0]
+        return logits
+
+    run(0, prompt)
+    cache.commit([0], [range(_PROMPT)])
+    above = ancestors_of(torch.tensor([parents], device=target.device), _DEPTH)
+    depth = torch.tensor([[node // _WIDTH for node in range(len(nodes))]], device=target.device)
+    drafted = run(0, nodes, above, depth)[path]
+    cache.commit([0], [path])
+    for part in (prompt[:4], prompt[4:]):
+        run(1, part)
+        cache.commit([1], [range(len(part))])
+    plain = []
+    for node in path:
+        plain.append(run(1, [nodes[node]]))
+        cache.commit([1], [[0]])
+    ours, theirs = ([part for entry in cache.export(row) for part in entry] for row in range(2))
+    return all(map(torch.equal, ours, theirs)) and torch.equal(drafted, torch.cat(plain))

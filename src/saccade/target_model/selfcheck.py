@@ -1,0 +1,160 @@
+"""Check at load that an architecture outside the conformance suite can be verified on trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.errors import ModelError
+from saccade.inputs.prompt import Prompt
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.traits import LAYER_TYPES, Thresholds, ordinary_ids
+from saccade.tree import TreeShape, ancestors_of
+
+PROMPT_LENGTH = 6
+LONGEST = 320
+"""Longest window that is checked with a prompt longer than it."""
+WINDOW = 4
+"""Replacement of longer windows during the check; masks follow from the configuration."""
+SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+LEAVES = (3, 4, 5)
+ACCEPTED = (0, 2, 5)
+"""Nodes of the second branch, whose commit moves cache entries."""
+
+
+@torch.inference_mode()
+def self_check(target: Target) -> None:
+    """Compare a small tree, and the token after an accepted path, with full forwards; skip tested families.
+
+    Checks the text backbone of any VLM. One prompt is longer than every window named in the configuration, another
+    shorter, so that the tree crosses it; positions exceed every position threshold. Costs four forwards of a few
+    tokens, and four for each window up to `LONGEST`; leaves the model unchanged.
+    """
+    if target.traits.tested:
+        return
+    unlike = set(getattr(target.text_config, "layer_types", None) or ()) - LAYER_TYPES
+    if unlike:
+        raise _refusal(target, f"it has layers of type {', '.join(sorted(unlike))}")
+    thresholds = Thresholds.of(target.text_config)
+    if thresholds.unknown:
+        named = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
+        raise _refusal(target, f"what it does with sequences longer than {named} is not known")
+    windows = [n for n in thresholds.windows if target.traits.masks.window is not None]
+    near = [n for n in windows if n <= LONGEST]
+    for length in sorted({PROMPT_LENGTH, *(n + d for n in near for d in (-2, 2))} - {0, 1}):
+        _compare(target, length, 0)
+    limits = target.traits.limits
+    last = limits.longrope_threshold or limits.context  # positions of new tokens are clamped to it
+    for start in (n for n in thresholds.positions if last is None or n + SHAPE.max_depth + 1 < last):
+        # A window counts tokens in some architectures, positions in others.
+        with _window(target, start + LONGEST) if windows else nullcontext():
+            _compare(target, PROMPT_LENGTH, start)
+    if len(near) < len(windows):
+        with _window(target, WINDOW):
+            _compare(target, PROMPT_LENGTH, 0)
+
+
+def _compare(target: Target, length: int, start: int) -> None:
+    """Compare behind a prompt of ``length`` tokens, with all new tokens around position ``start``."""
+    with _undisturbed(target):
+        ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
+        prompt, nodes, after = ids[:length], ids[length:-1], ids[-1]
+        gap = max(start - length - 1, 0)
+        try:
+            ours = _on_a_tree(target, prompt, nodes, after, gap)
+            theirs = _path_by_path(target, prompt, nodes, after, gap)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # any failure of an unknown architecture is a refusal
+            raise _refusal(target, f"its forward failed ({type(error).__name__}: {error})") from error
+    difference = (ours - theirs).float()
+    spread = (theirs - theirs.mean(-1, keepdim=True)).float().norm(dim=-1)
+    relative = float((difference.norm(dim=-1) / spread.clamp(min=1e-12)).max())
+    if not relative <= tolerance(target.dtype):  # not <=, so that NaN is refused
+        raise _refusal(
+            target,
+            f"logits differ from a plain forward by up to {float(difference.abs().max()):.3g} "
+            f"({relative:.2%} of their spread; rounding explains {tolerance(target.dtype):.2%})",
+        )
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest difference of logits attributed to rounding, relative to their spread over the vocabulary.
+
+    The square root of the dtype's resolution: 3e-4 in fp32, 3 % in fp16, 9 % in bf16. Sound architectures stay
+    forty times below it (tests/target_model/test_selfcheck.py); one wrongly visible token shifts them by 12 % and more.
+    """
+    return float(torch.finfo(dtype).eps ** 0.5)
+
+
+def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
+    """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `ACCEPTED`."""
+    context = Context(target, 1)
+    context.cache.reserve(0, len(prompt) + len(nodes) + 1)
+    first = context.load(0, Prompt(tuple(prompt))).logits
+    assert first is not None
+    parents = torch.tensor([SHAPE.parents], device=target.device)
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device) + gap
+    mask = ancestors_of(parents, SHAPE.max_depth)
+    tree = context.forward([0], torch.tensor([nodes], device=target.device), mask, depth)
+    context.commit([0], [ACCEPTED], [[nodes[i] for i in ACCEPTED]])
+    last = context.forward([0], torch.tensor([[after]], device=target.device), None, depth[:, :1])
+    return torch.cat([first[None], tree.logits[0], last.logits[0]])
+
+
+def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
+    """Return the same logits from one forward over whole sequences, one per leaf, without a cache."""
+    parents = SHAPE.parents
+    rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
+    tokens, more = torch.tensor(rows, device=target.device), {}
+    if gap:
+        places = torch.arange(tokens.shape[1], device=target.device)
+        places = (places + gap * (places >= len(prompt))).expand_as(tokens)
+        # Without a mask, transformers reads gaps as borders of packed sequences.
+        more = {"position_ids": places, "attention_mask": torch.ones_like(tokens)}
+    logits = target.model(input_ids=tokens, use_cache=False, **more).logits
+    start = len(prompt)
+    found = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
+    return torch.stack([*found, *logits[:, start + 2], logits[-1, start + 3]])
+
+
+@contextmanager
+def _undisturbed(target: Target) -> Iterator[None]:
+    """Restore the rope deltas that a plain forward leaves on M-RoPE models."""
+    before: list[tuple[Any, Any]] = [(m, m.rope_deltas) for m in target.model.modules() if hasattr(m, "rope_deltas")]
+    for module, _ in before:
+        module.rope_deltas = None
+    try:
+        yield
+    finally:
+        for module, deltas in before:
+            module.rope_deltas = deltas
+
+
+@contextmanager
+def _window(target: Target, length: int) -> Iterator[None]:
+    """Replace the window of the configuration and of the target's masks while the context is open."""
+    traits, own = target.traits, target.text_config.sliding_window
+    target.text_config.sliding_window = length
+    target.traits = replace(traits, masks=replace(traits.masks, window=length))
+    try:
+        yield
+    finally:
+        target.text_config.sliding_window, target.traits = own, traits
+
+
+def _refusal(target: Target, why: str) -> ModelError:
+    traits = target.traits
+    name = repr(traits.model_type)
+    if traits.text_type not in (traits.model_type, f"{traits.model_type}_text"):
+        name += f" around {traits.text_type!r}"
+    return ModelError(
+        f"The architecture {name} cannot be verified on trees: {why}; use one of the tested "
+        "families or plain generation."
+    )

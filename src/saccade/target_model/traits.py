@@ -1,0 +1,229 @@
+"""Traits of a loaded model: masks, limits and whether the conformance suite covers it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.errors import InputError
+from saccade.inputs.families import FAMILIES, family_of
+from saccade.target_model.forward import MaskPlan
+
+TESTED = {name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()}
+"""``model_type`` -> name, for every family in the conformance suite; others are checked at load."""
+
+DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for decoder in family.decoders}
+"""``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
+one is checked at load like an unknown architecture."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layers for which there are masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """Masks, limits and names of one loaded model."""
+
+    model_type: str  # of the top-level configuration
+    text_type: str  # `model_type` of its language model
+    tested: bool  # whether the conformance suite covers both
+    masks: MaskPlan  # the masks that its decoder takes
+    bidirectional_images: bool  # whether image tokens attend to later tokens of the same image
+    limits: ModelLimits  # on the length of its sequences
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence that the model supports, or None when unknown."""
+        return self.limits.context
+
+    @classmethod
+    def of(cls, config: Any) -> ModelTraits:
+        """Read a Hugging Face configuration."""
+        text = config.get_text_config(decoder=True)
+        types = set(getattr(text, "layer_types", None) or ())
+        window = getattr(text, "sliding_window", None)
+        if types and "sliding_attention" not in types:
+            window = None
+        kinds = tuple(sorted(types)) if len(types) > 1 else ()
+        family = family_of(config)
+        # Options that a class does not declare are kept by transformers, but not read by the model.
+        read = [name for name, value in (("layer_types", types), ("sliding_window", window)) if value]
+        known = types <= LAYER_TYPES and all(hasattr(type(text), name) for name in read)
+        return cls(
+            model_type=config.model_type,
+            text_type=text.model_type,
+            tested=family.is_tested and text.model_type in DECODERS and known,
+            masks=MaskPlan(window=window, kinds=kinds),
+            bidirectional_images=family.bidirectional_images,
+            limits=ModelLimits.of(text),
+        )
+
+
+def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
+    """Fixed ids that the configuration gives no meaning (no image placeholder, no end of sequence), for probing.
+
+    A vocabulary that has too few of them repeats them.
+    """
+    special: set[int] = set()
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in part.to_dict().items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                special.update(value if isinstance(value, list) else [value])
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(vocab_size, generator=generator)[: count + len(special)]
+    ordinary = [i for i in shuffled.tolist() if i not in special] or shuffled.tolist()
+    return [ordinary[i % len(ordinary)] for i in range(count)]
+
+
+def compute_device(module: nn.Module) -> torch.device:
+    """Device of a module's weights, or the execution device of offloaded weights."""
+    hook = getattr(module, "_hf_hook", None)
+    execution = getattr(hook, "execution_device", None)
+    if execution is not None:
+        return torch.device(execution) if not isinstance(execution, int) else torch.device("cuda", execution)
+    return next(module.parameters()).device
+
+
+_LENGTH_NAME = re.compile(
+    r"window|chunk|floor_scale|block_(size|len)|index_topk|compress_rate|local_attention|original_max_position"
+)
+"""Names of such lengths in configurations of transformers."""
+_NOT_LENGTH_NAME = re.compile(r"window_layers|window_pattern|use_|num_local|^(n|max)_positions")
+"""Similar names of layer counts, switches and numbers of experts."""
+_POSITIONS = ("original_max_position_embeddings", "floor_scale")
+_WINDOWS = ("sliding_window",)
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Lengths in tokens named in a configuration."""
+
+    windows: tuple[int, ...]  # sliding attention windows, enforced by masks
+    # thresholds beyond which queries or rotary angles are computed differently at any prefix
+    positions: tuple[int, ...]
+    unknown: dict[str, int]  # name -> value of options that look like lengths of neither kind
+
+    @classmethod
+    def of(cls, text_config: Any) -> Thresholds:
+        """Read a decoder's configuration."""
+        windows: set[int] = set()
+        positions: set[int] = set()
+        unknown: dict[str, int] = {}
+        for name, value in _lengths(text_config.to_dict()):
+            if name in _WINDOWS:
+                windows.add(value)
+            elif name in _POSITIONS:
+                positions.add(value)
+            else:
+                unknown[name] = value
+        return cls(tuple(sorted(windows)), tuple(sorted(positions)), unknown)
+
+    def probe_positions(self, context: int | None) -> list[int]:
+        """Positions on both sides of every length and at powers of four over the whole context; ascending.
+
+        The latter also reveal thresholds that the configuration does not name.
+        """
+        last = (context or max((*self.windows, *self.positions, *self.unknown.values(), 4096)) * 4 + 2) - 1
+        sides = {n + d for n in (*self.windows, *self.positions, *self.unknown.values()) for d in (-1, 0, 1)}
+        spread = {4**power for power in range(3, 16)}
+        return sorted(n for n in {*sides, *spread, last} if 0 < n <= last)
+
+
+def _lengths(values: dict[Any, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in values.items():
+        name = str(key)
+        if isinstance(value, dict) and not name.endswith("_config"):
+            yield from _lengths(value)
+        elif (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value > 1
+            and _LENGTH_NAME.search(name)
+            and not _NOT_LENGTH_NAME.search(name)
+        ):
+            yield name, value
+
+
+class ContextError(InputError):
+    """Sequence longer than the model's context."""
+
+    def __init__(self, length: int, context: int) -> None:
+        super().__init__(
+            f"The sequence needs {length} tokens but this model's context is {context}; shorten the prompt, "
+            "use fewer or smaller images, or lower max_new_tokens."
+        )
+        self.length, self.context = length, context
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds of one model, in tokens."""
+
+    context: int | None  # longest supported sequence, or None when the configuration has none
+    longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
+
+    @classmethod
+    def of(cls, text_config: Any) -> ModelLimits:
+        """Read a decoder's configuration."""
+        thresholds = [
+            rope["original_max_position_embeddings"]
+            for rope in _ropes(getattr(text_config, "rope_parameters", None))
+            if rope.get("rope_type") == "longrope"
+        ]
+        return cls(getattr(text_config, "max_position_embeddings", None), min(thresholds, default=None))
+
+    def check(self, length: int) -> None:
+        """Raise `InputError` when a sequence of ``length`` tokens does not fit the context."""
+        if length < 1:
+            raise InputError("The prompt is empty; give at least one token of text.")
+        if self.context is not None and length > self.context:
+            raise ContextError(length, self.context)
+
+    def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
+        """Raise `InputError` for rows that do not fit the context, or one side of the longrope threshold, together."""
+        ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
+        for end in ends:
+            self.check(end)
+        threshold = self.longrope_threshold
+        if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
+            raise InputError(
+                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
+                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
+                "max_new_tokens, or run only longer prompts together."
+            )
+
+    def is_long(self, length: int) -> bool:
+        """Whether a sequence uses a longrope embedding's long factors."""
+        return self.longrope_threshold is not None and length > self.longrope_threshold
+
+    def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
+        """Clamp positions ``[B, Q]`` of new tokens to the last valid one of these rows.
+
+        Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
+        the embedding of the whole pass.
+        Shapes: ahead ``[B, 1]``.
+        """
+        bound = self.context
+        if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
+            bound = self.longrope_threshold
+        if bound is None:
+            return positions
+        if ahead is None:
+            return positions.clamp(max=bound - 1)
+        return positions.minimum(ahead.clamp(min=0) + (bound - 1))
+
+
+def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+    """Rotary embeddings of a configuration: one, or one per layer type."""
+    if not isinstance(parameters, dict):
+        return
+    if "rope_type" in parameters:
+        yield parameters
+        return
+    for part in parameters.values():
+        yield from _ropes(part)

@@ -1,0 +1,51 @@
+"""The slow reference: whole sequences through the model's own forward, without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from families import FAMILIES, Inputs, reset_rope_deltas
+from saccade.inputs.batching import split
+from saccade.inputs.prompt import Prompt
+from saccade.target_model.adapter import Target
+
+BRANCHING = [[], [0], [0, 1], [0, 0], [1], [1, 0]]
+"""Paths of a tree's nodes below the root (child ranks), in no particular order of depth."""
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(FAMILIES[name].model())
+
+
+def prompt(name: str, kind: str, row: int = 0) -> Prompt:
+    return split(target(name).config, FAMILIES[name].row_inputs(kind, row))[0]
+
+
+def extended(inputs: Inputs, more: Sequence[int]) -> Inputs:
+    """One row's inputs with text behind them."""
+    out = dict(inputs)
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            tail = {"input_ids": list(more), "attention_mask": [1] * len(more)}.get(name, [0] * len(more))
+            out[name] = torch.cat([inputs[name], torch.tensor([tail], dtype=inputs[name].dtype)], 1)
+    return out
+
+
+@torch.no_grad()
+def plain(model: Any, inputs: Inputs, **options: Any) -> Any:
+    reset_rope_deltas(model)
+    out = model(**inputs, use_cache=False, **options)
+    reset_rope_deltas(model)
+    return out
+
+
+def plain_logits(name: str, kind: str, row: int, more: Sequence[int]) -> Tensor:
+    """``[1 + len(more), V]`` logits after the prompt and after each further token."""
+    inputs = extended(FAMILIES[name].row_inputs(kind, row), more)
+    return plain(target(name).model, inputs).logits[0, -1 - len(more) :]

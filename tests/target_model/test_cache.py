@@ -1,0 +1,290 @@
+"""The arena holds what a list per row would hold, whatever is written, kept, cropped, grown, moved and released."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from saccade.errors import ModelError
+from saccade.target_model.cache import QUANTUM, RowCache
+
+ROWS = 3
+SHAPES = [(2, 4, 4), (2, 4, 4), (1, 3, 5)]  # heads, width of keys, width of values; the last layer is unlike
+NO_MASKS: dict[str, Tensor | None] = {"all": None}
+
+
+class Reference:
+    """The same with lists: every entry is one number, unique over the test."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(ROWS)]
+        self.pending: list[list[int]] = [[] for _ in range(ROWS)]
+        self.next = count(1)
+
+    def numbers(self, n: int) -> list[int]:
+        return [next(self.next) for _ in range(n)]
+
+
+def entries(numbers: list[int], layer: int, kind: str) -> Tensor:
+    """``[H, n, D]`` whose every value tells entry, layer, kind, head and place."""
+    heads, key_width, value_width = SHAPES[layer]
+    width = key_width if kind == "key" else value_width
+    own = torch.arange(heads)[:, None, None] * 10.0 + torch.arange(width)
+    return torch.tensor(numbers)[None, :, None] * 1000.0 + layer * 100 + 50 * (kind == "value") + own
+
+
+def new_cache() -> RowCache:
+    return RowCache([torch.device("cpu")] * len(SHAPES), ROWS)
+
+
+def write(cache: RowCache, parts: list[tuple[list[int], list[list[int]]]]) -> None:
+    """A forward: per part its rows and the new entries of each, equally many within a part."""
+    cache.plan_layout([(rows, len(numbers[0]), NO_MASKS) for rows, numbers in parts])
+    packed = [n for _, numbers in parts for new in numbers for n in new]
+    for layer in range(len(SHAPES)):
+        cache.layers[layer].write(entries(packed, layer, "key"), entries(packed, layer, "value"))
+
+
+def add(cache: RowCache, reference: Reference, row: int, n: int, keep: bool = True) -> None:
+    new = reference.numbers(n)
+    cache.reserve(row, cache.lengths[row] + cache.pending[row] + n)
+    write(cache, [([row], [new])])
+    reference.pending[row] += new
+    if keep:
+        commit(cache, reference, row, range(len(reference.pending[row])))
+
+
+def commit(cache: RowCache, reference: Reference, row: int, chosen: range | list[int]) -> None:
+    cache.commit([row], [list(chosen)])
+    reference.rows[row] += [reference.pending[row][i] for i in chosen]
+    reference.pending[row] = []
+
+
+def assert_holds(cache: RowCache, reference: Reference) -> None:
+    """Committed and pending entries of every row, in every layer; no two segments overlap, and free slots are zeros."""
+    assert cache.lengths == list(map(len, reference.rows))
+    assert cache.pending == list(map(len, reference.pending))
+    segments = sorted((cache.start(r), cache.capacity(r)) for r in range(ROWS) if cache.capacity(r))
+    ends = [0, *(start + capacity for start, capacity in segments)]
+    assert all(end <= start for end, (start, _) in zip(ends, segments, strict=False))
+    assert ends[-1] <= cache.slots
+    starts = [*(start for start, _ in segments), cache.slots]
+    for layer in (layer for layer in cache.layers if layer.is_initialized):
+        for end, start in zip(ends, starts, strict=True):
+            assert not layer.keys[:, end:start].any()
+            assert not layer.values[:, end:start].any()
+    for row in range(ROWS):
+        numbers = reference.rows[row] + reference.pending[row]
+        if not numbers:
+            continue
+        at = cache.start(row)
+        for layer in range(len(SHAPES)):
+            for kind, tensor in (("key", cache.layers[layer].keys), ("value", cache.layers[layer].values)):
+                assert torch.equal(tensor[:, at : at + len(numbers)], entries(numbers, layer, kind))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataObject) -> None:
+    cache, reference = new_cache(), Reference()
+    for _ in range(data.draw(st.integers(1, 14))):
+        step = data.draw(
+            st.sampled_from(["forward", "forward", "commit", "commit", "drop", "crop", "reserve", "release", "expect"])
+        )
+        row = data.draw(st.integers(0, ROWS - 1))
+        if step == "forward":  # several rows, in parts of their own lengths, in any order
+            order = data.draw(st.permutations(range(ROWS)))[: data.draw(st.integers(1, ROWS))]
+            parts = []
+            for one in order:
+                n = data.draw(st.sampled_from([1, 2, 3, 70]))
+                cache.reserve(one, cache.lengths[one] + cache.pending[one] + n)
+                new = reference.numbers(n)
+                parts.append(([one], [new]))
+                reference.pending[one] += new
+            write(cache, parts)
+        elif step == "commit":
+            places = range(len(reference.pending[row]))
+            chosen = sorted(data.draw(st.sets(st.sampled_from(places)))) if places else []
+            commit(cache, reference, row, chosen)
+        elif step == "drop":
+            cache.drop([row])
+            reference.pending[row] = []
+        elif step == "crop":
+            length = data.draw(st.integers(0, 90))
+            cache.crop(row, length)
+            reference.rows[row], reference.pending[row] = reference.rows[row][:length], []
+        elif step == "reserve":
+            cache.reserve(row, data.draw(st.integers(1, 300)))
+        elif step == "release":
+            cache.release(row)
+            reference.rows[row], reference.pending[row] = [], []
+        else:
+            cache.preallocate(data.draw(st.integers(1, 600)))
+        assert_holds(cache, reference)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_the_arena_never_exceeds_the_most_while_all_segments_fit(data: st.DataObject) -> None:
+    """Whatever gaps are left by rows that come, grow and go."""
+    cache, reference = new_cache(), Reference()
+    cache.max_slots = most = data.draw(st.integers(4, 12)) * QUANTUM
+    for _ in range(data.draw(st.integers(1, 24))):
+        row = data.draw(st.integers(0, ROWS - 1))
+        if data.draw(st.integers(0, 3)):
+            quanta = data.draw(st.integers(1, most // QUANTUM))
+            others = sum(cache.capacity(other) for other in range(ROWS) if other != row)
+            if others + quanta * QUANTUM > most:
+                continue
+            cache.reserve(row, quanta * QUANTUM)
+            n = data.draw(st.sampled_from([1, 3, 40]))
+            if cache.lengths[row] + cache.pending[row] + n <= cache.capacity(row):
+                add(cache, reference, row, n, keep=data.draw(st.booleans()))
+        else:
+            cache.release(row)
+            reference.rows[row], reference.pending[row] = [], []
+        assert cache.slots <= most
+        assert_holds(cache, reference)
+
+
+def test_a_row_between_others_grows_into_gaps_on_both_sides() -> None:
+    cache, reference = new_cache(), Reference()
+    cache.max_slots = 8 * QUANTUM
+    for row, quanta in enumerate((2, 4, 2)):
+        cache.reserve(row, quanta * QUANTUM)
+        add(cache, reference, row, 5, keep=row != 1)
+    cache.release(0)
+    reference.rows[0] = []
+    moves, addresses = cache.moves, [layer.keys.data_ptr() for layer in cache.layers]
+    cache.reserve(1, 6 * QUANTUM)
+    assert cache.slots == 8 * QUANTUM
+    assert (cache.moves, [layer.keys.data_ptr() for layer in cache.layers]) == (moves, addresses)
+    assert_holds(cache, reference)
+
+
+def test_a_forward_of_several_rows_writes_each_ones_entries_behind_its_own() -> None:
+    cache, reference = new_cache(), Reference()
+    for row, n in enumerate((5, 70, 2)):
+        add(cache, reference, row, n)
+    new = [reference.numbers(3) for _ in range(2)]
+    for row in range(ROWS):
+        cache.reserve(row, cache.lengths[row] + 4)
+    alone = reference.numbers(1)
+    write(cache, [([2, 0], new), ([1], [alone])])
+    for row, numbers in ((2, new[0]), (0, new[1]), (1, alone)):
+        reference.pending[row] += numbers
+    assert_holds(cache, reference)
+    assert cache.layout.count == 7
+
+
+def test_a_row_that_grows_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reference = new_cache(), Reference()
+    cache.preallocate(4 * QUANTUM)
+    add(cache, reference, 0, 5)
+    copied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(cache, "_copy", lambda *given: copied.append(given))
+    cache.reserve(0, 2 * QUANTUM)
+    assert copied == []
+    assert (cache.start(0), cache.capacity(0)) == (0, 2 * QUANTUM)
+
+
+def test_gaps_are_closed_before_the_arena_grows() -> None:
+    cache, reference = new_cache(), Reference()
+    for row in range(ROWS):
+        add(cache, reference, row, QUANTUM)
+    cache.release(1)
+    reference.rows[1] = []
+    slots = cache.slots
+    cache.release(0)
+    reference.rows[0] = []
+    cache.reserve(0, 2 * QUANTUM)  # the first two segments' places
+    assert cache.slots == slots
+    assert_holds(cache, reference)
+    cache.release(0)
+    cache.reserve(1, QUANTUM)
+    cache.release(2)
+    reference.rows[2] = []
+    cache.reserve(2, 2 * QUANTUM)
+    assert cache.slots == slots
+
+
+def test_many_rows_make_the_arena_grow_seldom() -> None:
+    """Growing copies all that is held, so that a batch that fills row by row would stutter."""
+    cache, sizes = RowCache([torch.device("cpu")] * 2, 32), set()
+    for row in range(32):
+        cache.reserve(row, 200)
+        sizes.add(cache.slots)
+    assert len(sizes) <= 9
+    assert cache.slots <= 1.5 * 32 * 256
+
+
+def test_the_last_row_grows_where_it_stands() -> None:
+    cache = new_cache()
+    reference = Reference()
+    cache.reserve(0, QUANTUM)
+    add(cache, reference, 0, 3)
+    cache.reserve(0, 5 * QUANTUM)
+    assert cache.start(0) == 0
+    assert cache.slots == 5 * QUANTUM
+    assert_holds(cache, reference)
+
+
+def test_the_arena_grows_by_no_more_than_is_needed_beyond_the_most() -> None:
+    cache = RowCache([torch.device("cpu")], 4)
+    cache.max_slots = 3 * QUANTUM
+    for row in range(4):
+        cache.reserve(row, QUANTUM)
+        assert cache.slots == (row + 1) * QUANTUM
+
+
+def test_memory_is_what_was_asked_for() -> None:
+    cache = RowCache([torch.device("cpu")] * 2, ROWS)
+    assert cache.nbytes == 0
+    cache.reserve(0, 2)
+    cache.plan_layout([([0], 2, NO_MASKS)])
+    cache.layers[0].write(torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))
+    per_slot = 2 * 2 * (4 + 4) * 4  # layers, heads, keys and values, bytes of a float
+    assert cache.nbytes == QUANTUM * per_slot
+    cache.reserve(0, 7)
+    assert cache.capacity(0) == QUANTUM
+    cache.reserve(1, QUANTUM + 1)
+    assert cache.nbytes == 3 * QUANTUM * per_slot
+
+
+def test_only_entries_that_change_place_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reference = new_cache(), Reference()
+    for row in range(ROWS):
+        add(cache, reference, row, 4, keep=False)
+    moved: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(cache, "_move", lambda source, target: moved.append((source, target)))
+    cache.commit(range(ROWS), [[0, 1], [0, 2], []])
+    assert moved == [([QUANTUM + 2], [QUANTUM + 1])]
+    assert cache.lengths == [2, 2, 0]
+
+
+def test_a_row_is_exported_as_it_was_committed() -> None:
+    cache, reference = new_cache(), Reference()
+    add(cache, reference, 0, 3)
+    add(cache, reference, 1, 2)
+    add(cache, reference, 1, 2, keep=False)
+    exported = cache.export(1)
+    cache.release(1)
+    add(cache, reference, 0, 200)
+    for layer, (keys, values) in enumerate(exported):
+        assert torch.equal(keys[0], entries(reference.rows[1], layer, "key"))
+        assert torch.equal(values[0], entries(reference.rows[1], layer, "value"))
+
+
+def test_entries_beyond_the_capacity_are_an_error_not_an_overwrite() -> None:
+    cache = new_cache()
+    with pytest.raises(ModelError, match="has no slots yet"):
+        cache.plan_layout([([0], 1, NO_MASKS)])
+    cache.reserve(0, 4)
+    cache.plan_layout([([0], QUANTUM, NO_MASKS)])
+    with pytest.raises(ModelError, match=f"has {QUANTUM} slots but {QUANTUM + 1} are needed"):
+        cache.plan_layout([([0], 1, NO_MASKS)])

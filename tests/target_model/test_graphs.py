@@ -1,0 +1,450 @@
+"""Captured forwards give the tokens of ordinary ones, on graphs that repeat their operations on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import FAMILIES, _language_model, _sharpen
+from recorded_graphs import HostRead, record
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.engine import Engine, Request
+from saccade.engine.generation import plan
+from saccade.errors import SaccadeWarning
+from saccade.inputs.batching import split
+from saccade.methods import build
+from saccade.methods.compositions import Models
+from saccade.target_model import graphs
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.graphs import QUERIES, GraphPool, StepGraphs, keys_for
+
+TREE = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
+DEPTH = torch.tensor([[0, 1, 1]])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chain": {"gamma": 3},
+    "auto": {},
+    "dynamic-tree": {"top": 2, "max_depth": 2, "total": 4},
+    "eagle2": {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4},
+    "sage": {},
+    "lvspec": {"gamma": 4},
+}
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards on the CPU are captured."""
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+
+
+def engine(family: str, method: str, **how: Any) -> Engine:
+    case = FAMILIES[family]
+    target = Target(case.model(), **how)
+    if method == "eagle2":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            head = build_head(HeadConfig.from_target(target, "eagle2"))
+        return build(method, Models(target, head=head), **OPTIONS[method])
+    return build(method, Models(target, Target(case.draft_model()), special_ids=(0, 1, 2)), **OPTIONS[method])
+
+
+def prompts_of(target: Target, family: str, rows: int) -> list[Any]:
+    case = FAMILIES[family]
+    return split(target.config, case.inputs("image" if "image" in case.kinds else "text", rows=rows))
+
+
+def tokens(under_test: Engine, family: str, rows: int = 2, new: int = 16, **options: Any) -> list[list[int]]:
+    """Answers; the first row stops early, so that the others continue without it."""
+    prompts = prompts_of(under_test.target, family, rows)
+    batch = under_test.open(rows)
+    asked = []
+    for place, prompt in enumerate(prompts):
+        decoding = plan(under_test.target, [prompt], max_new_tokens=new // 2 if place == 0 else new, **options)
+        asked.append(batch.add(Request(prompt, seed=place), decoding.rows[0], decoding.do_sample))
+    while not batch.is_idle:
+        batch.step()
+    for row in asked:
+        if row.error is not None:
+            raise row.error
+    return [row.output for row in asked]
+
+
+def caches(under_test: Engine) -> list[StepGraphs]:
+    """Graphs of the caches that the last batch gave back."""
+    model = getattr(under_test.drafter, "model", None)
+    pools = [t.graphs for t in (under_test.target, model) if isinstance(t, Target)]
+    spares = [pool._spare for pool in pools if pool is not None]
+    return [spare.graphs for spare in spares if spare is not None]
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("llava", "plain"),
+        ("llava", "chain"),
+        ("qwen2_vl", "chain"),
+        ("qwen3_vl", "dynamic-tree"),
+        ("llava", "eagle2"),
+        ("qwen2_5_vl", "auto"),
+        ("llava", "sage"),
+        ("llava", "lvspec"),
+        pytest.param("qwen2_vl", "dynamic-tree", marks=pytest.mark.slow),
+        pytest.param("mistral3", "chain", marks=pytest.mark.slow),
+        pytest.param("llava", "dynamic-tree", marks=pytest.mark.slow),
+    ],
+)
+def test_captured_steps_give_the_tokens_of_ordinary_ones(
+    monkeypatch: pytest.MonkeyPatch, family: str, method: str
+) -> None:
+    expected = tokens(engine(family, method), family, new=24)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    under_test = engine(family, method)
+    assert tokens(under_test, family, new=24) == expected
+    found = caches(under_test)
+    assert found[0].replays
+    assert method == "auto" or all(each.replays for each in found)  # auto drafts as long as it pays
+    assert all(each._pool.enabled for each in found)
+
+
+@pytest.mark.parametrize("method", ["chain", "dynamic-tree"])
+def test_captured_steps_sample_what_ordinary_ones_sample(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    drawn = {"do_sample": True, "temperature": 0.8}
+    expected = tokens(engine("llava", method), "llava", **drawn)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    assert tokens(engine("llava", method), "llava", **drawn) == expected
+
+
+@pytest.mark.usefixtures("captured")
+def test_exact_mode_keeps_its_bits_in_captured_steps() -> None:
+    plain, drafted = (tokens(engine("llava", method, exact=True), "llava") for method in ("plain", "chain"))
+    assert drafted == plain
+
+
+def test_layers_with_and_without_window_share_a_captured_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have passed the window run without graphs."""
+
+    def mixed() -> Engine:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = _language_model("qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)(2)
+            _sharpen(model)
+        return Engine(Target(model.eval()))
+
+    expected = tokens(mixed(), "qwen2")
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    under_test = mixed()
+    assert tokens(under_test, "qwen2") == expected
+    (found,) = caches(under_test)
+    assert found.replays
+    assert found._pool.enabled
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_second_generation_finds_the_graphs_of_the_first() -> None:
+    under_test = engine("llava", "chain")
+    first = tokens(under_test, "llava")
+    (before, *_), sizes = caches(under_test), [len(each) for each in caches(under_test)]
+    assert tokens(under_test, "llava") == first
+    assert caches(under_test)[0] is before
+    again = [len(each) for each in caches(under_test)]
+    assert again[0] == sizes[0] > 0
+
+
+class Steps:
+    """Forwards of a context behind loaded prompts, some of them by graphs."""
+
+    def __init__(self, rows: int = 2, family: str = "qwen2_vl", sizes: tuple[int, ...] = ()) -> None:
+        self.target = Target(FAMILIES[family].model())
+        self.context = Context(self.target, rows)
+        if sizes:
+            self.context.cache.max_slots = sum(sizes)
+        else:
+            self.context.cache.preallocate(1024)  # more than a graph reads
+        self.rows = list(range(rows))
+        for row, prompt in enumerate(prompts_of(self.target, family, rows)):
+            self.context.cache.reserve(row, sizes[row] if sizes else len(prompt) + 120)
+            self.context.load(row, prompt)
+        self.seed = 0
+
+    @property
+    def graphs(self) -> StepGraphs:
+        found: StepGraphs = self.context.cache.graphs
+        return found
+
+    def step(self, count: int = 1, tree: bool = False, commit: bool = True) -> Tensor:
+        """Run new tokens, and commit a path."""
+        generator = torch.Generator().manual_seed(self.seed)
+        self.seed += 1
+        given = torch.randint(100, (len(self.rows), count), generator=generator)
+        shape = (TREE, DEPTH) if tree else (None, None)
+        logits = self.context.forward(self.rows, given, *shape).logits
+        path = [0, 2] if tree else list(range(count))
+        if commit:
+            ids = [[int(given[place, node]) for node in path] for place in range(len(self.rows))]
+            self.context.commit(self.rows, [path for _ in self.rows], ids)
+        else:
+            self.context.cache.drop(self.rows)
+        return logits
+
+
+def twins(
+    monkeypatch: pytest.MonkeyPatch, rows: int, sizes: tuple[int, ...] = (), capture: Any = record
+) -> tuple[Steps, Steps]:
+    """Equal contexts of two equal models, of which the first one's forwards are captured."""
+    ordinary = Steps(rows, sizes=sizes)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", capture)
+    return Steps(rows, sizes=sizes), ordinary
+
+
+PATTERN = [(1, False), (3, False), (3, True), (1, False), (4, False), (3, True)] * 4
+
+
+def compare(ours: Steps, theirs: Steps) -> None:
+    for count, tree in PATTERN:
+        torch.testing.assert_close(ours.step(count, tree), theirs.step(count, tree), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_of_mixed_steps_equal_the_ordinary_ones(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    ours, theirs = twins(monkeypatch, rows)
+    compare(ours, theirs)
+    assert ours.graphs.replays >= 8
+    assert theirs.context.cache.graphs is None
+
+
+def test_a_long_row_before_a_short_one_at_the_end_of_the_arena_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = twins(monkeypatch, 2, sizes=(192, 64))
+    for each in (ours, theirs):
+        each.rows = [0]
+        each.step(130)
+        each.rows = [0, 1]
+    cache = ours.context.cache
+    assert cache.slots - cache.start(1) < cache.lengths[0]
+    for _ in range(6):
+        torch.testing.assert_close(ours.step(), theirs.step(), rtol=1e-4, atol=1e-3)
+    assert ours.graphs.replays == 3
+
+
+def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known mistake: a value of the captured step is baked into every replay."""
+    ours, theirs = twins(monkeypatch, 1)
+    right = graphs._mask
+
+    def baked(shape: Any, inputs: Any, *rest: Any) -> Tensor:
+        known = torch.full_like(inputs.first, int(inputs.first.tolist()[0]))
+        return right(shape, replace(inputs, first=known), *rest)
+
+    monkeypatch.setattr(graphs, "_mask", baked)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(ours, theirs)
+
+
+def test_padding_that_a_token_attends_to_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known mistake: keys behind a row's own are read."""
+    ours, theirs = twins(monkeypatch, 2)
+    right = graphs._mask
+
+    def wide(shape: Any, inputs: Any, *rest: Any) -> Tensor:
+        return torch.zeros_like(right(shape, inputs, *rest))
+
+    monkeypatch.setattr(graphs, "_mask", wide)
+    with pytest.warns(SaccadeWarning, match="gave other logits"):
+        compare(ours, theirs)  # the comparison at capture refuses it, and ordinary steps remain
+    assert not ours.graphs.replays
+
+
+@pytest.mark.usefixtures("captured")
+def test_graphs_share_the_memory_of_logits() -> None:
+    steps = Steps(1)
+    for count in (1, 3, 4) * 4:
+        steps.step(count)
+    assert len(steps.graphs) == 2  # three tokens are padded to four
+    for count in (4, 1):
+        for tree in (False, True):
+            steps.step(3 if tree else count, tree)
+    pointers = {step.logits.data_ptr() for step in steps.graphs._steps.values() if step.logits.shape[1] == 4}
+    assert len(pointers) == 1
+
+
+def test_graphs_are_dropped_when_the_arena_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = twins(monkeypatch, 2)
+    for _ in range(6):
+        ours.step(), theirs.step()
+    (before,) = ours.graphs._steps.values()
+    for each in (ours, theirs):
+        each.context.cache.preallocate(each.context.cache.slots * 4)
+    compare(ours, theirs)
+    assert all(step is not before for step in ours.graphs._steps.values())
+
+
+def test_a_moved_arena_under_an_old_graph_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known mistake: a graph that still writes to the memory of before."""
+    ours, theirs = twins(monkeypatch, 2)
+    for _ in range(6):
+        ours.step(), theirs.step()
+    for each in (ours, theirs):
+        each.context.cache.preallocate(each.context.cache.slots * 4)
+    ours.context.cache.moves = ours.graphs._moves[0]
+    with pytest.raises(AssertionError, match="not close"):
+        compare(ours, theirs)
+
+
+def test_graphs_are_dropped_when_a_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = twins(monkeypatch, 1)
+    for _ in range(6):
+        ours.step(), theirs.step()
+    (before,) = ours.graphs._steps.values()
+    for each in (ours, theirs):
+        norm = each.target.decoder.norm.weight
+        norm.data = norm.data.clone() * 3
+    torch.testing.assert_close(ours.step(), theirs.step(), rtol=1e-4, atol=1e-3)
+    (after,) = ours.graphs._steps.values()
+    assert after is not before
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_model_that_was_hooked_is_run_by_its_modules() -> None:
+    steps, seen = Steps(1), []
+    for _ in range(6):
+        steps.step()
+    replays = steps.graphs.replays
+    handle = steps.target.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    steps.step()
+    handle.remove()
+    assert seen
+    assert steps.graphs.replays == replays
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_row_whose_segment_ends_inside_the_padding_runs_without_it() -> None:
+    steps = Steps(1)
+    cache = steps.context.cache
+    room = cache.capacity(0) - cache.lengths[0]
+    for _ in range(room // 3):
+        steps.step(3)
+    assert cache.lengths[0] > cache.capacity(0) - 4
+    assert {shape.queries for shape in steps.graphs._steps} == {4}
+    assert steps.graphs.replays >= room // 3 - 4
+
+
+@pytest.mark.usefixtures("captured")
+def test_values_that_a_failed_row_left_do_not_reach_its_neighbours() -> None:
+    steps = Steps(2)
+    cache = steps.context.cache
+    slots = slice(cache.start(1), cache.start(1) + cache.capacity(1))
+    with torch.inference_mode():
+        for layer in cache.layers:
+            layer.keys[:, slots] = float("nan")
+            layer.values[:, slots] = float("nan")
+    steps.context.forget(1)
+    steps.rows = [0]
+    for _ in range(6):
+        assert bool(steps.step().isfinite().all())
+    assert steps.graphs.replays
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_cache_that_is_used_again_is_empty() -> None:
+    first = Steps(2)
+    for _ in range(6):
+        first.step()
+    cache, target = first.context.cache, first.target
+    del first.context
+    again = Context(target, 2)
+    assert again.cache is cache
+    assert again.cache.lengths == [0, 0]
+    assert not any(layer.keys.any() or layer.values.any() for layer in cache.layers)
+    assert Context(target, 2).cache is not cache  # in use
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_cache_larger_than_the_next_one_may_be_is_not_used_again() -> None:
+    for most, is_again in ((1024, True), (1023, False)):
+        steps = Steps(2)
+        cache, target = steps.context.cache, steps.target
+        assert cache.slots == 1024
+        del steps.context
+        again = Context(target, 2, max_slots=most)
+        assert (again.cache is cache) == is_again
+        assert again.cache.max_slots == most
+
+
+def _fails(function: Callable[[], Any], pool: Any) -> Any:
+    raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def _reads(function: Callable[[], Any], pool: Any) -> Any:
+    def reading() -> Any:
+        logits, hidden = function()
+        logits.max().item()
+        return logits, hidden
+
+    return record(reading, pool)
+
+
+@pytest.mark.parametrize(("capture", "reason"), [(_fails, "operation not permitted"), (_reads, "HostRead")])
+def test_a_capture_that_fails_is_said_once_and_ordinary_steps_go_on(
+    monkeypatch: pytest.MonkeyPatch, capture: Any, reason: str
+) -> None:
+    ours, theirs = twins(monkeypatch, 2, capture=capture)
+    with pytest.warns(SaccadeWarning, match=reason) as said:
+        compare(ours, theirs)
+    assert len(said) == 1
+    assert not ours.graphs.replays
+
+
+def test_the_host_reads_nothing_inside() -> None:
+    with pytest.raises(HostRead):
+        record(lambda: torch.ones(3).sum().item(), None)
+
+
+def test_the_switch_turns_graphs_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    monkeypatch.setenv(graphs.SWITCH, "0")
+    target = Target(FAMILIES["llava"].model())
+    assert target.graphs is None
+    assert target.new_cache(1).graphs is None
+
+
+def test_nothing_is_captured_on_a_cpu() -> None:
+    assert Target(FAMILIES["llava"].model()).graphs is None
+
+
+@pytest.mark.usefixtures("captured")
+def test_angles_that_depend_on_the_longest_row_are_not_captured() -> None:
+    model = FAMILIES["llava"].model()
+    target = Target(model)
+    assert target.graphs is not None
+    target.text_config.rope_parameters = {**target.text_config.rope_parameters, "rope_type": "dynamic"}
+    assert GraphPool.of(target, target._positions) is None
+
+
+@pytest.mark.usefixtures("captured")
+def test_hidden_states_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(1)
+    for _ in range(6):
+        steps.step()
+    steps.context.requirements.add_layers(1, 2)
+    given = torch.tensor([[5]])
+    for _ in range(5):
+        output = steps.context.forward([0], given)
+        steps.context.cache.drop([0])
+        assert set(output.hidden) == {1, 2}
+    monkeypatch.setattr(steps.target.graphs, "enabled", False)
+    plain = steps.context.forward([0], given)
+    for layer, state in plain.hidden.items():
+        torch.testing.assert_close(output.hidden[layer], state, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_come_in_few_sizes_that_hold_what_they_must() -> None:
+    sizes = {keys_for(slots) for slots in range(1, 5000)}
+    assert sorted(sizes) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
+    assert all(slots <= keys_for(slots) <= max(256, 1.5 * slots) for slots in range(1, 5000))
+    assert list(QUERIES) == sorted(set(QUERIES))

@@ -1,0 +1,146 @@
+"""Packed weights: equal products, the rows that they serve, and weights changed behind their back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpoints import ready
+from saccade import cpu, load
+from saccade.target_model import linear
+from saccade.target_model.linear import Linear, pack_where_faster, packed_rows
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack every weight, for two rows and more."""
+    monkeypatch.setattr(linear, "packed_rows", lambda weight: range(2, 1 << 20))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 70])
+def test_a_packed_weight_has_the_product_of_the_plain_one(rows: int, biased: bool) -> None:
+    torch.manual_seed(rows)
+    product = Linear(torch.randn(96, 64), torch.randn(96) if biased else None)
+    product.pack(range(2, 64))
+    x = torch.randn(rows, 64)
+    torch.testing.assert_close(product(x), F.linear(x, product.weight, product.bias), rtol=1e-5, atol=1e-4)
+    assert (rows in product._rows) == (2 <= rows < 64)
+
+
+def in_place(weight: torch.nn.Parameter) -> None:
+    weight.data.mul_(1.5)
+
+
+def moved(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data * 1.5
+
+
+def one_row(weight: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[37].mul_(1.5)  # none of the sampled elements
+
+
+def no_change(weight: torch.nn.Parameter) -> None:
+    pass
+
+
+@pytest.mark.parametrize("change", [in_place, moved, one_row])
+def test_a_changed_weight_is_packed_again(change: Callable[[Any], None]) -> None:
+    weight = torch.nn.Parameter(torch.randn(96, 64))
+    product = Linear(weight)
+    product.pack(range(1, 64))
+    change(weight)
+    product.refresh()
+    x = torch.randn(4, 64)
+    torch.testing.assert_close(product(x), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen"])
+def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, everywhere: None) -> None:
+    vlm = load(ready(family), ready(f"{family}-draft"), dtype="float32")
+    lean = vlm.target._lean
+    assert lean is not None
+    assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
+    plain = vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30)
+    ours = vlm.generate("What is it? It is what it is.", max_new_tokens=30)
+    assert ours.tokens == plain.tokens
+    with vlm.target.stock():
+        assert vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("change", [in_place, no_change])
+def test_a_target_that_is_changed_in_place_generates_with_its_new_weights(
+    change: Callable[[Any], None], everywhere: None
+) -> None:
+    vlm = load(ready("llava"), ready("llava-draft"), dtype="float32")
+    before = vlm.generate("What is it?", max_new_tokens=20).tokens
+    with torch.no_grad():
+        for layer in vlm.target.layers:
+            change(layer.mlp.down_proj.weight)
+    with vlm.target.stock():
+        truth = vlm.using("plain").generate("What is it?", max_new_tokens=20).tokens
+    assert vlm.generate("What is it?", max_new_tokens=20).tokens == truth
+    assert (truth == before) == (change is no_change)
+
+
+def test_nothing_is_packed_beyond_half_of_the_free_memory(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = [Linear(torch.randn(64, 64)) for _ in range(4)]
+    monkeypatch.setattr(cpu, "available_memory", lambda: 2 * 4 * products[0].weight.nbytes - 1)
+    assert pack_where_faster(products) == []
+    monkeypatch.setattr(cpu, "available_memory", lambda: 2 * 4 * products[0].weight.nbytes)
+    assert pack_where_faster(products) == products
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ((2, 2, 2, 2, 2, 2, 2), (0, 0)),
+        ((2, 0.5, 0.5, 0.5, 2, 2, 2), (2, 16)),
+        ((0.5, 2, 0.5, 0.5, 0.5, 2, 0.5), (4, 32)),
+        ((2, 0.95, 2, 2, 2, 2, 2), (0, 0)),
+    ],
+)
+def test_the_longest_stretch_of_rows_that_clearly_gains_is_packed(
+    ours: tuple[float, ...], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(ours)
+    monkeypatch.setattr(linear, "_fastest", lambda *products: [1.0, next(times)])
+    assert linear._measure(64, 32, torch.float32) == expected
+
+
+def test_small_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "remember", lambda name, measure: (2, 64))
+    assert packed_rows(torch.empty(256, 255)) == range(0)
+    assert packed_rows(torch.empty(512, 1024)) == range(2, 64)
+
+
+def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: None) -> None:
+    vlm = load(ready("llava"), ready("llava-draft"), dtype="float32")
+    layer, lean = vlm.target.layers[0], vlm.target._lean
+    assert lean is not None
+    with torch.no_grad():
+        layer.self_attn.k_proj.weight[3].mul_(2.0)
+    x = torch.randn(4, layer.self_attn.k_proj.in_features)
+    fused = lean._layers[0].qkv
+    assert not torch.allclose(fused(x), F.linear(x, fused.weight, fused.bias), atol=1e-4)
+    assert lean.is_current
+    torch.testing.assert_close(fused(x), F.linear(x, fused.weight, fused.bias), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_a_format_that_the_processor_cannot_pack_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN raises for bfloat16 where there is AVX2 alone."""
+
+    def refuse(weight: torch.Tensor, rows: int) -> Any:
+        raise RuntimeError("bf16 path needs the cpu support avx512")
+
+    linear._can_pack.cache_clear()
+    monkeypatch.setattr(linear, "reordered", refuse)
+    try:
+        assert packed_rows(torch.zeros(1024, 1024)) == range(0)
+    finally:
+        linear._can_pack.cache_clear()

@@ -1,0 +1,115 @@
+"""Masks say, entry by entry, what plain Python says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import NaiveTree, draft_tree, trees
+
+from saccade.target_model.forward import MaskPlan, additive
+from saccade.tree import DraftTree
+
+LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
+HERE = torch.device("cpu")
+
+
+def naive_visible(tree: NaiveTree, length: int, node: int, entry: int, window: int | None) -> bool:
+    """Whether a node sees a row's entry: committed ones count up, the tree's nodes stand behind them by depth."""
+    if entry >= length and entry - length not in tree.path(node):
+        return False
+    position = entry if entry < length else length + tree.depth(entry - length)
+    return window is None or position > length + tree.depth(node) - window
+
+
+def naive(row: NaiveTree, length: int, new: int, window: int | None) -> torch.Tensor:
+    """``[new, K]`` for the last ``new`` nodes of a row, over its own entries."""
+    count = len(row.parents)
+    entries = range(length + count)
+    return torch.tensor(
+        [[naive_visible(row, length, node, entry, window) for entry in entries] for node in range(count - new, count)]
+    ).view(new, length + count)
+
+
+def assert_right(
+    mask: torch.Tensor | None, rows: list[NaiveTree], lengths: list[int], new: int, window: int | None
+) -> None:
+    """Each row takes as many of the last columns as it has entries."""
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        expected = naive(row, length, new, window)
+        if mask is None:
+            assert expected.all()
+            continue
+        own = mask[place if mask.shape[0] > 1 else 0]
+        assert torch.equal(own[:, own.shape[1] - expected.shape[1] :] == 0, expected)
+
+
+def build(plan: MaskPlan, tree: DraftTree, lengths: list[int], new: int) -> dict[str, torch.Tensor | None]:
+    count = tree.size
+    allow = tree.ancestors[:, count - new :]
+    return plan.build(allow, lengths, new, count - new, tree.depth, torch.float32, HERE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(rows=3, max_nodes=6), LENGTHS, st.data())
+def test_masks_equal_naive_ones(rows: list[NaiveTree], lengths: list[int], data: st.DataObject) -> None:
+    """Also for the last nodes alone, with the earlier ones pending."""
+    tree, new = draft_tree(rows), data.draw(st.integers(1, len(rows[0].parents)))
+    for window in (None, data.draw(st.integers(1, 8))):
+        built = build(MaskPlan(window, ()), tree, lengths, new)
+        assert list(built) == ["all"]
+        assert_right(built["all"], rows, lengths, new, window)
+
+
+@settings(max_examples=20, deadline=None)
+@given(trees(rows=1, max_nodes=6), LENGTHS, st.integers(1, 8))
+def test_one_tree_stands_for_all_rows(rows: list[NaiveTree], lengths: list[int], window: int) -> None:
+    tree = draft_tree(rows)
+    built = build(MaskPlan(window, ()), tree, lengths, tree.size)["all"]
+    assert built is None or built.shape[0] == 1
+    assert_right(built, rows * 3, lengths, tree.size, window)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), LENGTHS, st.one_of(st.none(), st.integers(1, 8)))
+def test_a_chain_needs_no_tree(count: int, pending: int, lengths: list[int], window: int | None) -> None:
+    """Without ``allow`` and ``depth`` every token sees all before it and itself."""
+    total = pending + count
+    chain = NaiveTree(tuple(max(n - 1, 0) for n in range(total)), (0,) * total, (True,) * total)
+    built = MaskPlan(window, ()).build(None, lengths, count, pending, None, torch.float32, HERE)["all"]
+    assert_right(built, [chain] * 3, lengths, count, window)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [4, 2]])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kinds", [(), ("full_attention", "sliding_attention")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_gives_each_kind_of_layer_its_mask(
+    lengths: list[int], window: int | None, kinds: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    row = NaiveTree((0, 0, 0, 1), (0, 0, 0, 0), (True,) * 4)
+    tree = draft_tree([row])
+    built = MaskPlan(window, kinds).build(tree.ancestors, lengths, 4, 0, tree.depth, dtype, HERE)
+    wanted = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"all": window}
+    assert set(built) == set(wanted)
+    for kind, mask in built.items():
+        assert mask is not None
+        assert mask.dtype == dtype
+        assert set(mask.flatten().tolist()) == {0.0, torch.finfo(dtype).min}
+        assert_right(mask, [row, row], lengths, 4, wanted[kind])
+
+
+def test_a_padding_node_sees_itself() -> None:
+    """A fully masked row would be NaN under softmax."""
+    row = NaiveTree((0, 0, 0), (0, 0, 0), (True, True, False))
+    tree = draft_tree([row])
+    (mask,) = build(MaskPlan(None, ()), tree, [0], 3).values()
+    assert mask is not None
+    assert (mask[0, 2] == 0).tolist() == [False, False, True]
+
+
+def test_additive_masks_keep_softmax_finite() -> None:
+    mask = additive(torch.tensor([[[True, False], [False, False]]]), torch.float16)
+    assert mask.shape == (1, 2, 2)
+    assert mask.softmax(-1).isfinite().all()

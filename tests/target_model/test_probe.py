@@ -1,0 +1,250 @@
+"""The probe's statistics are those of eager attention, and the model is as before afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from plain import extended, plain, prompt, target
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from families import FAMILIES, VISUAL_FAMILIES, Inputs, _text
+from saccade.errors import ModelError
+from saccade.target_model import probe as probe_module
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.probe import EAGER, FUSED, AttentionProbe, attention_rows
+from saccade.tree import TreeShape, ancestors_of
+
+SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+"""fp32 softmax of scores computed in another order: about 1e-6 per weight, times a sum over a dozen queries."""
+
+
+@cache
+def eager(name: str) -> Any:
+    model = FAMILIES[name].model()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def statistics(weights: Tensor, queries: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Column sums ``[K]`` and entropies ``[R]`` of one row's eager attention ``[H, Q, K]``, naively."""
+    chosen = weights[:, list(queries)].double()
+    entropies = -(chosen * chosen.clamp(min=1e-300).log()).sum(-1)
+    return chosen.mean(0).sum(0), entropies.mean(0)
+
+
+def assert_same(probe: AttentionProbe, attentions: Sequence[Tensor], queries: Sequence[int]) -> None:
+    assert list(probe.columns) == list(range(len(attentions)))
+    for layer, weights in enumerate(attentions):
+        columns, entropies = statistics(weights[0], queries)
+        torch.testing.assert_close(probe.columns[layer][0].double(), columns, **CLOSE)
+        torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)
+
+
+def eager_attentions(name: str, inputs: Inputs) -> tuple[Tensor, ...]:
+    return plain(eager(name), inputs, output_attentions=True).attentions
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_statistics_at_prefill_match_eager_attention(name: str) -> None:
+    own, case = target(name), FAMILIES[name]
+    attentions = eager_attentions(name, case.row_inputs(case.kinds[0], 0))
+    for queries in ([-1], [0, 3, -2, -1], None):
+        with AttentionProbe(own, queries=queries) as probe:
+            Context(own, 1).load(0, prompt(name, case.kinds[0]))
+        count = attentions[0].shape[2]
+        assert_same(probe, attentions, range(count) if queries is None else queries)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_statistics_on_a_tree_match_eager_attention_of_each_path(name: str) -> None:
+    """Column sums differ in what the keys are, so the tree's weights are read one query at a time."""
+    own, case = target(name), FAMILIES[name]
+    context, tokens = Context(own, 1), [20, 31, 42, 53, 64, 75]
+    context.cache.reserve(0, 128)
+    start = len(prompt(name, case.kinds[0]))
+    context.load(0, prompt(name, case.kinds[0]))
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
+    allow = ancestors_of(torch.tensor([SHAPE.parents]), SHAPE.max_depth)
+    for leaf in (4, 5):
+        with AttentionProbe(own, queries=[leaf]) as probe:
+            context.forward([0], torch.tensor([tokens]), allow, depth)
+        context.cache.drop([0])
+        path = [0, SHAPE.parents[leaf], leaf]
+        inputs = extended(case.row_inputs(case.kinds[0], 0), [tokens[n] for n in path])
+        for layer, weights in enumerate(eager_attentions(name, inputs)):
+            columns, entropies = statistics(weights[0], [-1])
+            ours = probe.columns[layer][0].double()
+            seen = [*range(start), *(start + n for n in path)]
+            torch.testing.assert_close(ours[seen], columns, **CLOSE)
+            assert ours.sum() - ours[seen].sum() == 0  # not a trace of weight on other branches
+            torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_rows_of_a_ragged_batch_match_eager_attention_row_by_row(name: str) -> None:
+    own, case = target(name), FAMILIES[name]
+    context = Context(own, 3)
+    for row in range(3):
+        context.cache.reserve(row, 128)
+        context.load(row, prompt(name, "text", row))
+    tokens = torch.tensor([[20, 31], [42, 53], [64, 75]])
+    assert len(set(context.lengths)) > 1
+    for row, held in enumerate(context.lengths):
+        with AttentionProbe(own, queries=[1]) as probe:
+            context.forward([row], tokens[row : row + 1])
+        inputs = extended(case.row_inputs("text", row), tokens[row].tolist())
+        for layer, weights in enumerate(eager_attentions(name, inputs)):
+            columns, entropies = statistics(weights[0], [-1])
+            (found,) = probe.columns[layer].double()
+            assert len(found) == held + 2  # not a trace of the neighbours' entries
+            torch.testing.assert_close(found, columns, **CLOSE)
+            torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_models_that_only_run_eagerly_are_probed_too(model_type: str) -> None:
+    """Soft-capping (Gemma 2) and attention sinks (gpt-oss) exist in eager attention only."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, **_text(2, head_dim=16, sliding_window=8, num_local_experts=4, attn_logit_softcapping=0.5)
+    )
+    # Early versions of transformers run Gemma 2 fused by default, without its soft caps.
+    own = Target(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    ids = prompt("llama", "text")
+    attentions = plain(own.model, {"input_ids": torch.tensor([ids.ids])}, output_attentions=True).attentions
+    with AttentionProbe(own, queries=[2, -1]) as probe:
+        Context(own, 1).load(0, ids)
+    assert_same(probe, attentions, [2, -1])
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_an_open_probe_changes_no_logit(name: str) -> None:
+    """Bit for bit those of the stock modules: the same fused kernel gets the same masks."""
+    own, case = target(name), FAMILIES[name]
+    lean = Context(own, 1).load(0, prompt(name, case.kinds[0])).logits
+    with own.stock():
+        without = Context(own, 1).load(0, prompt(name, case.kinds[0])).logits
+    with AttentionProbe(own, queries=[-1]):
+        within = Context(own, 1).load(0, prompt(name, case.kinds[0])).logits
+    assert lean is not None
+    assert without is not None
+    assert within is not None
+    assert torch.equal(without, within)
+    torch.testing.assert_close(within, lean, rtol=1e-4, atol=1e-3)  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("name", VISUAL_FAMILIES)
+def test_the_vision_tower_keeps_its_attention(name: str) -> None:
+    own, case = target(name), FAMILIES[name]
+    decoder = {id(m) for m in own.decoder.modules()}
+    others = [m for m in own.model.modules() if id(m) not in decoder and hasattr(m, "config")]
+    names = {m.config._attn_implementation for m in others if m.config is not own.decoder.config}
+    with AttentionProbe(own) as probe:
+        inside = {m.config._attn_implementation for m in others if m.config is not own.decoder.config}
+        Context(own, 1).load(0, prompt(name, case.kinds[0]))
+    assert names == inside == {"sdpa"}
+    assert len(probe.columns) == len(own.layers)
+
+
+def implementations(own: Target) -> list[str | None]:
+    return [m.config._attn_implementation for m in own.model.modules() if hasattr(m, "config")]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "gemma3", "llava_pixtral"])
+def test_the_decoder_gets_its_attention_back_even_after_an_exception(name: str) -> None:
+    own = target(name)
+    before = implementations(own)
+    with AttentionProbe(own):
+        assert implementations(own) != before
+    with pytest.raises(RuntimeError, match="planted"), AttentionProbe(own):
+        raise RuntimeError("planted")
+    assert implementations(own) == before
+    assert len(probe_module._PROBES) == 0
+
+
+def test_only_chosen_layers_are_looked_at() -> None:
+    own = target("gemma3")
+    with AttentionProbe(own, queries=[-1], layers=[-1, 0]) as probe:
+        Context(own, 1).load(0, prompt("gemma3", "image"))
+    assert sorted(probe.columns) == sorted(probe.entropies) == [0, 3]
+
+
+def test_many_queries_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = target("llava")
+    found = []
+    for size in (64, 5):
+        monkeypatch.setattr(probe_module, "ROWS_AT_ONCE", size)
+        with AttentionProbe(own) as probe:
+            Context(own, 1).load(0, prompt("llava", "image"))
+        found.append(probe)
+    for layer in range(2):
+        torch.testing.assert_close(found[0].columns[layer], found[1].columns[layer], **CLOSE)
+        torch.testing.assert_close(found[0].entropies[layer], found[1].entropies[layer], **CLOSE)
+
+
+def test_two_models_are_probed_at_once_but_one_model_only_once() -> None:
+    one, other = target("llama"), target("mistral")
+    with AttentionProbe(one, queries=[-1]) as a, AttentionProbe(other, queries=[-1]) as b:
+        Context(one, 1).load(0, prompt("llama", "text"))
+        assert a.columns
+        assert not b.columns
+        with pytest.raises(ModelError, match="already being probed"), AttentionProbe(one):
+            pass
+        Context(other, 1).load(0, prompt("mistral", "text", 1))
+    assert a.columns[0].shape != b.columns[0].shape
+    assert {FUSED, EAGER}.isdisjoint(implementations(one))
+
+
+@pytest.mark.parametrize("query", [99, -99])
+def test_a_query_row_that_does_not_exist_is_refused(query: int) -> None:
+    own = target("llama")
+    with (
+        pytest.raises(ModelError, match=f"Query row {query} does not exist"),
+        AttentionProbe(own, queries=[query]),
+    ):
+        Context(own, 1).load(0, prompt("llama", "text"))
+
+
+def test_a_layer_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ModelError, match="this decoder has layers 0 to 1"):
+        AttentionProbe(target("llama"), layers=[2])
+
+
+def test_attention_code_that_cannot_be_switched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = target("llama")
+    monkeypatch.setattr(type(own.decoder), "_can_set_attn_implementation", classmethod(lambda _: False))
+    with pytest.raises(ModelError, match="LlamaModel has attention code of its own"), AttentionProbe(own):
+        pass
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["causal", "all", "bool", "additive"])
+def test_chosen_rows_are_rows_of_the_full_softmax(heads: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 5, 8, generator=generator)
+    key = torch.randn(2, heads, 5, 8, generator=generator)
+    seen = (torch.rand(2, 1, 5, 5, generator=generator) > 0.5) | torch.eye(5, dtype=torch.bool)
+    mask = {"bool": seen, "additive": torch.zeros(2, 1, 5, 5).masked_fill(~seen, torch.finfo().min)}.get(kind)
+    bias = {"causal": torch.ones(5, 5, dtype=torch.bool).tril(), "all": torch.ones(5, 5, dtype=torch.bool)}
+    scores = query @ key.repeat_interleave(4 // heads, 1).transpose(-1, -2) * 0.3
+    full = scores.masked_fill(~bias.get(kind, seen), float("-inf")).softmax(-1)
+    rows = torch.tensor([3, 0])
+    ours = attention_rows(query, key, mask, rows, scale=0.3, causal=kind == "causal")
+    torch.testing.assert_close(ours, full[:, :, rows], rtol=0.0, atol=1e-6)
+
+
+def test_rows_that_share_a_pass_are_refused_under_a_probe() -> None:
+    own = target("llama")
+    context = Context(own, 2)
+    for row in range(2):
+        context.cache.reserve(row, 64)
+        context.load(row, prompt("llama", "text"))
+    with AttentionProbe(own), pytest.raises(ModelError, match="cannot be probed in a packed forward"):
+        context.forward([0, 1], torch.tensor([[20], [21]]))

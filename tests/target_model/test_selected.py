@@ -1,0 +1,283 @@
+"""A pruned prefill computes what a full forward computes whose attention cannot see the pruned tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from plain import extended, plain, prompt, target
+from torch import Tensor
+
+from families import FAMILIES, VISUAL_FAMILIES, Inputs
+from saccade.errors import ModelError
+from saccade.inputs.batching import media_spans, split, visual_mask
+from saccade.inputs.prompt import Prompt
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context, PrefillResult, num_cached, retained_positions, slot_shifts
+from saccade.target_model.forward import Requirements, replaced_embeddings
+from saccade.target_model.stock import FeatureTap
+from saccade.tree import TreeShape, ancestors_of
+
+CLOSE = {"rtol": 0.0, "atol": 2e-4}
+"""fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""
+CASES = [(name, kind) for name in VISUAL_FAMILIES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
+MORE = [20, 31, 42, 53]
+SHAPE = TreeShape.of([(0,), (1,), (0, 0)])
+
+
+def dropped_of(name: str, given: Prompt) -> list[int]:
+    """Two of three visual tokens."""
+    places = visual_mask(target(name).config, given.ids).nonzero()[:, 0].tolist()
+    return [place for i, place in enumerate(places) if i % 3 != 1]
+
+
+def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tensor]:
+    """What enters and leaves the decoder's layers in a full forward where nothing sees the dropped positions."""
+    own = target(name)
+    (given,) = split(own.config, inputs)
+    count, window = len(given), own.traits.masks.window
+    seen = [[k <= q for k in range(count)] for q in range(count)]
+    if own.traits.bidirectional_images:
+        for first, last in media_spans(own.config, given):
+            for q in range(first, last):
+                seen[q][first:last] = [True] * (last - first)
+    gone = set(dropped)
+    full = torch.tensor([[(s and k not in gone) or k == q for k, s in enumerate(r)] for q, r in enumerate(seen)])
+    near = full & torch.tensor([[window is None or k > q - window for k in range(count)] for q in range(count)])
+    masks = {
+        name: torch.zeros(1, 1, count, count).masked_fill(~m, torch.finfo().min)
+        for name, m in (("full_attention", full), ("sliding_attention", near))
+    }
+    more: dict[str, Any] = {"attention_mask": masks if own.traits.masks.kinds else masks["sliding_attention"]}
+    positions, _ = own.positions(torch.tensor([given.ids]), given)
+    if positions is not None:
+        more["position_ids"] = positions
+    with FeatureTap(own, range(len(own.layers) + 1)) as tap:
+        plain(own.model, {**inputs, **more})
+    return tap.hidden
+
+
+def opened(own: Target, rows: int = 1) -> Context:
+    context = Context(own, rows)
+    for row in range(rows):
+        context.cache.reserve(row, 256)
+    return context
+
+
+def pruned(name: str, given: Prompt, dropped: Sequence[int]) -> tuple[Context, PrefillResult]:
+    context = opened(target(name))
+    context.requirements.add_layers(*range(len(target(name).layers) + 1))
+    return context, context.load(0, given, dropped)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_kept_positions_have_the_states_of_a_masked_forward(name: str, kind: str) -> None:
+    given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    dropped = dropped_of(name, given)
+    (context, read), full = pruned(name, given, dropped), masked(name, inputs, dropped)
+    kept = retained_positions(0, len(given), dropped)
+    assert context.lengths == [len(kept)]
+    for layer, states in read.hidden.items():
+        assert len(states) == len(kept) < len(given)
+        torch.testing.assert_close(states[None], full[layer][:, kept], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_tree_behind_gaps_continues_at_the_original_positions(name: str, kind: str) -> None:
+    """Sliding windows too count what was left out."""
+    given, inputs = prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    dropped = dropped_of(name, given)
+    context, _ = pruned(name, given, dropped)
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
+    tree = context.forward([0], torch.tensor([MORE]), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth)
+    last = len(target(name).layers)
+    for leaf, path in ((3, [0, 1, 3]), (2, [0, 2])):
+        full = masked(name, extended(inputs, [MORE[i] for i in path]), dropped)
+        torch.testing.assert_close(tree.hidden[last][:, leaf], full[last][:, -1], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_row_with_gaps_runs_alone_as_beside_one_without(name: str, kind: str) -> None:
+    own, given = target(name), prompt(name, kind)
+    context = opened(own, 2)
+    context.load(0, given)
+    context.load(1, given, dropped_of(name, given))
+    depth = torch.tensor([[0, *map(len, SHAPE.paths)]])
+    run = torch.tensor([MORE] * 2), ancestors_of(torch.tensor([SHAPE.parents]), 2), depth
+    both = context.forward([0, 1], *run).logits
+    context.cache.drop([0, 1])
+    for row in range(2):
+        alone = context.forward([row], run[0][:1], *run[1:]).logits
+        torch.testing.assert_close(alone, both[row : row + 1], **CLOSE)
+    assert not torch.allclose(both[0], both[1], **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str) -> None:
+    """It brings media of its own, of which it leaves out some as well."""
+    case = FAMILIES[name]
+    kind = "images2" if name == "llava_onevision" and kind == "image" else kind  # whose lone images are tiled
+    first, inputs = prompt(name, kind), case.continued(kind, 0, MORE)
+    (longer,) = split(target(name).config, inputs)
+    dropped = dropped_of(name, first)
+    later = [d for d in dropped_of(name, longer) if d >= len(first)]
+    context, _ = pruned(name, first, dropped)
+    read = context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
+    full = masked(name, inputs, [*dropped, *later])
+    kept = retained_positions(len(first), len(longer), later)
+    assert read.start == len(first)
+    assert context.lengths == [len(longer) - len(dropped) - len(later)]
+    for layer, states in read.hidden.items():
+        torch.testing.assert_close(states[None], full[layer][:, kept], **CLOSE)
+    token = context.forward([0], torch.tensor([MORE[:1]]))
+    after = masked(name, extended(inputs, MORE[:1]), [*dropped, *later])
+    last = len(target(name).layers)
+    torch.testing.assert_close(token.hidden[last][:, -1], after[last][:, -1], **CLOSE)
+
+
+@pytest.mark.parametrize("name", VISUAL_FAMILIES)
+def test_dropped_tokens_never_reach_a_decoder_layer(name: str) -> None:
+    own, given = target(name), prompt(name, "image")
+    dropped, widths = dropped_of(name, given), []
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: widths.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+            with_kwargs=True,
+        )
+        for layer in own.layers
+    ]
+    with own.stock():
+        result = opened(own).load(0, given, dropped)
+    for handle in handles:
+        handle.remove()
+    assert widths == [len(given) - len(dropped)] * len(own.layers)
+    assert len(own.decoder._forward_pre_hooks) == 0
+    assert result.logits is not None
+    assert result.logits.shape == (own.vocab_size,)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_5_vl"])
+def test_rows_with_and_without_gaps_share_a_batch(name: str) -> None:
+    """A row that is loaded anew forgets its gaps."""
+    own, kind = target(name), FAMILIES[name].kinds[0]
+    given = prompt(name, kind)
+    dropped = dropped_of(name, given) if FAMILIES[name].is_visual else [2, 3, 5]
+    token = torch.tensor([[MORE[0]]])
+
+    def after(gone: Sequence[int]) -> Tensor:
+        alone = opened(own)
+        alone.load(0, given, gone)
+        return alone.forward([0], token).logits[0]
+
+    context = opened(own, 2)
+    context.load(0, given, dropped)
+    context.load(1, given)
+    both = context.forward([0, 1], token.expand(2, -1)).logits
+    torch.testing.assert_close(both[0], after(dropped), **CLOSE)
+    torch.testing.assert_close(both[1], after([]), **CLOSE)
+    context.cache.drop([0, 1])
+    other = Prompt((MORE[2], *given.ids[1:]), given.media)
+    context.load(0, other)
+    context.load(0, given)
+    both = context.forward([0, 1], token.expand(2, -1)).logits
+    torch.testing.assert_close(both[0], after([]), **CLOSE)
+
+
+def test_gaps_are_counted_back_from_the_end() -> None:
+    assert retained_positions(2, 7, [1, 3, 4]) == [2, 5, 6]
+    assert num_cached(5, [1, 3, 4]) == 2
+    assert slot_shifts(6, [1, 3, 4]) == [-3, -2, 0]
+    assert slot_shifts(4, []) == [0, 0, 0, 0]
+
+
+# --------------------------------------------------------------------------- attention of the prompt's words
+
+
+def eager_columns(name: str, inputs: Inputs, queries: Sequence[int], layers: Sequence[int]) -> Tensor:
+    model = FAMILIES[name].model()
+    model.set_attn_implementation("eager")
+    attentions = plain(model, inputs, output_attentions=True).attentions
+    return torch.stack([attentions[i][0].mean(0)[list(queries)].sum(0) for i in layers]).mean(0)
+
+
+@pytest.mark.parametrize("layers", [None, (-1,)], ids=["all", "last"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_words_behind_the_image_are_asked_what_they_look_at(
+    name: str, kind: str, layers: tuple[int, ...] | None
+) -> None:
+    own, given, inputs = target(name), prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    context = opened(own)
+    context.requirements.add_attention(layers, "words")
+    read = context.load(0, given)
+    first = int(visual_mask(own.config, given.ids).nonzero()[-1]) + 1
+    expected = eager_columns(name, inputs, range(first, len(given)), range(len(own.layers)) if layers is None else [-1])
+    assert read.prompt == given
+    assert read.columns is not None
+    torch.testing.assert_close(read.columns, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_a_follow_up_in_words_looks_at_the_image_of_the_turn_before(name: str) -> None:
+    own, first = target(name), prompt(name, "image")
+    inputs = FAMILIES[name].continued("image", 0, MORE, follow_up="text")
+    (longer,) = split(own.config, inputs)
+    context = opened(own)
+    context.requirements.add_attention(None, "words")
+    context.load(0, first)
+    read = context.load(0, longer)
+    expected = eager_columns(name, inputs, range(len(first), len(longer)), range(len(own.layers)))
+    assert read.columns is not None
+    torch.testing.assert_close(read.columns, expected, rtol=0.0, atol=1e-5)
+
+
+def test_a_prompt_without_images_has_nothing_to_look_at() -> None:
+    context = opened(target("llava"))
+    context.requirements.add_attention(None, "words")
+    for kind in ("image", "text"):
+        read = context.load(0, prompt("llava", kind))
+    assert read.columns is None
+    assert read.prompt == prompt("llava", "text")
+
+
+def test_two_that_read_other_attention_are_refused() -> None:
+    needs = Requirements()
+    needs.add_attention((-1,), "words")
+    needs.add_attention((-1,), "words")
+    with pytest.raises(ModelError, match="is read in layers"):
+        needs.add_attention(None, "words")
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+class Wrapper(torch.nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+
+@pytest.mark.parametrize(
+    ("args", "more"),
+    [((torch.zeros(1),), {"position_ids": torch.arange(5)[None]}), ((), {"position_ids": None})],
+)
+def test_decoders_whose_arguments_are_not_understood_are_refused(args: tuple[Any, ...], more: dict[str, Any]) -> None:
+    decoder, embeddings = Wrapper(), torch.zeros(1, 5, 3)
+    instead = replaced_embeddings(decoder, embeddings, torch.zeros(1))
+    with pytest.raises(ModelError, match="is not called with positions by name"), instead:
+        decoder(*args, inputs_embeds=embeddings, **more)
+    assert len(decoder._forward_pre_hooks) == 0
+
+
+def test_a_decoder_that_is_passed_by_is_noticed() -> None:
+    instead = replaced_embeddings(Wrapper(), torch.zeros(1, 1, 3), torch.zeros(1))
+    with pytest.raises(ModelError, match="was called 0 times"), instead:
+        pass
+
+
+def test_a_row_without_room_is_refused() -> None:
+    own = target("llama")
+    context = Context(own, 1)
+    context.load(0, Prompt((5, 6, 7, 8)))
+    with pytest.raises(ModelError, match="slots but 104 are needed"):
+        context.forward([0], torch.full((1, 100), 9))

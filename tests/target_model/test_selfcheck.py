@@ -1,0 +1,312 @@
+"""Untested architectures are tried at load: sound ones pass, others are refused before they answer wrongly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from families import _CLIP, FAMILIES, REFUSED, _text, _vision_language_model
+from saccade.errors import ModelError
+from saccade.loading import adapt
+from saccade.target_model import adapter, cache, forward, selfcheck
+from saccade.target_model.adapter import Target
+from saccade.target_model.selfcheck import self_check, tolerance
+from saccade.target_model.traits import ordinary_ids
+
+LATENT = {
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+}
+SOUND: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("olmo2", "phi", "stablelm", "granite", "cohere", "opt", "gpt_neox", "nemotron")},
+    # a window shorter than prompt and tree, so that it is checked too
+    **{name: {"sliding_window": 4} for name in ("phi3", "starcoder2", "mixtral", "olmo3", "cohere2", "gpt_oss")},
+    "gemma2": {"sliding_window": 4, "head_dim": 16, "attn_logit_softcapping": 5.0},
+    "deepseek_v3": {**LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+}
+
+
+def sharp(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights that make attention and logits differ clearly between right and wrong positions and masks."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query")) else 1.0
+            nn.init.normal_(parameter, std=gain / math.sqrt(parameter[0].numel()))
+    nn.init.normal_(model.get_input_embeddings().weight)
+    return model.eval()
+
+
+def untested(model_type: str, **more: Any) -> Target:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **_text(2, **more))
+    return Target(sharp(AutoModelForCausalLM.from_config(config)))
+
+
+@pytest.mark.parametrize("model_type", SOUND)
+def test_a_sound_architecture_passes(model_type: str) -> None:
+    own = untested(model_type, **SOUND[model_type])
+    assert not own.traits.tested
+    self_check(own)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_a_low_precision_is_forgiven(dtype: torch.dtype) -> None:
+    self_check(Target(untested("olmo2").model.to(dtype)))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "jamba", "qwen3_next", "recurrent_gemma"])
+def test_recurrent_layers_are_refused(model_type: str) -> None:
+    # Early versions of transformers name RecurrentGemma's layers otherwise, and its forward is what fails.
+    reason = "(it has layers of type linear|its forward failed)"
+    with pytest.raises(ModelError, match=f"{model_type}' cannot be verified on trees: {reason}"):
+        self_check(untested(model_type))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "rwkv"])
+def test_models_without_known_decoder_layers_are_refused_before_any_check(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, vocab_size=64, hidden_size=32, n_embd=32, n_head=2, n_layer=1)
+    with pytest.raises(ModelError, match="has no decoder layers"):
+        Target(AutoModelForCausalLM.from_config(config))
+
+
+class PlantedConfig(LlamaConfig):  # type: ignore[misc]
+    model_type = "planted"
+
+
+class CountsSlots(LlamaForCausalLM):  # type: ignore[misc]
+    """Takes its positions from the cache, as models with learned or ALiBi positions do."""
+
+    config_class = PlantedConfig
+
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class IgnoresMasks(LlamaForCausalLM):  # type: ignore[misc]
+    """Attends to whatever is in the cache."""
+
+    config_class = PlantedConfig
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Remembers(LlamaForCausalLM):  # type: ignore[misc]
+    """A recurrent state outside the cache."""
+
+    config_class = PlantedConfig
+    state: Any = 0.0
+
+    def forward(self, *args: Any, use_cache: bool = True, **kwargs: Any) -> Any:
+        out = super().forward(*args, use_cache=use_cache, **kwargs)
+        if use_cache:
+            out.logits = out.logits + self.state
+            self.state = 0.1 * out.logits[:, -1:].detach()
+        return out
+
+
+class Fails(LlamaForCausalLM):  # type: ignore[misc]
+    """Knows nothing of caches that are not its own."""
+
+    config_class = PlantedConfig
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            raise TypeError("expected a cache of my own")
+        return super().forward(*args, **kwargs)
+
+
+class GivesNan(LlamaForCausalLM):  # type: ignore[misc]
+    config_class = PlantedConfig
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * float("nan")
+        return out
+
+
+def planted(kind: type[LlamaForCausalLM]) -> Target:
+    torch.manual_seed(0)
+    return Target(sharp(kind(PlantedConfig(**_text(2)))))
+
+
+@pytest.mark.parametrize("kind", [CountsSlots, IgnoresMasks, Remembers, GivesNan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_planted_deviation_is_refused_with_its_size(kind: type, dtype: torch.dtype) -> None:
+    own = Target(planted(kind).model.to(dtype))
+    with pytest.raises(ModelError, match=r"'planted' cannot be verified on trees: logits differ .* by up to [\dn]"):
+        self_check(own)
+
+
+def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
+    with pytest.raises(ModelError, match=r"its forward failed \(TypeError: expected a cache of my own\)"):
+        self_check(planted(Fails))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "llava_llama4",
+            "'llava' around 'llama4_text' cannot be verified on trees: it has layers of type chunked",
+        ),
+        (
+            "llava_recurrent",
+            "'llava' around 'recurrent_gemma' cannot be verified on trees: it has layers of type lin",
+        ),
+        (
+            "doge",
+            "'doge' cannot be verified .* what it does with sequences longer than keep_window_size=12 is not",
+        ),
+    ],
+)
+def test_a_text_backbone_that_cannot_be_verified_is_refused_inside_any_model(name: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        adapt(REFUSED[name].model())
+
+
+def test_a_known_family_around_an_unknown_text_model_is_checked_and_taken_if_sound() -> None:
+    build = _vision_language_model("llava", text={"model_type": "olmo2"}, vision=_CLIP)
+    own = Target(sharp(build(2)))
+    assert not own.traits.tested
+    self_check(own)
+
+
+@pytest.mark.parametrize("name", [n for n, more in SOUND.items() if "sliding_window" in more])
+def test_a_window_too_long_for_a_prompt_is_checked_as_a_short_one(name: str) -> None:
+    own = untested(name, **{**SOUND[name], "sliding_window": 4096}, max_position_embeddings=8192)
+    lengths = set()
+    own.model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    self_check(own)
+    assert own.text_config.sliding_window == own.traits.masks.window == 4096
+    assert max(lengths) < 20
+
+
+class ForgetsWindows(LlamaForCausalLM):  # type: ignore[misc]
+    """Has a window in its configuration, and attends to everything."""
+
+    config_class = PlantedConfig
+
+
+@pytest.mark.parametrize("window", [4, 40, 4096])
+def test_a_window_that_the_model_reads_otherwise_is_found_whatever_its_length(window: int) -> None:
+    torch.manual_seed(0)
+    config = PlantedConfig(**{**_text(2), "max_position_embeddings": 8192}, sliding_window=window)
+    with pytest.raises(ModelError, match="logits differ"):
+        self_check(Target(sharp(ForgetsWindows(config))))
+
+
+class ScalesFarQueries(LlamaForCausalLM):  # type: ignore[misc]
+    """Reads tokens behind a position in its configuration otherwise, by their place in the cache."""
+
+    config_class = PlantedConfig
+
+    def forward(self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+        if past_key_values is None and position_ids is not None:
+            out.logits = out.logits * (1 + (position_ids >= self.config.floor_scale)[..., None])
+        return out
+
+
+def test_what_begins_behind_a_far_position_is_found() -> None:
+    torch.manual_seed(0)
+    model = sharp(ScalesFarQueries(PlantedConfig(**_text(2), floor_scale=500)))
+    with pytest.raises(ModelError, match="logits differ"):
+        self_check(Target(model))
+    model.config.floor_scale = 5000  # beyond its context: never reached
+    self_check(Target(model))
+
+
+def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
+    own = Target(FAMILIES["ministral3"].model())
+    object.__setattr__(own.traits, "tested", False)
+    self_check(own)
+
+
+def test_running_out_of_memory_is_not_blamed_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(Target, "forward", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        self_check(untested("olmo2"))
+
+
+@pytest.mark.parametrize("bug", ["siblings see each other", "no cache gather", "no sliding window"])
+def test_a_bug_of_our_own_would_be_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "siblings see each other":
+        triangle = torch.ones(1, 6, 6, dtype=torch.bool).tril()
+        monkeypatch.setattr(selfcheck, "ancestors_of", lambda *_: triangle)
+    elif bug == "no cache gather":
+        monkeypatch.setattr(cache.RowCache, "_move", lambda *_: None)
+    else:
+        monkeypatch.setattr(forward.MaskPlan, "_in_window", lambda *_: torch.tensor(True))
+    with pytest.raises(ModelError, match="logits differ"):
+        self_check(untested("starcoder2", sliding_window=4))
+
+
+def test_a_tested_family_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Target(FAMILIES["llama"].model())
+    monkeypatch.setattr(own.model, "forward", lambda **_: pytest.fail("a forward was run"))
+    self_check(own)
+
+
+def test_the_check_takes_four_forwards_of_at_most_three_short_rows() -> None:
+    own = untested("olmo2")
+    shapes = []
+    own.model.register_forward_pre_hook(
+        lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    self_check(own)
+    assert shapes == [(1, 6), (1, 6), (1, 1), (3, 10)]
+
+
+def test_prompts_on_both_sides_of_a_window_are_run() -> None:
+    own = untested("starcoder2", sliding_window=30)
+    lengths = []
+    own.model.register_forward_pre_hook(
+        lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    self_check(own)
+    assert {6, 28, 32} <= set(lengths)
+
+
+def test_the_check_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the global random numbers nor on the rope deltas that M-RoPE models keep."""
+    own = Target(FAMILIES["qwen2_5_vl"].model())
+    own.model.model.rope_deltas = before = torch.tensor([[7]])
+    traits = own.traits
+    monkeypatch.setattr(adapter.ModelTraits, "tested", property(lambda _: False))
+    assert not traits.tested
+    state = torch.get_rng_state()
+    self_check(own)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert own.model.model.rope_deltas is before
+    assert not own.model.training
+    assert all(p.grad is None for p in own.model.parameters())
+
+
+def test_ids_with_a_meaning_are_not_used() -> None:
+    own = Target(FAMILIES["qwen2_5_vl"].model())
+    ids = ordinary_ids(own.config, own.vocab_size, 150)
+    config = own.config
+    special = {config.image_token_id, config.video_token_id, config.vision_start_token_id, 0, 1}
+    assert len(set(ids)) == 150
+    assert special.isdisjoint(ids)
+
+
+def test_the_tolerance_lies_far_above_rounding_and_below_a_wrong_token() -> None:
+    """Measured on the sound architectures above: 1e-6 of the spread in fp32, 7e-4 in fp16; a leaking sibling
+    shifts logits by 0.12 to 0.9 of it."""
+    assert 1e-4 < tolerance(torch.float32) < 1e-3
+    assert 0.02 < tolerance(torch.float16) < tolerance(torch.bfloat16) < 0.12
