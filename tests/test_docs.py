@@ -71,7 +71,6 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "page",
     [
         "README.md",
-        "docs/index.md",
         "docs/methods/index.md",
         "docs/batch.md",
         pytest.param("docs/media.md", marks=pytest.mark.slow),
