@@ -9,33 +9,19 @@ from __future__ import annotations
 import abc
 import copy
 import sys
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-
-@dataclass
-class TokenCounts:
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-
-
-@dataclass
-class GenerationResult:
-    text: str
-    token_counts: TokenCounts | None = None
-
-
-@dataclass(frozen=True)
-class ModelManifest:
-    model_id: str
-    simple_class_path: str | None = None
-    chat_class_path: str | None = None
-    aliases: tuple[str, ...] = ()
+TokenCounts = namedtuple("TokenCounts", "input_tokens output_tokens", defaults=(None, None))
+GenerationResult = namedtuple("GenerationResult", "text token_counts", defaults=(None,))
+Instance = namedtuple("Instance", "args")
+"""A request, whose arguments are in the order of the kind of model."""
 
 
 class Lmms(abc.ABC):
@@ -71,13 +57,6 @@ class Lmms(abc.ABC):
 
 
 @dataclass
-class Instance:
-    """A request, whose arguments are in the order of the kind of model."""
-
-    args: tuple[Any, ...]
-
-
-@dataclass
 class Logs:
     """Sentences and metrics that the plug-in logs."""
 
@@ -106,20 +85,16 @@ class Task:
         return [{"role": "user", "content": [*content, {"type": "text", "text": self.doc_to_text(doc)}]}]
 
     def chat(self, model: Any) -> list[Instance]:
-        model.task_dict[self.name] = {"test": self.docs}
-        return [
-            Instance(("the context", self.doc_to_messages, copy.deepcopy(self.settings), number, self.name, "test"))
-            for number in range(len(self.docs))
-        ]
+        return self._requests(model, lambda doc: ("the context", self.doc_to_messages, copy.deepcopy(self.settings)))
 
     def simple(self, model: Any) -> list[Instance]:
+        return self._requests(
+            model, lambda doc: (self.doc_to_text(doc), copy.deepcopy(self.settings), self.doc_to_visual)
+        )
+
+    def _requests(self, model: Any, first: Callable[[Any], tuple[Any, ...]]) -> list[Instance]:
         model.task_dict[self.name] = {"test": self.docs}
-        return [
-            Instance(
-                (self.doc_to_text(doc), copy.deepcopy(self.settings), self.doc_to_visual, number, self.name, "test")
-            )
-            for number, doc in enumerate(self.docs)
-        ]
+        return [Instance((*first(doc), number, self.name, "test")) for number, doc in enumerate(self.docs)]
 
     def continuations(self, model: Any, choices: list[str], number: int = 0) -> list[Instance]:
         model.task_dict[self.name] = {"test": self.docs}
@@ -138,14 +113,11 @@ def _module(patch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
         patch.setattr(sys.modules[parent], own, module, raising=False)
 
 
-class Bar:
+class Bar(list):  # type: ignore[type-arg]
     """A progress bar."""
 
     def __init__(self, items: Any = (), **_: Any) -> None:
-        self._items = items
-
-    def __iter__(self) -> Any:
-        return iter(self._items)
+        super().__init__(items)
 
     def __enter__(self) -> Bar:
         return self
@@ -162,7 +134,7 @@ def install_lmms_eval(patch: pytest.MonkeyPatch) -> Logs:
         _module(patch, name)
     _module(patch, "lmms_eval.api.instance", GenerationResult=GenerationResult, TokenCounts=TokenCounts)
     _module(patch, "lmms_eval.api.model", lmms=Lmms)
-    _module(patch, "lmms_eval.models.registry_v2", ModelManifest=ModelManifest)
+    _module(patch, "lmms_eval.models.registry_v2", ModelManifest=SimpleNamespace)
     _module(patch, "lmms_eval.models.model_utils.gen_metrics", log_metrics=lambda **given: logs.metrics.append(given))
     _module(patch, "loguru", logger=logs)
     _module(patch, "tqdm", tqdm=Bar)

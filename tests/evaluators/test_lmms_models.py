@@ -19,7 +19,6 @@ from PIL import Image
 
 import saccade.evaluators.evaluated_model as core
 from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.evaluators.tallies import speed_file
 from saccade.inputs.batching import join
 from saccade.pocket import Sample, draw
 from saccade.vlm import VLM, load
@@ -108,7 +107,7 @@ def test_pictures_go_where_a_simple_tasks_text_has_them(logs: fake.Logs, vlm: VL
     one, two = (s.images[0] for s in samples("scene", 2))
 
     def messages(text: str) -> Any:
-        from saccade.evaluators.lmms_media import with_visuals
+        from saccade.evaluators.lmms_models import with_visuals
 
         return with_visuals(text, [one, two])
 
@@ -129,16 +128,19 @@ def test_pictures_go_where_a_simple_tasks_text_has_them(logs: fake.Logs, vlm: VL
     assert any("taken out" in sentence for sentence in logs.sentences)
 
 
-def test_an_answer_ends_before_its_stop_string(logs: fake.Logs, vlm: VLM) -> None:
-    (sample,) = samples("scene", 1)
-    whole = plain(vlm, sample.messages())
-    word = whole.split()[3]
-    model = model_of("chat")
-    (result,) = model.generate_until(task_of([sample], until=[word, None, ""]).chat(model))
+def test_settings_of_a_task_end_the_answer_are_reported_once_or_refused_before_the_first_one(
+    logs: fake.Logs, vlm: VLM
+) -> None:
+    found = samples("scene", 2)
+    whole = plain(vlm, found[0].messages())
+    word, model = whole.split()[3], model_of("chat")
+    settings = {"until": [word, None, ""], "image_aspect_ratio": "pad", "num_beams": 1, "top_p": 1.0}
+    result, _ = model.generate_until(task_of(found, **settings).chat(model))
     assert result.text == whole[: whole.index(word)]
-
-
-def test_unknown_and_unsupported_settings_are_refused_before_the_first_answer(logs: fake.Logs) -> None:
+    assert [s for s in logs.sentences if "image_aspect_ratio" in s] == [
+        "The task's setting image_aspect_ratio='pad' is left out: the checkpoint's image processor decides how "
+        "pictures are scaled."
+    ]
     for settings, words in (
         ({"frame_interval": 3}, "frame_interval=3 is not known"),
         ({"num_beams": 4}, "num_beams=4 is not supported"),
@@ -147,17 +149,8 @@ def test_unknown_and_unsupported_settings_are_refused_before_the_first_answer(lo
     ):
         model = model_of("chat")
         with pytest.raises(InputError, match=words):
-            model.generate_until(task_of(samples("scene", 1), **settings).chat(model))
-        assert model.model.speed.total.answers == 0
-
-
-def test_settings_that_need_nothing_are_reported_once(logs: fake.Logs) -> None:
-    model = model_of("chat")
-    model.generate_until(task_of(samples("scene", 2), image_aspect_ratio="pad", num_beams=1, top_p=1.0).chat(model))
-    assert [s for s in logs.sentences if "image_aspect_ratio" in s] == [
-        "The task's setting image_aspect_ratio='pad' is left out: the checkpoint's image processor decides how "
-        "pictures are scaled."
-    ]
+            model.generate_until(task_of(found[:1], **settings).chat(model))
+        assert model.model.total.answers == 0
 
 
 def test_sampling_follows_the_tasks_temperature_and_torchs_seed(logs: fake.Logs) -> None:
@@ -199,7 +192,7 @@ def test_shares_of_the_wall_time_add_up(logs: fake.Logs, monkeypatch: pytest.Mon
     model = model_of("chat")
     monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     model.generate_until(task_of(samples("scene", 3)).chat(model))
-    assert model.model.speed.total.seconds == pytest.approx(3 + model.model._batch.steps)
+    assert model.model.total.seconds == pytest.approx(3 + model.model._batch.steps)
 
 
 def reference(vlm: VLM, messages: Any, answer: str) -> tuple[float, bool]:
@@ -213,7 +206,9 @@ def reference(vlm: VLM, messages: Any, answer: str) -> tuple[float, bool]:
     return float(torch.nn.functional.cross_entropy(logits, wanted)), bool((logits.argmax(-1) == wanted).all())
 
 
-def test_continuations_have_the_stock_models_loss_and_the_right_one_the_least(logs: fake.Logs, vlm: VLM) -> None:
+def test_continuations_have_the_stock_models_loss_and_the_right_one_the_least(
+    logs: fake.Logs, vlm: VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """lmms-eval's scoring of multiple choice takes the least number."""
     model, found = model_of("simple"), samples("scene", 3)
     own = vlm.using("plain").generate(found[0].messages(), do_sample=False, max_new_tokens=120)
@@ -226,22 +221,13 @@ def test_continuations_have_the_stock_models_loss_and_the_right_one_the_least(lo
     losses = [loss for loss, _ in results]
     assert losses.index(min(losses)) == 1
     assert [greedy for _, greedy in results] == [False, True, False]
-    assert model.model.speed.of("a_task").scored == 3
-
-
-def test_long_continuations_run_in_chunks(logs: fake.Logs, vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import saccade.evaluators.continuations as scoring
-
-    monkeypatch.setattr(scoring, "CHUNK", 3)
-    model, found = model_of("simple"), samples("scene", 1)
-    ((loss, _),) = model.loglikelihood(task_of(found).continuations(model, [found[0].answer]))
+    assert model.model.speeds["a_task"].scored == 3
+    with monkeypatch.context() as patch:  # in chunks
+        patch.setattr(core, "CHUNK", 3)
+        ((loss, _),) = model.loglikelihood(task_of(found).continuations(model, [found[0].answer]))
     assert loss == pytest.approx(reference(vlm, found[0].messages(), found[0].answer)[0], abs=1e-4)
-
-
-def test_an_empty_continuation_and_a_chat_model_are_refused(logs: fake.Logs) -> None:
-    model = model_of("simple")
     with pytest.raises(InputError, match=r"a_task, document 0: The continuation is empty"):
-        model.loglikelihood(task_of(samples("scene", 1)).continuations(model, [""]))
+        model.loglikelihood(task_of(found).continuations(model, [""]))
     with pytest.raises(InputError, match="--force_simple"):
         model_of("chat").loglikelihood([])
 
@@ -300,7 +286,7 @@ def test_a_bad_question_ends_the_run_with_its_name_or_is_left_empty(logs: fake.L
     results = model.generate_until(task.simple(model))
     assert results[0].text
     assert results[1].text == ""
-    assert model.model.speed.total.failed == 1
+    assert model.model.total.failed == 1
     assert any("document 1 is left empty" in sentence for sentence in logs.sentences)
 
 
@@ -318,22 +304,16 @@ def test_audio_and_parts_of_videos_are_refused(logs: fake.Logs) -> None:
                 model.generate_until(getattr(task, kind)(model))
 
 
-def test_a_limit_beyond_the_context_is_cut_and_reported(logs: fake.Logs) -> None:
-    model = model_of("chat")
-    (result,) = model.generate_until(task_of(samples("scene", 1), max_new_tokens=16384).chat(model))
-    assert result.text
+def test_a_limit_beyond_the_context_is_cut_and_the_system_prompt_comes_first(logs: fake.Logs, vlm: VLM) -> None:
+    (sample,) = samples("scene", 1)
+    model = model_of("chat", system="Be brief.")
+    (result,) = model.generate_until(task_of([sample], max_new_tokens=16384).chat(model))
+    messages = [{"role": "system", "content": "Be brief."}, *sample.messages()]
+    assert result.token_counts.input_tokens == len(vlm.processor.prompt(messages).ids)
     assert sum("more than the model's context" in sentence for sentence in logs.sentences) == 1
 
 
-def test_the_system_prompt_comes_first(logs: fake.Logs, vlm: VLM) -> None:
-    (sample,) = samples("scene", 1)
-    model = model_of("chat", system="Be brief.")
-    (result,) = model.generate_until(task_of([sample]).chat(model))
-    messages = [{"role": "system", "content": "Be brief."}, *sample.messages()]
-    assert result.token_counts.input_tokens == len(vlm.processor.prompt(messages).ids)
-
-
-def test_arguments_are_checked(logs: fake.Logs) -> None:
+def test_arguments_are_checked(logs: fake.Logs, monkeypatch: pytest.MonkeyPatch) -> None:
     for given, words in (
         ({"batch_size": "zero", "target": "pocket"}, "batch_size must be a whole number"),
         ({"target": "pocket", "pretrained": "pocket"}, "Exactly one of target and pretrained"),
@@ -345,28 +325,18 @@ def test_arguments_are_checked(logs: fake.Logs) -> None:
             core.EvaluatedModel(given, print, ("target", "pretrained"))
     with pytest.raises(InputError, match="--apply_chat_template"):
         _ = model_of("chat").chat_template
-
-
-def test_an_unknown_argument_is_taken_for_an_option_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.install_lmms_eval(monkeypatch)
+    monkeypatch.undo()
     with pytest.raises(MethodError, match="gama"):
-        model_of("chat", method="chain", gama=4)
+        core.EvaluatedModel({"target": "pocket", "method": "chain", "gama": 4}, print)
 
 
-def test_every_process_has_a_speed_file_of_its_own(tmp_path: Path) -> None:
-    given = str(tmp_path / "speed.json")
-    assert [speed_file(given, rank) for rank in (0, 1)] == [tmp_path / "speed.json", tmp_path / "speed.1.json"]
-    assert speed_file(None, 0) is None
+def test_every_process_has_a_speed_file(logs: fake.Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, name in (("0", "speed.json"), ("1", "speed.1.json")):
+        monkeypatch.setenv("RANK", rank)
+        model_of("chat", speed=tmp_path / "speed.json").model.save()
+        assert (tmp_path / name).is_file()
     with pytest.raises(SaccadeError, match="is a folder"):
-        speed_file(str(tmp_path), 0)
-
-
-def test_memory_is_free_after_the_answers(logs: fake.Logs) -> None:
-    model = model_of("chat")
-    model.generate_until(task_of(samples("scene", 1)).chat(model))
-    model.clean()
-    assert not hasattr(model.model, "vlm")
-    assert model.model.speed.total.answers == 1
+        model_of("chat", speed=tmp_path)
 
 
 @pytest.fixture(autouse=True)

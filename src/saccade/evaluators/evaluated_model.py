@@ -1,34 +1,80 @@
-"""The model behind both plug-ins: answers an evaluator's questions in one running batch, and measures its speed."""
+"""The model behind both plug-ins: answers tasks' questions in one running batch, and measures its speed."""
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from saccade.engine import Row
 from saccade.engine.generation import plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
-from saccade.evaluators.continuations import Scorer
-from saccade.evaluators.tallies import Speed, speed_file
-from saccade.evaluators.task_settings import Decoding, Report, decoding, sort_arguments, without_stop
+from saccade.evaluators.task_settings import Decoding, Log, decoding, sort_arguments
+from saccade.files import write_file
 from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
+from saccade.inputs.prompt import Prompt
 from saccade.loading import name_of
-from saccade.output import Output
-from saccade.schema import check_whole
+from saccade.target_model.context import Context
 from saccade.text import text_of
 from saccade.vlm import VLM, load
+from saccade.wording import count
 
-ROWS = 8
-"""Rows of the running batch for ``batch_size=auto``."""
+CHUNK = 1024
+"""Tokens of a scored continuation per pass."""
+_COUNTS = ("prompt_tokens", "new_tokens", "decoded_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
+
+
+@dataclass(slots=True)
+class TaskSpeed:
+    """Sums over the answers of a task, or of all."""
+
+    answers: int = 0  # that were generated
+    failed: int = 0  # answers left empty because their question could not be used
+    cut: int = 0  # answers that ended at their limit of tokens
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    decoded_tokens: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    seconds: float = 0.0  # wall time, reading of media and tokenization included
+    scored: int = 0  # continuations whose log-probability was computed; they take no drafts
+    scoring_seconds: float = 0.0  # wall time for them
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Tokens per second, tokens per target pass (prefill excluded), and accepted share of drafted tokens."""
+        return {
+            "tokens_per_second": round(self.new_tokens / (self.seconds or 1), 4),
+            "tokens_per_pass": round(self.decoded_tokens / (self.target_passes or 1), 4),
+            "acceptance": round(self.accepted_tokens / (self.drafted_tokens or 1), 4),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """All sums and rates as JSON values."""
+        rounded = {name: round(getattr(self, name), 4) for name in ("seconds", "scoring_seconds")}
+        return {**asdict(self), **self.rates, **rounded}
+
+    def __str__(self) -> str:
+        rates = self.rates
+        return (
+            f"{count(self.answers, 'answer')} with {count(self.new_tokens, 'token')} in {self.seconds:.1f} s: "
+            f"{rates['tokens_per_second']:.1f} tokens/s, {rates['tokens_per_pass']:.2f} tokens per target pass, "
+            f"{rates['acceptance']:.2f} of the drafted tokens accepted"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TaskQuestion:
     """One question of an evaluator."""
 
     task: str  # name of the task or data set
@@ -40,8 +86,8 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer to an `Ask`."""
+class TaskAnswer:
+    """Answer to a `TaskQuestion`."""
 
     text: str  # up to the first stop string; empty for a question that failed
     prompt_tokens: int = 0
@@ -50,48 +96,45 @@ class Reply:
 
 
 @dataclass(eq=False, slots=True)
-class Running:
+class RunningQuestion:
     """A question in the batch."""
 
-    ask: Ask
-    row: Row | None  # None where it could not join
-    decoding: Decoding
-    seconds: float  # its share of the wall time so far
-    reply: Reply | None = None  # once it has ended
+    question: TaskQuestion
+    stops: tuple[str, ...]
+    row: Row | None = None  # None where it could not join
+    problem: InputError | None = None  # then
+    seconds: float = 0.0  # its share of the wall time so far
+
+    @property
+    def done(self) -> bool:
+        """Whether its answer can be made."""
+        return self.row is None or self.row.done
 
 
 class EvaluatedModel:
     """A target and a method behind an evaluator's interface."""
 
     def __init__(
-        self,
-        given: Mapping[str, Any],
-        report: Report,
-        target_names: tuple[str, ...] = ("target",),
-        rank: int = 0,
+        self, arguments: Mapping[str, Any], log: Log, target_names: tuple[str, ...] = ("target",), rank: int = 0
     ) -> None:
-        arguments = sort_arguments(given, target_names)
-        own = arguments.own
-        size = own.get("batch_size", 1)
-        self.max_rows: int = ROWS if size == "auto" else int(size) if str(size).isdecimal() else size
-        check_whole(self.max_rows, 1, "batch_size", error=InputError)
-        self.report = _once(report)
-        self._defaults = arguments.generation
-        self._paragraphs = bool(own.get("paragraphs", False))
-        decoding({}, self._defaults, self._paragraphs, self.report)
-        path = speed_file(own.get("speed"), rank)
+        by_purpose = sort_arguments(arguments, target_names)
+        self._options, self._defaults = by_purpose.plugin, by_purpose.generation
+        self._log, self._logged = log, set[str]()
+        self._decoding({})
+        self._path = _speed_file(self._options.speed, rank)
         warnings.filterwarnings("default", category=SaccadeWarning)  # evaluators silence all warnings
-        self.vlm: VLM = load(**arguments.loading)
-        self._skips = bool(own.get("skip_failed", False))
-        self._system = own.get("system")
-        self._reading = MediaOptions(own.get("num_frames"), own.get("fps"), text_as_text=True)
+        self.vlm: VLM = load(**by_purpose.loading)
+        self._media = MediaOptions(self._options.num_frames, self._options.fps, text_as_text=True)
         kv_memory = int(KV_MEMORY_SHARE * free_memory(self.vlm.target.device))
+        self.max_rows: int = self._options.batch_size
         self._batch = self.vlm.engine.open(self.max_rows, kv_memory=kv_memory)
-        self._running: list[Running] = []
-        self._scorer: Scorer | None = None
-        self.speed = Speed(self._facts(), path)
+        self._running: list[RunningQuestion] = []
+        self._scoring: Context | None = None
+        self._facts = self._header()
+        self.speeds: dict[str, TaskSpeed] = {}
+        """By task."""
 
-    def _facts(self) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
         vlm = self.vlm
         drafter = None if vlm.draft_model is None else name_of(vlm.draft_model.model)
         return {
@@ -105,142 +148,181 @@ class EvaluatedModel:
             "environment": environment(vlm.target.device),
         }
 
-    def replies(self, asks: Sequence[Ask], ended: Callable[[], object] = lambda: None) -> list[Reply]:
+    @property
+    def total(self) -> TaskSpeed:
+        """Sums over all tasks."""
+        rows = [asdict(speed) for speed in self.speeds.values()]
+        return TaskSpeed(**{name: sum(row[name] for row in rows) for name in TaskSpeed.__slots__})
+
+    def save(self) -> None:
+        """Write the speed file, where one is named."""
+        if self._path is not None:
+            tasks = {name: speed.as_dict() for name, speed in self.speeds.items()}
+            content = {"run": self._facts, "total": self.total.as_dict(), "tasks": tasks}
+            write_file(self._path, json.dumps(content, indent=2) + "\n", advice="choose another file with speed=FILE")
+
+    def log(self, sentence: str) -> None:
+        """Log a sentence once."""
+        if sentence not in self._logged:
+            self._logged.add(sentence)
+            self._log(sentence)
+
+    def answers(
+        self, questions: Sequence[TaskQuestion], ended: Callable[[], object] = lambda: None
+    ) -> list[TaskAnswer]:
         """Answer questions, as many at once as the batch has rows, and write the speed file."""
-        for ask in asks:
-            self._decoding(ask)  # a mistake in the settings shows before the first answer
-        all_running: list[Running] = []
+        for question in questions:
+            self._decoding(question.settings)  # a mistake in the settings shows before the first answer
+        waiting = deque(enumerate(questions))
+        running: dict[int, RunningQuestion] = {}
+        answers: dict[int, TaskAnswer] = {}
         try:
-            while self._running or len(all_running) < len(asks):
-                while len(all_running) < len(asks) and self.has_room:
-                    all_running.append(self.start(asks[len(all_running)]))
-                    if all_running[-1].reply is not None:
-                        ended()
-                for _ in self.step():
+            while waiting or running:
+                while waiting and len(running) < self.max_rows:
+                    number, question = waiting.popleft()
+                    running[number] = self.start(question)
+                self.step()
+                for number in [number for number, each in running.items() if each.done]:
+                    answers[number] = self.answer(running.pop(number))
                     ended()
         finally:
-            self.drop()
-            self.speed.save()
-        return [running.reply for running in all_running if running.reply is not None]
+            for each in self._running:
+                if each.row is not None:
+                    self._batch.cancel(each.row)
+            self._running = []
+            self.save()
+        return [answers[number] for number in range(len(questions))]
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another question can join the batch."""
-        return len(self._running) < self.max_rows
-
-    def start(self, ask: Ask) -> Running:
+    def start(self, question: TaskQuestion) -> RunningQuestion:
         """Put a question into the batch."""
-        chosen, started = self._decoding(ask), time.perf_counter()
+        chosen, started = self._decoding(question.settings), time.perf_counter()
+        running = RunningQuestion(question, chosen.stops)
         try:
-            row = self._added(ask, chosen)
+            running.row = self._row(question, chosen)
         except InputError as problem:
-            return Running(ask, None, chosen, 0.0, self._failed(ask, problem))
-        running = Running(ask, row, chosen, time.perf_counter() - started)
+            running.problem = problem
+            return running
+        running.seconds = time.perf_counter() - started
         self._running.append(running)
         return running
 
-    def step(self) -> list[Running]:
-        """Run one step of the batch, and return the questions that ended in it, with their replies."""
+    def step(self) -> None:
+        """Run one step of the batch."""
         if not self._running:
-            return []
+            return
         started = time.perf_counter()
         self._batch.step()
         share = (time.perf_counter() - started) / len(self._running)
-        ended = []
         for running in self._running:
             running.seconds += share
-            if running.row is not None and running.row.done:
-                ended.append(running)
-        self._running = [running for running in self._running if running not in ended]
-        for running in ended:
-            running.reply = self._ended(running)
-            running.row = None  # frees the memory of its media
-        return ended
+        self._running = [running for running in self._running if not running.done]
 
-    def drop(self) -> None:
-        """Take all questions out of the batch."""
-        for running in self._running:
-            if running.row is not None:
-                self._batch.cancel(running.row)
-        self._running = []
+    def answer(self, running: RunningQuestion) -> TaskAnswer:
+        """Answer to a question that is done; raises its error unless failed questions are skipped."""
+        question, row = running.question, running.row
+        problem = running.problem if row is None else row.error
+        speed = self.speeds.setdefault(question.task, TaskSpeed())
+        if isinstance(problem, SaccadeError):
+            if not self._options.skip_failed:
+                raise type(problem)(
+                    f"{question.task}, {question.name}: {problem} (skip_failed=True leaves such answers empty and goes "
+                    "on.)"
+                ) from problem
+            speed.failed += 1
+            self.log(f"{question.task}, {question.name} is left empty: {problem}")
+            return TaskAnswer("", failure=str(problem))
+        if problem is not None:
+            raise problem
+        assert row is not None
+        output = row.finish(self.vlm.lossless)
+        stats = output.stats
+        speed.answers += 1
+        speed.cut += output.finish_reason == "length"
+        speed.seconds += running.seconds
+        for name in _COUNTS:
+            setattr(speed, name, getattr(speed, name) + getattr(stats, name))
+        text = text_of(self.vlm.processor.tokenizer, output.tokens)
+        ends = [text.index(stop) for stop in running.stops if stop in text]
+        return TaskAnswer(text[: min(ends, default=len(text))], stats.prompt_tokens, stats.new_tokens)
 
-    def score(self, task: str, name: str, messages: Callable[[], Messages], continuation: str) -> tuple[float, bool]:
+    def score(self, question: TaskQuestion, continuation: str) -> tuple[float, bool]:
         """Return the mean negative log-probability of a continuation's tokens, and whether it is the greedy answer."""
         started = time.perf_counter()
-        if self._scorer is None:
-            self._scorer = Scorer(self.vlm)
-        given = RowInput(self._with_system(messages()), options=self._reading)
+        prompt = self._input(question)
+        ids = self.vlm.processor.tokenizer(continuation.lstrip(), add_special_tokens=False)["input_ids"]
         try:
-            found = self._scorer.score(given.prompt(self.vlm.processor), continuation)
+            if not ids:
+                raise InputError("The continuation is empty, so it has no probability; give one of at least one token.")
+            loss, is_greedy = self._teacher_forced(prompt.prompt(self.vlm.processor), ids)
         except SaccadeError as problem:
-            raise type(problem)(f"{task}, {name}: {problem}") from problem
-        tally = self.speed.of(task)
-        tally.scored += 1
-        tally.scoring_seconds += time.perf_counter() - started
-        return found
+            raise type(problem)(f"{question.task}, {question.name}: {problem}") from problem
+        speed = self.speeds.setdefault(question.task, TaskSpeed())
+        speed.scored += 1
+        speed.scoring_seconds += time.perf_counter() - started
+        return loss / len(ids), is_greedy
+
+    @torch.inference_mode()
+    def _teacher_forced(self, prompt: Prompt, ids: list[int]) -> tuple[float, bool]:
+        """Loss of a continuation, summed, by the target alone; prompts that share a beginning share its prefill."""
+        if self._scoring is None:
+            self._scoring = Context(self.vlm.target, 1)
+        context, device = self._scoring, self.vlm.target.device
+        context.target.check_length(len(prompt) + len(ids))
+        first = context.load(0, prompt).logits
+        assert first is not None
+        losses, hits = [], []
+        logits, start = first[None], 0
+        while True:
+            expected = torch.tensor(ids[start : start + len(logits)], device=device)
+            losses.append(torch.nn.functional.cross_entropy(logits.float(), expected, reduction="sum"))
+            hits.append((logits.argmax(-1) == expected).all())
+            start += len(expected)
+            if start == len(ids):
+                return float(torch.stack(losses).sum()), bool(torch.stack(hits).all())
+            # The last token's own logits are not needed.
+            block = ids[start - 1 : min(start - 1 + CHUNK, len(ids) - 1)]
+            context.cache.reserve(0, context.lengths[0] + len(block))
+            logits = context.forward([0], torch.tensor([block], device=device)).logits[0]
+            context.commit([0], [list(range(len(block)))], [block])
 
     def close(self) -> None:
         """Free caches and models; the speed remains."""
         self._batch.close()
-        self._scorer = None
+        self._scoring = None
         del self.vlm, self._batch
 
-    def _decoding(self, ask: Ask) -> Decoding:
-        return decoding(ask.settings, self._defaults, self._paragraphs, self.report)
+    def _decoding(self, settings: Mapping[str, Any]) -> Decoding:
+        return decoding(settings, self._defaults, self._options.paragraphs, self.log)
 
-    def _with_system(self, messages: Messages) -> Messages:
-        if self._system is None or (messages and messages[0].get("role") == "system"):
-            return messages
-        return [{"role": "system", "content": self._system}, *messages]
+    def _input(self, question: TaskQuestion) -> RowInput:
+        messages, system, media = question.messages(), self._options.system, self._media
+        if system is not None and not (messages and messages[0].get("role") == "system"):
+            messages = [{"role": "system", "content": system}, *messages]
+        if question.num_frames is not None:
+            media = replace(media, num_frames=question.num_frames)
+        if question.fps is not None:
+            media = replace(media, fps=question.fps)
+        return RowInput(messages, options=media)
 
-    def _added(self, ask: Ask, chosen: Decoding) -> Row:
-        vlm = self.vlm
-        asked: dict[str, Any] = {
-            name: n for name, n in (("num_frames", ask.num_frames), ("fps", ask.fps)) if n is not None
-        }
-        given = RowInput(self._with_system(ask.messages()), options=replace(self._reading, **asked))
-        request = vlm.request(given, seeds_of(chosen.seed, 1)[0])
+    def _row(self, question: TaskQuestion, chosen: Decoding) -> Row:
+        vlm, options = self.vlm, dict(chosen.options)
+        request = vlm.request(self._input(question), seeds_of(chosen.seed, 1)[0])
         room = vlm.target.traits.context
-        options = dict(chosen.options)
-        if room is not None and (left := room - len(request.prompt)) < options["max_new_tokens"] and left > 0:
-            self.report(
-                f"Task {ask.task} asks for up to {options['max_new_tokens']} tokens, more than the model's context of "
-                f"{room} has room for behind some prompts; those answers end with the context."
+        if room is not None and 0 < room - len(request.prompt) < options["max_new_tokens"]:
+            self.log(
+                f"Task {question.task} asks for up to {options['max_new_tokens']} tokens, more than the model's "
+                f"context of {room} has room for behind some prompts; those answers end with the context."
             )
-            options["max_new_tokens"] = left
+            options["max_new_tokens"] = room - len(request.prompt)
         planned = plan(vlm.target, [request.prompt], tokenizer=vlm.processor.tokenizer, **options)
         return self._batch.add(request, planned.rows[0], planned.do_sample)
 
-    def _ended(self, running: Running) -> Reply:
-        ask, row = running.ask, running.row
-        assert row is not None
-        if row.error is not None:
-            if isinstance(row.error, SaccadeError):
-                return self._failed(ask, row.error)
-            raise row.error
-        output: Output = row.finish(self.vlm.lossless)
-        self.speed.of(ask.task).add(output, running.seconds)
-        text = text_of(self.vlm.processor.tokenizer, output.tokens)
-        stats = output.stats
-        return Reply(without_stop(text, running.decoding.stops), stats.prompt_tokens, stats.new_tokens)
 
-    def _failed(self, ask: Ask, problem: SaccadeError) -> Reply:
-        if not self._skips:
-            raise type(problem)(
-                f"{ask.task}, {ask.name}: {problem} (skip_failed=True leaves such answers empty and goes on.)"
-            ) from problem
-        self.speed.of(ask.task).failed += 1
-        self.report(f"{ask.task}, {ask.name} is left empty: {problem}")
-        return Reply("", failure=str(problem))
-
-
-def _once(report: Report) -> Report:
-    """Report every sentence once."""
-    known: set[str] = set()
-
-    def tell(sentence: str) -> None:
-        if sentence not in known:
-            known.add(sentence)
-            report(sentence)
-
-    return tell
+def _speed_file(name: str | None, rank: int) -> Path | None:
+    """Path of the speed file of one process; those of further processes get their number."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise SaccadeError(f"speed={name} is a folder; give the name of a JSON file in it.")
+    return path if rank == 0 else path.with_name(f"{path.stem}.{rank}{path.suffix}")

@@ -6,45 +6,53 @@ lmms-eval imports this module when ``--model saccade`` is chosen; nothing else d
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from lmms_eval.api.instance import GenerationResult, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from loguru import logger
+from PIL import Image
 from tqdm import tqdm
 
 from saccade.errors import InputError
-from saccade.evaluators.evaluated_model import Ask, EvaluatedModel, Reply
-from saccade.evaluators.lmms_media import conversation, with_visuals
-from saccade.evaluators.tallies import Tally
+from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion, TaskSpeed
 from saccade.inputs.processor import Messages
 
-NO_TEMPLATE = (
-    "--apply_chat_template is not for the model saccade, which always applies the checkpoint's chat template to the "
-    "task's messages; leave it out."
-)
+IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}
+
+Part = Mapping[str, Any]
 
 
 class _Saccade(lmms):
     """Base of the chat and the simple model."""
 
-    def __init__(self, max_batch_size: Any = None, **given: Any) -> None:
+    _question: Callable[[Sequence[Any]], TaskQuestion]  # of a request's arguments
+    _round: Callable[[Sequence[Any], dict[str, Any]], tuple[TaskQuestion | None, Any]]  # the same of a later round
+
+    def __init__(self, max_batch_size: Any = None, **arguments: Any) -> None:
         super().__init__()
         rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self._rank, self._world_size = rank, processes
-        if processes > 1 and torch.cuda.is_available() and given.get("device") in (None, "cuda"):
-            given["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        self.model = EvaluatedModel(given, logger.warning, ("target", "pretrained"), rank)
+        if processes > 1 and torch.cuda.is_available() and arguments.get("device") in (None, "cuda"):
+            arguments["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        self.model = EvaluatedModel(arguments, logger.warning, ("target", "pretrained"), rank)
         self.device = self.model.vlm.target.device
 
     @property
     def chat_template(self) -> Any:
-        """Refused: see `NO_TEMPLATE`."""
-        raise InputError(NO_TEMPLATE)
+        """Refused: the template is always applied."""
+        raise InputError(
+            "--apply_chat_template is not for the model saccade, which always applies the checkpoint's chat template "
+            "to the task's messages; leave it out."
+        )
 
     def clean(self) -> None:
         """Free caches and models before a local judge takes their place."""
@@ -54,153 +62,221 @@ class _Saccade(lmms):
     def _doc(self, task: str, split: str, doc_id: int) -> Any:
         return self.task_dict[task][split][doc_id]
 
-    def _answers(self, asks: Sequence[Ask], title: str) -> list[Reply]:
+    def _answers(self, questions: Sequence[TaskQuestion], title: str) -> list[TaskAnswer]:
         """Answer questions, and log their speed where lmms-eval collects it for its results."""
-        before = self.model.speed.total
-        with tqdm(total=len(asks), disable=self.rank != 0, desc=title) as bar:
-            replies = self.model.replies(asks, bar.update)
-        _log(before, self.model.speed.total)
-        for task, tally in self.model.speed.tasks.items():
-            logger.info(f"Speed of {task}: {tally}.")
-        return replies
+        before = self.model.total
+        with tqdm(total=len(questions), disable=self.rank != 0, desc=title) as bar:
+            answers = self.model.answers(questions, bar.update)
+        after = self.model.total
+        new = TaskSpeed(**{name: getattr(after, name) - getattr(before, name) for name in TaskSpeed.__slots__})
+        if new.answers:
+            rates = new.rates
+            log_metrics(
+                total_elapsed_time=new.seconds,
+                total_gen_tokens=new.new_tokens,
+                avg_speed=rates["tokens_per_second"],
+                additional_metrics={
+                    "tokens_per_target_pass": rates["tokens_per_pass"],
+                    "acceptance": rates["acceptance"],
+                    "total_requests": new.answers,
+                    "failed": new.failed,
+                    "cut_at_limit": new.cut,
+                },
+            )
+        for task, speed in self.model.speeds.items():
+            logger.info(f"Speed of {task}: {speed}.")
+        return answers
 
-    def _rounds(self, requests: Sequence[Any], ask: Callable[..., Any]) -> list[list[str]]:
-        """Run multi-round requests: all questions of a round share the batch."""
+    def generate_until(self, requests: list[Any]) -> list[Any]:
+        """Answer requests."""
+        answers = self._answers([self._question(request.args) for request in requests], "Answering")
+        return [GenerationResult(a.text, TokenCounts(a.prompt_tokens, a.new_tokens)) for a in answers]
+
+    def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
+        """Answer every round of requests; the task's function is called with the answers so far.
+
+        All questions of a round share the batch.
+        """
         answers: list[list[str]] = [[] for _ in requests]
         notes: list[Any] = [None] * len(requests)
-        active, number = list(range(len(requests))), 0
-        while active:
-            asks = []
-            for place in list(active):
-                found, notes[place] = ask(requests[place], number, answers[place], notes[place])
-                if found is None:
-                    active.remove(place)
-                else:
-                    asks.append(found)
-            replies = self._answers(asks, f"Round {number + 1}") if asks else []
-            for place, reply in zip(active, replies, strict=True):
-                answers[place].append(reply.text)
+        questions: dict[int, TaskQuestion] = {n: self._question(r.args) for n, r in enumerate(requests)}
+        number = 0
+        while questions:
             number += 1
+            replies = self._answers(list(questions.values()), f"Round {number}")
+            for place, reply in zip(list(questions), replies, strict=True):
+                answers[place].append(reply.text)
+                state = {
+                    "round_idx": number,
+                    "previous_output": list(answers[place]),
+                    "previous_round_info": notes[place],
+                }
+                question, notes[place] = self._round(requests[place].args, state)
+                if question is None:
+                    del questions[place]
+                else:
+                    questions[place] = question
         return answers
 
 
 class SaccadeChat(_Saccade):
-    """A model that is given the messages of each task, with pictures in their places."""
+    """A model that receives the messages of each task, with pictures in their places."""
 
     is_simple = False
-
-    def generate_until(self, requests: list[Any]) -> list[Any]:
-        """Answer requests; their arguments are context, function of messages, settings, document, task and split."""
-        return [_result(reply) for reply in self._answers([self._ask(r.args) for r in requests], "Answering")]
-
-    def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
-        """Answer every round of requests; the function that makes messages is given the answers so far."""
-        return self._rounds([request.args for request in requests], self._round)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Refuse: lmms-eval scores continuations with simple models only."""
         raise InputError("lmms-eval scores continuations with simple models only; give --force_simple as well.")
 
-    def _ask(self, given: Sequence[Any], make: Callable[[], Messages] | None = None) -> Ask:
-        _, doc_to_messages, settings, doc_id, task, split = given
-        messages = make or (lambda: conversation(doc_to_messages(self._doc(task, split, doc_id))))
-        return Ask(task, f"document {doc_id}", messages, settings)
+    def _question(self, arguments: Sequence[Any]) -> TaskQuestion:
+        _, doc_to_messages, settings, doc_id, task, split = arguments
+        messages = lambda: _conversation(doc_to_messages(self._doc(task, split, doc_id)))  # noqa: E731
+        return TaskQuestion(task, f"document {doc_id}", messages, settings)
 
-    def _round(self, given: Sequence[Any], number: int, answers: list[str], notes: Any) -> tuple[Ask | None, Any]:
-        if number == 0:
-            return self._ask(given), notes
-        _, doc_to_messages, _, doc_id, task, split = given
-        told = {"round_idx": number, "previous_output": list(answers), "previous_round_info": notes}
-        found = doc_to_messages(self._doc(task, split, doc_id), **told)
-        if not (isinstance(found, tuple) and len(found) == 4) or found[1]:
-            return None, notes
-        return self._ask(given, partial(conversation, found[0])), found[3]
+    def _round(self, arguments: Sequence[Any], state: dict[str, Any]) -> tuple[TaskQuestion | None, Any]:
+        _, doc_to_messages, settings, doc_id, task, split = arguments
+        result = doc_to_messages(self._doc(task, split, doc_id), **state)
+        if not (isinstance(result, tuple) and len(result) == 4) or result[1]:
+            return None, None
+        return TaskQuestion(task, f"document {doc_id}", partial(_conversation, result[0]), settings), result[3]
 
 
 class SaccadeSimple(_Saccade):
-    """A model that is given a text and a list of pictures or videos, and also scores continuations."""
+    """A model that receives a text and a list of pictures or videos, and also scores continuations."""
 
     is_simple = True
 
-    def generate_until(self, requests: list[Any]) -> list[Any]:
-        """Answer requests; their arguments are context, settings, function of visuals, document, task and split."""
-        asks = []
-        for context, settings, doc_to_visual, doc_id, task, split in (request.args for request in requests):
-            messages = partial(self._messages, context, doc_to_visual, doc_id, task, split)
-            asks.append(Ask(task, f"document {doc_id}", messages, settings))
-        return [_result(reply) for reply in self._answers(asks, "Answering")]
-
-    def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
-        """Answer every round of requests; the function that makes the text is given the answers so far."""
-        return self._rounds([request.args for request in requests], self._round)
-
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Score continuations."""
-        found = []
-        for given in tqdm([request.args for request in requests], disable=self.rank != 0, desc="Scoring"):
-            context, wanted, doc_to_visual, doc_id, task, split = given
-            continuation = wanted if isinstance(wanted, str) else str(wanted(self._doc(task, split, doc_id)))
-            messages = partial(self._messages, context, doc_to_visual, doc_id, task, split)
-            found.append(self.model.score(task, f"document {doc_id}", messages, continuation))
-        self.model.speed.save()
-        return found
+        scores = []
+        for request in tqdm(requests, disable=self.rank != 0, desc="Scoring"):
+            _, continuation, _, doc_id, task, split = request.args
+            if not isinstance(continuation, str):
+                continuation = str(continuation(self._doc(task, split, doc_id)))
+            scores.append(self.model.score(self._question(request.args), continuation))
+        self.model.save()
+        return scores
 
-    def _messages(self, context: Any, doc_to_visual: Any, doc_id: int, task: str, split: str) -> Messages:
-        visuals = doc_to_visual(self._doc(task, split, doc_id)) if callable(doc_to_visual) else doc_to_visual
-        messages, has_removed = with_visuals(_text(context), _listed(visuals))
+    def _question(self, arguments: Sequence[Any]) -> TaskQuestion:
+        context, settings, visuals, *_, doc_id, task, split = arguments
+        messages = partial(self._messages, context, visuals, doc_id, task, split)
+        return TaskQuestion(task, f"document {doc_id}", messages, settings)
+
+    def _round(self, arguments: Sequence[Any], state: dict[str, Any]) -> tuple[TaskQuestion | None, Any]:
+        _, settings, _, doc_to_text, *place = arguments
+        doc_id, task, split = place
+        result = doc_to_text(self._doc(task, split, doc_id), **state)
+        if not (isinstance(result, tuple) and len(result) == 5) or result[2]:
+            return None, None
+        visuals, context, _, _, notes = result
+        return self._question((context, settings, visuals, *place)), notes
+
+    def _messages(self, context: Any, visuals: Any, doc_id: int, task: str, split: str) -> Messages:
+        if not isinstance(context, str):
+            raise InputError(f"The task's text is of type {type(context).__name__}; expected a string.")
+        if callable(visuals):
+            visuals = visuals(self._doc(task, split, doc_id))
+        if not isinstance(visuals, (list, tuple)):
+            visuals = [] if visuals is None else [visuals]
+        messages, has_removed = with_visuals(context, visuals)
         if has_removed:
-            self.model.report(
+            self.model.log(
                 f"Task {task} has <image> in its text more or less often than pictures; it was taken out, and the "
                 "pictures come first."
             )
         return messages
 
-    def _round(self, given: Sequence[Any], number: int, answers: list[str], notes: Any) -> tuple[Ask | None, Any]:
-        context, settings, doc_to_visual, doc_to_text, doc_id, task, split = given
-        visuals = doc_to_visual
-        if number > 0:
-            told = {"round_idx": number, "previous_output": list(answers), "previous_round_info": notes}
-            found = doc_to_text(self._doc(task, split, doc_id), **told)
-            if not (isinstance(found, tuple) and len(found) == 5) or found[2]:
-                return None, notes
-            visuals, context, _, _, notes = found
-        messages = partial(self._messages, context, visuals, doc_id, task, split)
-        return Ask(task, f"document {doc_id}, round {number + 1}", messages, settings), notes
+
+def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
+    """One user message of a text and its visuals, and whether ``<image>`` was removed because its number is wrong.
+
+    Pictures go where the text has ``<image>``, once for each, or ``<image 1>``, ``<image 2>`` and so on, at their first
+    mention; all others come first.
+    """
+    parts = [_part_of(visual) for visual in visuals]
+    pictures = [part for part in parts if part["type"] == "image"]
+    marks = text.count("<image>")
+    removes = marks not in (0, len(pictures))
+    if removes:
+        text, marks = text.replace("<image>", ""), 0
+    content: list[Part] = []
+    placed: set[int] = set()
+    start = 0
+    for number, place in enumerate(re.finditer("<image>" if marks else r"<image (\d+)>", text)):
+        index = number if marks else int(place[1]) - 1
+        if index in placed or not 0 <= index < len(pictures):
+            continue
+        placed.add(index)
+        content += [{"type": "text", "text": text[start : place.start()]}, pictures[index]]
+        start = place.end()
+    content.append({"type": "text", "text": text[start:]})
+    inside = [id(pictures[index]) for index in placed]
+    first = [part for part in parts if id(part) not in inside]
+    return [{"role": "user", "content": [*first, *(part for part in content if part.get("text") != "")]}], removes
 
 
-def _text(context: Any) -> str:
-    if not isinstance(context, str):
-        raise InputError(f"The task's text is of type {type(context).__name__}; expected a string.")
-    return context
+def _conversation(messages: Any) -> Messages:
+    """A conversation from the messages of a task, in lmms-eval's form."""
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
+        raise InputError(
+            f"The task's messages are of type {type(messages).__name__}; expected a list of tables with role and "
+            "content."
+        )
+    conversation = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            content = [_part_of_message(item) for item in content]
+        conversation.append({"role": message.get("role"), "content": content})
+    return conversation
 
 
-def _listed(visuals: Any) -> list[Any]:
-    """The visuals of one question; tasks without any give None."""
-    if visuals is None:
-        return []
-    return list(visuals) if isinstance(visuals, (list, tuple)) else [visuals]
+def _part_of_message(item: Any) -> Part:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    if not isinstance(item, Mapping):
+        return _part_of(item)
+    if item.get("type") == "text":
+        return {"type": "text", "text": str(item.get("text", ""))}
+    if isinstance(item.get("url"), Mapping):  # instead of the path a task may give a table with the bounds of the clip
+        item = {**item, "url": None, **item["url"]}
+    return _part_of(item)
 
 
-def _result(reply: Reply) -> Any:
-    counts = TokenCounts(input_tokens=reply.prompt_tokens, output_tokens=reply.new_tokens)
-    return GenerationResult(text=reply.text, token_counts=counts)
+def _part_of(visual: Any) -> Part:
+    """Message part of one picture or video."""
+    if isinstance(visual, Mapping):
+        return _part_of_table(visual)
+    if isinstance(visual, (str, PurePath)):
+        ending = PurePath(visual).suffix.lower()
+        if ending in SOUND_ENDINGS:
+            raise InputError(f"{visual} is audio, which Saccade's models do not accept; choose another task.")
+        kind = "image" if ending in IMAGE_ENDINGS or str(visual).startswith("data:image/") else "video"
+    elif isinstance(visual, (Image.Image, np.ndarray)):
+        kind = "video" if isinstance(visual, np.ndarray) and visual.ndim == 4 else "image"
+    elif isinstance(visual, (list, tuple)) and visual:
+        kind = "video"
+    else:
+        raise InputError(
+            f"A task's visual of type {type(visual).__name__} is not usable; expected a PIL image, an array, a list of "
+            "frames, or a path."
+        )
+    return {"type": kind, kind: list(visual) if isinstance(visual, tuple) else visual}
 
 
-def _log(before: Tally, after: Tally) -> None:
-    """Pass the speed of the answers since ``before`` to lmms-eval, which writes it into its results."""
-    new = Tally(**{name: getattr(after, name) - getattr(before, name) for name in Tally.__slots__})
-    if not new.answers:
-        return
-    rates = new.rates
-    log_metrics(
-        total_elapsed_time=new.seconds,
-        total_gen_tokens=new.new_tokens,
-        avg_speed=rates["tokens_per_second"],
-        additional_metrics={
-            "tokens_per_target_pass": rates["tokens_per_pass"],
-            "acceptance": rates["acceptance"],
-            "total_requests": new.answers,
-            "failed": new.failed,
-            "cut_at_limit": new.cut,
-        },
-    )
+def _part_of_table(visual: Mapping[str, Any]) -> Part:
+    kind = visual.get("type")
+    if kind == "audio" or "sampling_rate" in visual:
+        raise InputError("The task passes audio, which Saccade's models do not accept; choose another task.")
+    for name in ("video_start", "video_end", "start_time", "end_time"):
+        if visual.get(name) is not None:
+            raise InputError(
+                f"The task asks for part of a video ({name}={visual[name]}), which is not supported; cut it first."
+            )
+    source = next((visual[name] for name in ("url", "path", "image", "video") if visual.get(name) is not None), None)
+    if source is None:
+        raise InputError(f"A task's visual with the keys {', '.join(map(str, visual))} has neither url nor path.")
+    is_sound = isinstance(source, (str, PurePath)) and PurePath(source).suffix.lower() in SOUND_ENDINGS
+    if kind in ("image", "video") and not is_sound:
+        return {"type": kind, kind: source}
+    return _part_of(source)

@@ -9,19 +9,16 @@ from typing import Any
 
 from saccade.engine.generation import UNSUPPORTED
 from saccade.errors import InputError
+from saccade.schema import check_whole
 from saccade.stream import GenerationOptions
 
-Report = Callable[[str], None]
-"""Takes one sentence for the evaluator's log; repeated ones are logged once."""
+Log = Callable[[str], None]
+"""Takes one sentence for the evaluator's log."""
 
 NEW_TOKENS = 1024
 """Limit of an answer where neither the task nor the caller sets one."""
-
-LOADING = ("drafter", "method", "heads", "head", "dtype", "draft_dtype", "device_map", "threads", "exact")
-"""Arguments of `saccade.load` besides the target and the method's options."""
-
-OWN = ("batch_size", "system", "speed", "skip_failed", "paragraphs", "num_frames", "fps")
-"""Arguments of the plug-ins themselves, see `EvaluatedModel`."""
+ROWS = 8
+"""Rows of the running batch for ``batch_size=auto``."""
 
 ALIASES = {"max_gen_toks": "max_new_tokens", "max_tokens": "max_new_tokens", "stop": "until", "stop_sequences": "until"}
 """Names of generation settings in tasks -> the usual ones."""
@@ -40,42 +37,63 @@ GENERATION = {*GenerationOptions.__annotations__, *UNSUPPORTED, *ALIASES, "until
 """Accepted names of generation settings; `saccade.engine.generation` refuses unsupported values."""
 
 
+@dataclass(slots=True)
+class PluginOptions:
+    """Arguments of the plug-ins themselves."""
+
+    batch_size: Any = 1  # rows of the running batch, or `auto`
+    system: str | None = None  # system prompt
+    speed: str | None = None  # JSON file of the speed
+    skip_failed: bool = False  # leave the answer to an unusable question empty
+    paragraphs: bool = False  # leave out stop strings of white space
+    num_frames: int | None = None
+    fps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size == "auto":
+            self.batch_size = ROWS
+        elif str(self.batch_size).isdecimal():
+            self.batch_size = int(self.batch_size)
+        check_whole(self.batch_size, 1, "batch_size", error=InputError)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """A plug-in's arguments by purpose."""
 
     loading: dict[str, Any]  # of `saccade.load`, the method's options included
-    generation: dict[str, Any]  # settings of answers, where the task gives none
-    own: dict[str, Any]  # of the plug-in
+    generation: dict[str, Any]  # settings of answers, where the task sets none
+    plugin: PluginOptions
 
 
-def sort_arguments(given: Mapping[str, Any], target_names: tuple[str, ...]) -> Arguments:
+def sort_arguments(arguments: Mapping[str, Any], target_names: tuple[str, ...]) -> Arguments:
     """Sort arguments by purpose; those of no other purpose are options of the method, which `saccade.load` checks."""
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in arguments.items() if value is not None}
     targets = [name for name in target_names if name in values]
     if len(targets) != 1:
         raise InputError(
             f"Exactly one of {' and '.join(target_names)} must name the target, such as {target_names[0]}=pocket; "
             f"{'both were' if targets else 'none was'} given."
         )
-    heads = values.get("heads")
-    if isinstance(heads, str):
-        values["heads"] = _heads(heads)
+    values["target"] = values.pop(targets[0])
+    if isinstance(values.get("heads"), str):
+        values["heads"] = _heads(values["heads"])
     if "device" in values:
         values.setdefault("device_map", values.pop("device"))
-    own = {name: values.pop(name) for name in OWN if name in values}
+    plugin = {name: values.pop(name) for name in PluginOptions.__slots__ if name in values}
     generation = {name: values.pop(name) for name in list(values) if name in GENERATION}
-    return Arguments({"target": values.pop(targets[0]), **values}, generation, own)
+    return Arguments(values, generation, PluginOptions(**plugin))
 
 
 def _heads(text: str) -> list[str] | dict[str, str]:
     """Folders between semicolons, each with or without a name: an evaluator's arguments hold no lists."""
     entries = [entry.strip() for entry in text.split(";") if entry.strip()]
-    pairs = [entry.partition("=") for entry in entries]
-    named = sum(bool(equals) for _, equals, _ in pairs)
-    if 0 < named < len(pairs):
+    named = ["=" in entry for entry in entries]
+    if not any(named):
+        return entries
+    if not all(named):
         raise InputError(f"Either all heads have a name (NAME=FOLDER;NAME=FOLDER) or none, not {text!r}.")
-    return {name: folder for name, _, folder in pairs} if named else entries
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,54 +105,42 @@ class Decoding:
     seed: int | None  # of its random generator; None: drawn from torch's global generator, which evaluators seed
 
 
-def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, report: Report) -> Decoding:
+def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, log: Log) -> Decoding:
     """Resolve a task's generation settings; greedy decoding where neither temperature nor do_sample says otherwise."""
-    chosen = {**_named(defaults), **_named(settings)}
-    for name in [name for name in chosen if name in ELSEWHERE]:
-        report(f"The task's setting {name}={chosen.pop(name)!r} is left out: {ELSEWHERE[name]}.")
-    if unknown := sorted(set(chosen) - GENERATION):
+    options: dict[str, Any] = {}
+    for source in (defaults, settings):
+        options |= {ALIASES.get(name, name): value for name, value in source.items()}
+    for name in [name for name in options if name in ELSEWHERE]:
+        log(f"The task's setting {name}={options.pop(name)!r} is left out: {ELSEWHERE[name]}.")
+    if unknown := sorted(set(options) - GENERATION):
         raise InputError(
-            f"The generation setting {unknown[0]}={chosen[unknown[0]]!r} is not known here; expected options of "
+            f"The generation setting {unknown[0]}={options[unknown[0]]!r} is not known here; expected options of "
             "Hugging Face's GenerationConfig, until and seed. Take it out of the task."
         )
-    stops = _stops([chosen.pop("until", None), chosen.pop("stop_strings", None)], paragraphs)
-    seed = chosen.pop("seed", None)
-    options = {name: value for name, value in chosen.items() if value is not None}
-    options["max_new_tokens"] = _whole(options.get("max_new_tokens", NEW_TOKENS))
+    stops = [*_stops(options.pop("until", None)), *_stops(options.pop("stop_strings", None))]
+    if paragraphs:
+        stops = [stop for stop in stops if stop.strip()]
+    seed = options.pop("seed", None)
+    options = {name: value for name, value in options.items() if value is not None}
+    longest = options.setdefault("max_new_tokens", NEW_TOKENS)
+    if isinstance(longest, float) and math.isfinite(longest) and longest == int(longest):
+        options["max_new_tokens"] = int(longest)  # an evaluator's parser makes floats of numbers
     temperature, wanted = options.get("temperature"), options.get("do_sample")
     samples = bool(temperature) if wanted is None else bool(wanted) and temperature != 0
     if wanted and not samples:
-        report("The task asks for do_sample=True at temperature 0, which is greedy decoding.")
+        log("The task asks for do_sample=True at temperature 0, which is greedy decoding.")
     if temperature and not samples:
-        report(f"The task asks for do_sample=False, so its temperature={temperature} has no effect.")
+        log(f"The task asks for do_sample=False, so its temperature={temperature} has no effect.")
     options["do_sample"] = samples
     if not samples:
         options = {name: value for name, value in options.items() if name not in OF_SAMPLING}
     if stops:
-        options["stop_strings"] = list(stops)
-    return Decoding(options, stops, seed)
+        options["stop_strings"] = list(dict.fromkeys(stops))
+    return Decoding(options, tuple(stops), seed)
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {ALIASES.get(name, name): value for name, value in settings.items()}
-
-
-def _stops(given: list[Any], paragraphs: bool) -> tuple[str, ...]:
-    found: list[str] = []
-    for value in given:
-        entries = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(entries, (list, tuple)) or not all(e is None or isinstance(e, str) for e in entries):
-            raise InputError(f"The setting until must be a string or a list of strings, not {value!r}.")
-        found += [e for e in entries if e and not (paragraphs and not e.strip())]
-    return tuple(dict.fromkeys(found))
-
-
-def _whole(value: Any) -> Any:
-    """A number that an evaluator's parser has made a float of."""
-    return int(value) if isinstance(value, float) and math.isfinite(value) and value == int(value) else value
-
-
-def without_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Text up to the first stop string, as evaluators expect it."""
-    ends = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(ends, default=len(text))]
+def _stops(value: Any) -> list[str]:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(entry is None or isinstance(entry, str) for entry in entries):
+        raise InputError(f"The setting until must be a string or a list of strings, not {value!r}.")
+    return [entry for entry in entries if entry]

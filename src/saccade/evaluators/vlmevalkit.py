@@ -9,71 +9,24 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import queue
 import runpy
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from saccade.errors import InputError, SaccadeError
-from saccade.evaluators.evaluated_model import Ask, EvaluatedModel, Reply, Running
+from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion
 from saccade.inputs.processor import Messages
 
 FAILED = "Failed to obtain answer via API."
 """Answer by which VLMEvalKit knows questions that it reports as failed and asks again."""
 
-DECIDED_ELSEWHERE = ("num_frames", "fps")
 KINDS = ("text", "image", "video")
 
 _LOG = logging.getLogger("saccade")
-
-
-class _Owner:
-    """The thread that owns a model's batch, for questions from several threads."""
-
-    def __init__(self, model: EvaluatedModel) -> None:
-        self._model = model
-        self._inbox: queue.SimpleQueue[tuple[Ask, Future[Reply]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="saccade", daemon=True).start()
-
-    def ask(self, ask: Ask) -> Reply:
-        """Answer one question beside those of other threads."""
-        answer: Future[Reply] = Future()
-        self._inbox.put((ask, answer))
-        return answer.result()
-
-    def _run(self) -> None:
-        waiting: dict[int, tuple[Running, Future[Reply]]] = {}
-        while True:
-            while self._model.has_room and not (waiting and self._inbox.empty()):
-                self._start(*self._inbox.get(), waiting)
-            try:
-                ended = self._model.step()
-            except Exception as problem:
-                self._model.drop()
-                for _, answer in waiting.values():
-                    answer.set_exception(problem)
-                waiting.clear()
-                continue
-            for running in ended:
-                _, answer = waiting.pop(id(running))
-                assert running.reply is not None
-                answer.set_result(running.reply)
-
-    def _start(self, ask: Ask, answer: Future[Reply], waiting: dict[int, tuple[Running, Future[Reply]]]) -> None:
-        try:
-            running = self._model.start(ask)
-        except Exception as problem:
-            answer.set_exception(problem)
-            return
-        if running.reply is not None:
-            answer.set_result(running.reply)
-        else:
-            waiting[id(running)] = (running, answer)
 
 
 class SaccadeModel:
@@ -82,19 +35,19 @@ class SaccadeModel:
     INTERLEAVE = True
     VIDEO_LLM = True
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        for name in DECIDED_ELSEWHERE:
-            if given.get(name) is not None:
+        for name in ("num_frames", "fps"):
+            if arguments.get(name) is not None:
                 raise InputError(
                     f"VLMEvalKit's data sets decide how videos are sampled; give {name} in the configuration of the "
                     "data set (nframe or fps), not to the model."
                 )
-        self.model = EvaluatedModel(given, _LOG.warning, ("target", "model_path"), int(os.environ.get("RANK", 0)))
+        self.model = EvaluatedModel(arguments, _LOG.warning, ("target", "model_path"), int(os.environ.get("RANK", 0)))
         self.nframe: int | None = 8
         self.fps: float | None = 1.0
         self.is_api = self.model.max_rows > 1
-        self._owner = _Owner(self.model) if self.is_api else None
+        self._engine = ThreadPoolExecutor(1, "saccade")  # owns the batch, for questions from several threads
         atexit.register(self.report_speed)
 
     def generate_inner(self, message: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
@@ -108,9 +61,9 @@ class SaccadeModel:
 
     def report_speed(self) -> None:
         """Log the speed by data set, and write the speed file."""
-        for task, tally in self.model.speed.tasks.items():
-            _LOG.warning("Speed of %s: %s.", task, tally)
-        self.model.speed.save()
+        for task, speed in self.model.speeds.items():
+            _LOG.warning("Speed of %s: %s.", task, speed)
+        self.model.save()
 
     def _answer(self, messages: Any, parts: Sequence[Mapping[str, Any]], dataset: str | None) -> str:
         sampling: dict[str, Any] = {}
@@ -121,13 +74,20 @@ class SaccadeModel:
                     "batch_size=1 for video data sets."
                 )
             sampling = {"num_frames": self.nframe, "fps": self.fps}
-        ask = Ask(dataset or "unnamed", "a question", messages, {}, **sampling)
-        reply = self._owner.ask(ask) if self._owner else self.model.replies([ask])[0]
-        return FAILED if reply.failure else reply.text
+        question = TaskQuestion(dataset or "unnamed", "a question", messages, {}, **sampling)
+        answer = self._beside_others(question) if self.is_api else self.model.answers([question])[0]
+        return FAILED if answer.failure else answer.text
+
+    def _beside_others(self, question: TaskQuestion) -> TaskAnswer:
+        """Answer one question in the batch; every thread that waits for one has the steps run, in turn."""
+        running = self._engine.submit(self.model.start, question).result()
+        while not running.done:
+            self._engine.submit(self.model.step).result()
+        return self._engine.submit(self.model.answer, running).result()
 
 
-def _part(given: Mapping[str, Any]) -> dict[str, Any]:
-    kind, value = given["type"], given["value"]
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind, value = part["type"], part["value"]
     if kind not in KINDS:
         raise InputError(f"A message part of type {kind!r} is not usable; expected one of {', '.join(KINDS)}.")
     return {"type": kind, kind: value}
@@ -157,16 +117,16 @@ def model_class() -> type:
     return type("Saccade", (SaccadeModel, BaseModel), {"__doc__": SaccadeModel.__doc__})
 
 
-def register(name: str | None = None, **given: Any) -> type:
+def register(name: str | None = None, **arguments: Any) -> type:
     """Make VLMEvalKit know the class ``Saccade``, and a model of a name where one is given."""
     import vlmeval.config
     import vlmeval.vlm
 
-    found = model_class()
-    vlmeval.vlm.Saccade = found
+    model = model_class()
+    vlmeval.vlm.Saccade = model
     if name is not None:
-        vlmeval.config.supported_VLM[name] = partial(found, **given)
-    return found
+        vlmeval.config.supported_VLM[name] = partial(model, **arguments)
+    return model
 
 
 def main(arguments: Sequence[str]) -> None:
