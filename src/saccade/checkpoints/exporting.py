@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saccade.checkpoints.card import model_card
 from saccade.draft.heads.block import STRETCHED
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
@@ -18,6 +17,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.published.eagle3 import BIASES, LAYERS, NAMES, QK_NORMS, norm_names
 from saccade.errors import ModelError
 from saccade.files import write_folder
+from saccade.loading import is_on_hub
 from saccade.target_model.adapter import Target
 from saccade.target_model.logit_map import logit_map
 
@@ -25,14 +25,19 @@ EXPORTS = ("speculators", "eagle", "sglang")
 """Layouts that can be written."""
 
 _READERS = {"speculators": "vLLM and speculators", "eagle": "EAGLE's code", "sglang": "SGLang"}
-_TOKENS = 5
-"""Draft tokens per step that a speculator's configuration suggests."""
+_RUN = {
+    "speculators": """vllm serve {target} --speculative-config '{{"model": "THIS FOLDER", "num_speculative_tokens": 5, \
+"method": "eagle3"}}'""",
+    "eagle": "python -m eagle.application.webui --base-model-path {target} --ea-model-path THIS FOLDER",
+    "sglang": "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+    "--speculative-draft-model-path THIS FOLDER --speculative-num-steps 5 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 6",
+}
 
 
 def export_head(head: Head, target: Target, folder: str | Path, to: str, *, target_name: str) -> None:
     """Write a head in another engine's layout, with a model card."""
     check_export(folder, to)
-    place = Path(folder)
     reason = obstacle(head, target, to)
     if reason:
         raise ModelError(f"The layout {to} cannot hold this {head.kind} head: {reason}.")
@@ -46,9 +51,9 @@ def export_head(head: Head, target: Target, folder: str | Path, to: str, *, targ
         stored = {name: weight.detach().contiguous().cpu().clone() for name, weight in weights.items()}
         save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
         (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        (part / "README.md").write_text(model_card(head, to, target_name), encoding="utf-8")
+        (part / "README.md").write_text(_card(head, to, target_name), encoding="utf-8")
 
-    write_folder(place, write, error=ModelError)
+    write_folder(Path(folder), write, error=ModelError)
 
 
 def check_export(folder: str | Path, to: str) -> None:
@@ -68,7 +73,14 @@ def obstacle(head: Head, target: Target, to: str) -> str | None:
     if not isinstance(head, (Eagle2, Eagle3)):
         return "EAGLE's code knows eagle2, eagle3 and msd heads alone; serve this one with `saccade serve`"
     if isinstance(head, Eagle2):
-        return _first_obstacle(head)
+        if options["norms"] == "all":
+            return (
+                "both inputs have norms, without which it does not train here, and the layout has none; train an "
+                "eagle3 head, which every layout holds"
+            )
+        if options.get("text_only") or options.get("features", "target") != "target" or options.get("blocks", 1) != 1:
+            return "text_only, features and blocks have no place in it"
+        return None
     if to == "speculators":
         return None
     for name, usual in (("residual", "raw"), ("state_norms", "none"), ("feeds", "raw")):
@@ -83,37 +95,14 @@ def obstacle(head: Head, target: Target, to: str) -> str | None:
         return f"it reads the layers {head.layers}, where EAGLE's code reads {usual_layers}; export to speculators"
     if to == "sglang" and min(head.layers) < 1:
         return "it reads the embeddings, which SGLang cannot name; export to speculators"
-    if not _embeds_plainly(target):
+    ids = torch.arange(min(8, target.vocab_size), device=target.device)
+    if not torch.equal(target.embed(ids), target.model.get_input_embeddings().weight[ids]):
         return f"the target scales its embeddings, which {_READERS[to]} would not; export to speculators"
     return None
 
 
-def _first_obstacle(head: Eagle2) -> str | None:
-    """As `obstacle`, of EAGLE's first layout."""
-    options = head.config.options
-    if options["norms"] == "all":
-        return (
-            "both inputs have norms, without which it does not train here, and the layout has none; train an eagle3 "
-            "head, which every layout holds"
-        )
-    if options.get("text_only") or options.get("features", "target") != "target" or options.get("blocks", 1) != 1:
-        return "text_only, features and blocks have no place in it"
-    return None
-
-
-def _embeds_plainly(target: Target) -> bool:
-    """Whether the target's embeddings are rows of its weight, unscaled."""
-    ids = torch.arange(min(8, target.vocab_size), device=target.device)
-    weight = target.model.get_input_embeddings().weight
-    return torch.equal(target.embed(ids), weight[ids])
-
-
 def _rope(config: HeadConfig) -> dict[str, Any]:
-    """Return the rotary settings that other engines need for the head's own frequencies (`Rotary`).
-
-    A head turns all of its dimensions, and reads the scalings by length as for short sequences, where other engines
-    follow the target's share and factors.
-    """
+    """Rotary settings for a head's frequencies: it turns all dimensions, with scalings as for short sequences."""
     left_out = {"partial_rotary_factor", "max_position_embeddings"}
     rope = {name: value for name, value in config.rope.items() if name not in left_out}
     if rope.get("rope_type") in STRETCHED:
@@ -123,7 +112,7 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
 
 
 def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
-    """Return a Llama's config.json of one layer, in the older form of its rotary settings."""
+    """config.json of a Llama of one layer, in the older form of its rotary settings."""
     text, rope = target.text_config, _rope(config)
     theta, longest = rope.pop("rope_theta"), config.rope.get("max_position_embeddings")
     scaling = None if rope == {"rope_type": "default"} else rope
@@ -155,7 +144,11 @@ def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> tuple[di
     names = {**NAMES, **BIASES, **QK_NORMS, **norm_names(config.options["state_norms"])}
     weights = {name.replace("midlayer.", block): state[ours] for name, ours in names.items() if ours in state}
     dtype = next(head.parameters()).dtype
-    weights["lm_head.weight"] = state["lm_head.weight"] if head.has_lm_head else _lm_head(target, dtype)
+    if head.has_lm_head:
+        weights["lm_head.weight"] = state["lm_head.weight"]
+    else:
+        lm_head: Tensor = target.model.get_output_embeddings().weight  # [V, d]
+        weights["lm_head.weight"] = (lm_head.float() * logit_map(target).factor).to(dtype)
     count = len(weights["lm_head.weight"])
     if count < config.vocab_size or to == "sglang":
         ids = head.token_ids.cpu() if head.has_lm_head else torch.arange(count)
@@ -190,6 +183,7 @@ def _speculator(
         "rope_parameters": _rope(config),
     }
     options = config.options
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     values = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -209,24 +203,11 @@ def _speculator(
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": _TOKENS,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
+            "proposal_methods": [proposal],
             "verifier": {"name_or_path": target_name, "architectures": [config.target_class]},
         },
     }
     return values, weights
-
-
-def _lm_head(target: Target, dtype: torch.dtype) -> Tensor:
-    """The target's LM head ``[V, d]``, with the factor of its logits."""
-    weight: Tensor = target.model.get_output_embeddings().weight
-    return (weight.float() * logit_map(target).factor).to(dtype)
 
 
 def _first_eagle(head: Eagle2, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -235,3 +216,39 @@ def _first_eagle(head: Eagle2, target: Target) -> tuple[dict[str, Any], dict[str
     if isinstance(head, Msd):
         values["model_type"] = target.config.model_type
     return values, weights
+
+
+def _card(head: Head, to: str, target_name: str) -> str:
+    """The README.md of a head in another engine's layout."""
+    config = head.config
+    base = f"base_model: {target_name}\nbase_model_relation: adapter\n" if is_on_hub(target_name) else ""
+    known = config.options["own_vocabulary"] if isinstance(head, Eagle3) else 0
+    final = (
+        " (the last number is the state behind the final norm)" if max(config.layers) == config.target_layers else ""
+    )
+    return f"""---
+library_name: {to}
+{base}tags:
+- speculative-decoding
+- {head.kind}
+---
+# Draft head for {target_name}
+
+A drafter for speculative decoding, trained with Saccade and exported to the layout of {to}. It changes the speed of \
+its target, not its answers.
+
+- Target: `{target_name}`, a {config.target_class} of {config.target_layers} layers and width {config.hidden_size:,}. \
+With any other target its drafts are rejected.
+- Method: {head.kind}; it reads the inputs of the target's layers {layers}.
+- Shape: one block, MLP of {config.intermediate_size:,}, {sum(w.numel() for w in head.parameters()) / 1e6:,.1f} M \
+parameters.
+- Tokens that it can draft: {known or config.vocab_size:,} of the target's {config.vocab_size:,}.
+- Positions: {"the target's M-RoPE positions" if head.has_target_positions else "token indices, with pictures too"}.
+- Inputs of visual tokens: the features that the target's decoder gets in their place.
+
+```
+{_RUN[to].format(target=target_name)}
+```
+
+Saccade reads this folder: `saccade generate -t TARGET -d THIS FOLDER`; `saccade inspect` describes it.
+"""

@@ -63,34 +63,29 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
     shape = None if target is None else shape_of(target)
     config: HeadConfig | None
     if form is None:
-        ours = read_config(path)
-        own = TargetShape(ours.target_class, ours.hidden_size, ours.vocab_size, ours.target_layers)
-        facts = _facts(ours, read_weights(path, [WEIGHTS]), own)
-        found, config = Inspection(str(path), "head", "saccade", ours.kind, facts), ours
+        config = read_config(path)
+        made_for = TargetShape(config.target_class, config.hidden_size, config.vocab_size, config.target_layers)
+        facts = _facts(config, read_weights(path, [WEIGHTS]), made_for)
+        inspection = Inspection(str(path), "head", "saccade", config.kind, facts)
     else:
-        found, config = _released(path, values, form, shape)
-    if shape is None or config is None:
-        return found
-    return _compared(found, config, shape, target)
+        inspection, config = _released(path, values, form, shape)
+    if target is None or shape is None or config is None:
+        return inspection
+    return _compared(inspection, config, shape, check_checkpoint(target).get_text_config(decoder=True))
 
 
 def shape_of(target: str | Path) -> TargetShape:
     """Return the shape of a target by its configuration alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     config = check_checkpoint(target)
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
-    return TargetShape(
-        _class_name(config), text.hidden_size, text.vocab_size, text.num_hidden_layers, "mrope_section" in rope
-    )
-
-
-def _class_name(config: Any) -> str:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return str((found[0] if isinstance(found, tuple) else found).__name__)
+            classes = auto._model_mapping[type(config)]
+            name = (classes[0] if isinstance(classes, tuple) else classes).__name__
+            return TargetShape(name, text.hidden_size, text.vocab_size, text.num_hidden_layers, "mrope_section" in rope)
     raise ModelError(f"{type(config).__name__} is not the configuration of a model that generates text.")
 
 
@@ -118,35 +113,26 @@ def _released(
     """Describe a released head; its configuration is None if it cannot be loaded."""
     weights = read_weights(path, form.FILES)
     guessed = _guess(values, weights)
-    facts: dict[str, Any] = {}
+    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    target = str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
     try:
         config, ours = form.translate(path, values, weights, guessed)
     except ModelError as problem:
-        facts |= {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": _named(values)}
-        kind = _kind(form, values)
+        facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
+        try:
+            kind = form.kind(values).kind
+        except ModelError:
+            kind = str(values.get(SPECULATORS, _UNKNOWN))
         return Inspection(str(path), "head", form.name(values), kind, facts, problem=str(problem)), None
-    facts = _facts(config, ours, guessed) | {"target": _named(values)}
-    found = Inspection(str(path), "head", form.name(values), config.kind, facts)
+    facts = _facts(config, ours, guessed) | {"target": target}
+    inspection = Inspection(str(path), "head", form.name(values), config.kind, facts)
     if shape is None:
-        return found, None
-    try:  # anew: vocabulary, layers and positions follow the target where the files leave them open
+        return inspection, None
+    try:  # again: vocabulary, layers and positions follow the target where the files leave them open
         config, _ = form.translate(path, values, weights, shape)
     except ModelError as problem:
-        return replace(found, problem=str(problem)), None
-    return found, config
-
-
-def _kind(form: ReleasedLayout, values: Mapping[str, Any]) -> str:
-    try:
-        return form.kind(values).kind
-    except ModelError:
-        return str(values.get(SPECULATORS, _UNKNOWN))
-
-
-def _named(values: Mapping[str, Any]) -> str:
-    """The target that a released head names, if it does."""
-    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
-    return str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
+        return replace(inspection, problem=str(problem)), None
+    return inspection, config
 
 
 def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetShape:
@@ -189,26 +175,28 @@ def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetSh
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _compared(found: Inspection, config: HeadConfig, shape: TargetShape, target: Any) -> Inspection:
+def _compared(inspection: Inspection, config: HeadConfig, shape: TargetShape, text: Any) -> Inspection:
     problem = None
     try:
         check_fit(config, shape)
-    except ModelError as told:
-        problem = str(told)
-    head, text = build_head(config), check_checkpoint(target).get_text_config(decoder=True)
-    checks = [
-        Check("hidden size", config.hidden_size, shape.hidden_size, config.hidden_size == shape.hidden_size),
-        Check("vocabulary", config.vocab_size, shape.vocab_size, config.vocab_size == shape.vocab_size),
-        Check("layers", config.target_layers, shape.layers, config.target_layers == shape.layers),
-        Check("model class", config.target_class, shape.model_class, config.target_class == shape.model_class),
-    ]
-    ours = "target" if head.has_target_positions else "entries"
+    except ModelError as misfit:
+        problem = str(misfit)
+    pairs = (
+        ("hidden size", config.hidden_size, shape.hidden_size),
+        ("vocabulary", config.vocab_size, shape.vocab_size),
+        ("layers", config.target_layers, shape.layers),
+        ("model class", config.target_class, shape.model_class),
+    )
+    checks = [Check(what, head, target, head == target) for what, head, target in pairs]
+    ours = "target" if build_head(config).has_target_positions else "entries"
     theirs = "M-RoPE" if shape.uses_mrope else "one per token"
-    open_question = shape.uses_mrope and ours == "entries" and found.layout != "saccade"
-    note = "right only if it was trained so; files with mrope_section are read with the target's positions"
-    checks.append(Check("positions", ours, theirs, None if open_question else True, note if open_question else ""))
+    positions = Check("positions", ours, theirs, True)
+    if shape.uses_mrope and ours == "entries" and inspection.layout != "saccade":
+        note = "right only if it was trained so; files with mrope_section are read with the target's positions"
+        positions = replace(positions, fits=None, note=note)
     eps = getattr(text, "rms_norm_eps", None)
-    same = eps is None or eps == config.norm_eps
-    note = "" if same else "heads usually have their target's; a wrong one shows in long answers at most"
-    checks.append(Check("norms' epsilon", config.norm_eps, eps, True if same else None, note))
-    return replace(found, problem=problem, checks=checks)
+    norms = Check("norms' epsilon", config.norm_eps, eps, True)
+    if eps not in (None, config.norm_eps):
+        note = "heads usually have their target's; a wrong one shows in long answers at most"
+        norms = replace(norms, fits=None, note=note)
+    return replace(inspection, problem=problem, checks=[*checks, positions, norms])
