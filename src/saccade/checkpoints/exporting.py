@@ -223,9 +223,9 @@ def _card(head: Head, to: str, target_name: str) -> str:
     config = head.config
     base = f"base_model: {target_name}\nbase_model_relation: adapter\n" if is_on_hub(target_name) else ""
     known = config.options["own_vocabulary"] if isinstance(head, Eagle3) else 0
-    final = (
-        " (the last number is the state behind the final norm)" if max(config.layers) == config.target_layers else ""
-    )
+    layers = ", ".join(map(str, config.layers))
+    if max(config.layers) == config.target_layers:
+        layers += " (the last number is the state behind the final norm)"
     return f"""---
 library_name: {to}
 {base}tags:
