@@ -12,7 +12,7 @@ import pytest
 from prompt_lines import asks
 
 from checkpoints import vlm
-from saccade.distill import distill, folder, read_answers
+from saccade.distill import distill, folder, planning, read_answers
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import WORLD, draw
 
@@ -84,7 +84,6 @@ def test_pocket_videos_and_turns_are_written_exactly(tmp_path: Path) -> None:
 
 def test_an_interrupted_drawing_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pocket(tmp_path / "whole")
-    from saccade.distill import pocket_source
 
     calls = iter(range(100))
 
@@ -94,7 +93,7 @@ def test_an_interrupted_drawing_is_done_again(tmp_path: Path, monkeypatch: pytes
         return draw(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pocket_source, "draw", failing)
+        patch.setattr(planning, "draw", failing)
         with pytest.raises(KeyboardInterrupt):
             pocket(tmp_path / "out")
     pocket(tmp_path / "out")
@@ -111,6 +110,6 @@ def test_pocket_samples_are_never_those_of_evaluation(tmp_path: Path) -> None:
         pocket(tmp_path / "out", "pocket:")
     with pytest.raises(InputError, match="has no grammar 'loud'"):
         pocket(tmp_path / "out", grammar="loud")
-    from saccade.distill.pocket_source import tasks_of
+    from saccade.distill.planning import tasks_of
 
     assert set(WORLD) - set(tasks_of("pocket:all", "dense")) == {"story", "album", "long-video"}

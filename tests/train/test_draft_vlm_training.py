@@ -38,10 +38,9 @@ from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.loading import load_model
-from saccade.train import Listed, Recipe, Trainer, batches, read_recipe
+from saccade.train import Listed, Recipe, Trainer, features, read_recipe
 from saccade.train.batches import split_validation
-from saccade.train.draft_vlm import DraftVlmLearner
-from saccade.train.draft_vlm_model import new_draft_vlm
+from saccade.train.draft_vlm import DraftVlmLearner, new_draft_vlm
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.optimiser import Optimiser
 
@@ -284,7 +283,7 @@ def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
 def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, right = learner("llava", recipe(**{"loss.kl": 0.5})), batches.forward_inputs
+    made, right = learner("llava", recipe(**{"loss.kl": 0.5})), features.forward_inputs
 
     def two(target: Any, prompts: Any) -> Any:
         if len(prompts) > 2:
@@ -292,7 +291,7 @@ def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
         return right(target, prompts)
 
     whole = made.prepare(range(5), 4)
-    monkeypatch.setattr(batches, "forward_inputs", two)
+    monkeypatch.setattr(features, "forward_inputs", two)
     halved = made.prepare(range(5), 4)
     assert whole is not None
     assert halved is not None

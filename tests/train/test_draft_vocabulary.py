@@ -23,11 +23,10 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.train import Trainer
+from saccade.train.data import Listed
 from saccade.train.objectives.heads import Eagle3Objective
 from saccade.train.recipe import Stage, read_recipe
-from saccade.train.samples import Listed
-from saccade.train.vocabulary import frequent_tokens, token_counts
-from saccade.train.warm_start import new_head
+from saccade.train.warm_start import frequent_tokens, new_head, token_counts
 
 SIZE = 24
 

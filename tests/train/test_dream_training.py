@@ -24,6 +24,7 @@ from saccade.errors import TrainingError
 from saccade.inputs.batching import visual_mask
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train import features as calibration_module
+from saccade.train.data import Listed, Sample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, calibrate, read_features
 from saccade.train.objectives import dream as dream_module
@@ -38,7 +39,6 @@ from saccade.train.objectives.dream import (
 )
 from saccade.train.objectives.losses import terms_of
 from saccade.train.recipe import read_recipe
-from saccade.train.samples import Listed, Sample
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """float32 sums in another order."""

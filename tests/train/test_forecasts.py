@@ -15,7 +15,7 @@ from PIL import Image
 from saccade import memory_plan as machine
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.memory_plan import ModelSize
-from saccade.train.forecasting import Forecast, forecast, head_work
+from saccade.train.plan import Forecast, forecast, head_work
 from saccade.train.recipe import read_recipe, trained_kinds
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`

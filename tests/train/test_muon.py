@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from saccade import cpu
-from saccade.train import optimiser, precision
+from saccade.train import optimiser
 from saccade.train.optimiser import WideMuon
 
 pytestmark = pytest.mark.formats
@@ -63,16 +63,16 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     assert type(optimiser.muon_and_adamw(*given)[0]) is kind
     assert type(optimiser.muon_and_adamw(*given, precision="fp32")[0]) is WideMuon
     here = torch.device("cpu")
-    with precision.fast_products(here):
+    with optimiser.fast_products(here):
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype == (torch.bfloat16 if multiplies else torch.float32)
     threads = torch.get_num_threads()
     count = f"{threads} CPU thread{'' if threads == 1 else 's'}"
-    assert precision.description(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
-    assert precision.precision_on(here, "auto") == ("bf16" if multiplies else "fp32")
-    assert precision.precision_on(here, "bf16") == "bf16"
+    assert optimiser.description(here) == f"{count}, {'bfloat16 autocast' if multiplies else 'float32'}"
+    assert optimiser.precision_on(here, "auto") == ("bf16" if multiplies else "fp32")
+    assert optimiser.precision_on(here, "bf16") == "bf16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: multiplies)
-    assert precision.dtype_for(torch.device("cuda")) == precision.dtype_for(here)
+    assert optimiser.dtype_for(torch.device("cuda")) == optimiser.dtype_for(here)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_avx512_alone_does_not_multiply_bfloat16(
 ) -> None:
     monkeypatch.delenv(cpu.SWITCH, raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
-    assert precision.has_instructions(torch.bfloat16) is expected
+    assert optimiser.has_instructions(torch.bfloat16) is expected
 
 
 def test_one_module_of_training_asks_the_processor() -> None:
     asks = re.compile("has_instructions|computes_in|suitable_dtype|is_bf16_supported|get_capabilities")
-    files = Path(precision.__file__).parent.rglob("*.py")
-    assert [file.name for file in files if asks.search(file.read_text(encoding="utf-8"))] == ["precision.py"]
+    files = Path(optimiser.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if asks.search(file.read_text(encoding="utf-8"))] == ["optimiser.py"]

@@ -20,7 +20,7 @@ from training_run import closeness
 from over_processes import as_rank, free_port, run_split
 from processes import forked
 from saccade.errors import TrainingError
-from saccade.train import Recipe, Trainer, feature_cache, read_recipe, together
+from saccade.train import Recipe, Trainer, feature_cache, read_recipe
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features
 from saccade.train.processes import Processes
@@ -162,10 +162,7 @@ def cut(train: Train, chosen: Recipe, out: Path, count: int) -> None:
         ("head", 1, 2), ("head", 2, 2), ("draft", 1, 2), ("draft", 2, 1), ("draft", 2, 2)
     ])],
 )  # fmt: skip
-def test_a_killed_run_goes_on_with_any_number_of_processes(
-    kind: str, before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(together, "PERIOD", 0.1)
+def test_a_killed_run_goes_on_with_any_number_of_processes(kind: str, before: int, after: int, tmp_path: Path) -> None:
     train, chosen = RUNS[kind]
     cut(train, chosen, tmp_path / "cut", before)
     if after == 1:
@@ -230,7 +227,6 @@ def test_only_caches_of_another_fingerprint_are_removed(tmp_path: Path) -> None:
 def test_a_run_with_a_cache_on_disk_goes_on_with_another_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "PERIOD", 0.1)
     monkeypatch.setattr(feature_cache, "_SHARD", 2)
     chosen = eagle(feature_cache="disk")
     cut(train_head, chosen, tmp_path / "cut", 2)

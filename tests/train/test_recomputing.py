@@ -15,7 +15,7 @@ from train_kit import listed, target
 from training_run import closeness
 
 from saccade.train import Recipe, Trainer, read_recipe
-from saccade.train.objectives.recomputing import Kept
+from saccade.train.objectives.losses import Kept
 
 KINDS: dict[str, dict[str, Any]] = {
     "eagle2": {"stage1.draft_steps": 3},

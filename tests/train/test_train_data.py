@@ -16,8 +16,7 @@ from checkpoints import ready, saved_picture, says, template, text, tokenizer
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
 from saccade.train.batches import split_validation
-from saccade.train.data import Answers
-from saccade.train.samples import Listed
+from saccade.train.data import Answers, Listed
 
 Write = Callable[..., Path]
 

@@ -13,9 +13,9 @@ from families import FAMILIES
 from saccade.inputs.batching import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.context import Context
+from saccade.train.data import Sample
 from saccade.train.features import Features, answer_mask, read_features
 from saccade.train.objectives.entries import entries_of
-from saccade.train.samples import Sample
 
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 """fp32 sums in another order differ by up to 5e-6 here; a neighbouring token's state differs by more than 1."""

@@ -138,23 +138,6 @@ def test_a_run_cut_between_a_measurement_and_its_note_says_it_once(
     assert_same_run(unbroken, tmp_path / "cut")
 
 
-def test_a_checkpoint_that_was_written_behind_its_measurement_is_gone_on_from_without_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = Checkpoints.save
-
-    def as_before(self: Checkpoints, step: int, state: dict[str, Any]) -> None:
-        save(self, step, {k: v for k, v in state.items() if k != "unmeasured"})
-
-    out, measured = tmp_path / "cut", list[int]()
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", as_before)
-        patch.setattr(Checkpoints, "amend", lambda *given: None)
-        stop_after(out, 4)
-    run(out, resume=True, measure=counted(out, measured))
-    assert measured == [8, 12]
-
-
 @pytest.mark.parametrize("lost", ["head", "optimiser"])
 def test_a_state_that_is_not_put_back_is_noticed(
     unbroken: Path, tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from saccade.draft.heads.head import Head, build_head
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
-from saccade.train.samples import Listed, Sample
+from saccade.train.data import Listed, Sample
 
 
 def write_answers(folder: Path) -> Path:

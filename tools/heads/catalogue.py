@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from saccade.distill.pocket_source import PREFIX, tasks_of
+from saccade.distill.planning import PREFIX, tasks_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import feeder_class
 from saccade.errors import InputError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
 from saccade.pocket.labels import LABEL_CLASSES, LABEL_WORDS
-from saccade.train.precision import fast_products
+from saccade.train.optimiser import fast_products
 from tools.pocket.batches import labelled_samples, labels, pixels
 from tools.pocket.loop import train
 from tools.pocket.models import PocketModel, tower_config

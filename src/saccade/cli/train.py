@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -148,7 +147,6 @@ def train(
         from saccade.pocket import target_path
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
-        from saccade.train.together import EndedTogether
 
     chosen = read_recipe(recipe)
     fitted = {} if preset is None else memory_plan.preset(preset).training(chosen.kind)
@@ -159,7 +157,7 @@ def train(
             raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {chosen.kind} head.")
         chosen = chosen.with_settings({"head.lm": lm})
     if plan and preset is not None:
-        from saccade.train.forecasting import forecast
+        from saccade.train.plan import forecast
 
         screen.quiet_libraries()
         where = target_path() if target == "pocket" else target
@@ -181,11 +179,8 @@ def train(
     try:
         with processes.together():
             _run(chosen, target, data, out, models, options, plan, "skip" if on_bad_line == "skip" else "stop")
-    except EndedTogether as ended:
-        raise SystemExit(ended.code) from None
     except KeyboardInterrupt:
-        words = "Stopped; the same command with --resume auto resumes from the last checkpoint."
-        print(words, file=sys.stderr) if processes.count > 1 else screen.note(words)
+        screen.note("Stopped; the same command with --resume auto resumes from the last checkpoint.")
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from saccade.distill import pocket_source
+from saccade.distill import planning
 from saccade.distill.planning import Options, Prompts, QuestionPlan, make_plan
 from saccade.errors import InputError
 from saccade.memory_plan import LETTERS, Lengths, ModelSize, Preset, assumed, pictures, spread, together
@@ -31,7 +31,7 @@ def forecast(
 
     Returns lines of text, and a sentence per line of the prompts that cannot be used.
     """
-    if source.startswith(pocket_source.PREFIX):
+    if source.startswith(planning.PREFIX):
         raise InputError(
             "A forecast is for prompts in a file; leave out --preset to have a pocket source planned by a few answers."
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from saccade.distill import pocket_source
+from saccade.distill import planning
 from saccade.distill.folder import ANSWERS, HEADER
 from saccade.distill.planning import Options, PlannedQuestion, Prompts, QuestionPlan, make_plan, refuse
 from saccade.errors import InputError, MethodError, SaccadeError
@@ -64,10 +64,10 @@ class Setup:
         check_place(self.out, _NAMES)
         self._name, self._tasks = str(source), list[str]()
         self._prompts: Prompts | None = None
-        if self._name.startswith(pocket_source.PREFIX):
+        if self._name.startswith(planning.PREFIX):
             if media_root is not None:
                 raise InputError("A pocket source draws its own media; leave out media_root.")
-            self._tasks = pocket_source.tasks_of(self._name, self.options.grammar)
+            self._tasks = planning.tasks_of(self._name, self.options.grammar)
             return
         for word in _POCKET_ONLY:
             if word in options and options[word] != getattr(Options(), word):
@@ -85,21 +85,21 @@ class Setup:
             source = {"content": self._prompts.digest, "media_root": str(self._prompts.root)}
         versions = {name: metadata.version(name) for name in ("saccade", "torch", "transformers")}
         header = {"prompts": self._name, "source": source, **facts, "options": options, "versions": versions}
-        return Journal(self.out, header, _NAMES, _COMPARED, inputs=(pocket_source.FILE,))
+        return Journal(self.out, header, _NAMES, _COMPARED, inputs=(planning.FILE,))
 
     def draw(self, folder: Path) -> None:
         """Draw the samples of a pocket source into a folder, unless an earlier attempt did."""
         if self._tasks:
-            pocket_source.write_prompts(folder, self._tasks, self.options)
+            planning.write_prompts(folder, self._tasks, self.options)
 
     def prompts(self, folder: Path) -> Prompts:
         """Return the prompt set: the file, or the samples drawn into a folder."""
-        return self._prompts or Prompts(folder / pocket_source.FILE, folder)
+        return self._prompts or Prompts(folder / planning.FILE, folder)
 
     @contextmanager
     def drawn(self) -> Iterator[Path]:
         """Open a temporary folder with the pocket samples, or the output folder where they are drawn already."""
-        if not self._tasks or (self.out / pocket_source.FILE).is_file():
+        if not self._tasks or (self.out / planning.FILE).is_file():
             yield self.out
             return
         with TemporaryDirectory() as name:

@@ -1,77 +1,23 @@
-"""Sample order by seed and step, and padded batches for stock models."""
+"""Order of samples by seed and step, and batches prepared ahead."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from random import Random
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
-from saccade.errors import InputError, TrainingError
-from saccade.inputs.batching import type_ids
-from saccade.inputs.families import family_of
-from saccade.inputs.prompt import Prompt
-from saccade.target_model.adapter import Target
-
-
-def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Keyword arguments of the target's model for B sequences and their media.
-
-    Shapes: returns ``[B, S]``.
-    """
-    device = target.device
-    rows = [torch.tensor(p.ids, device=device) for p in prompts]
-    # Padding repeats a row's last token: unlike an arbitrary id, it can never be a placeholder.
-    longest = max(map(len, rows))
-    ids = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    inputs: dict[str, Any] = {
-        "input_ids": ids,
-        "attention_mask": (torch.arange(longest, device=device) < lengths[:, None]).long(),
-    }
-    inputs.update(type_ids(target.config, ids))
-    for name, value in family_of(target.config).collate([p.media for p in prompts]).items():
-        inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
-    found = [target.positions(row[None], p)[0] for row, p in zip(rows, prompts, strict=True)]
-    known = [p[:, 0].T for p in found if p is not None]
-    if known:
-        inputs["position_ids"] = pad_sequence(known, batch_first=True).permute(2, 0, 1)
-    return inputs
-
-
-def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Forward passes for all prompts in order: halved where media do not fit together (videos of several lengths).
-
-    Prompts of an unknown family are passed one at a time.
-    """
-    waiting = [(0, len(prompts))]
-    while waiting:
-        start, end = waiting.pop()
-        inputs = _together(target, prompts[start:end])
-        if inputs is not None:
-            yield slice(start, end), inputs
-        else:
-            middle = start + (end - start) // 2
-            waiting += [(middle, end), (start, middle)]
-
-
-def _together(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
-    """None where several prompts cannot share a forward pass."""
-    alone = len(prompts) <= 1
-    try:
-        return forward_inputs(target, prompts)
-    except InputError:
-        if alone:
-            raise
-        return None
-
+from saccade.errors import TrainingError
 
 _POOL = 32
 """Batches whose samples are sorted by length together: little padding, and still another mixture every epoch."""
+AHEAD = 2
+"""Micro batches prepared beyond the current one; bounds the memory of their features."""
+
+Work = tuple[int, list[int]]
+"""Step and sample numbers of a micro batch."""
 
 
 def split_validation(conversations: Sequence[int], wanted: int, seed: int) -> tuple[list[int], list[int]]:
@@ -127,3 +73,46 @@ class Order:
             batches += [pool[i : i + self._batch] for i in range(0, len(pool), self._batch)]
         random.shuffle(batches)
         return batches
+
+
+class Prefetch:
+    """Results of `prepare` for a sequence of work, in its order, prepared by one thread.
+
+    A `DataLoader` would prepare them in processes, but the target runs here; results and caches are the same as without
+    the thread. An error is raised by the `take` of its batch. Until `begin`, each batch is prepared when it is taken.
+    """
+
+    def __init__(self, prepare: Callable[[int, list[int]], Any]) -> None:
+        self._prepare = prepare
+        self._work: Iterator[Work] = iter(())
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[Future[Any]] = deque()
+
+    def begin(self, work: Iterator[Work]) -> None:
+        """Start to prepare `work`, which must be taken in this order."""
+        self._work, self._pool = work, ThreadPoolExecutor(1, "saccade-prefetch")
+
+    def take(self, work: Work) -> Any:
+        """Return the next batch."""
+        if self._pool is None:
+            return self._prepare(*work)
+        self._fill(self._pool)
+        prepared = self._waiting.popleft()
+        self._fill(self._pool)
+        return prepared.result()
+
+    def rest(self) -> None:
+        """Wait until no batch is being prepared: the target is needed elsewhere, or a cache is written to disk."""
+        for prepared in self._waiting:
+            prepared.exception()
+
+    def close(self) -> None:
+        """Cancel all work that has not begun, and end the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None
+        self._waiting.clear()
+
+    def _fill(self, pool: ThreadPoolExecutor) -> None:
+        while len(self._waiting) < AHEAD and (work := next(self._work, None)) is not None:
+            self._waiting.append(pool.submit(self._prepare, *work))

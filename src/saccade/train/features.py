@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.pruning import Pruning
-from saccade.errors import TrainingError
+from saccade.errors import InputError, TrainingError
 from saccade.files import writing
-from saccade.inputs.batching import media_spans, visual_mask
+from saccade.inputs.batching import media_spans, type_ids, visual_mask
+from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.probe import AttentionProbe
 from saccade.target_model.stock import FeatureTap
-from saccade.train.batches import forward_passes
 from saccade.train.checkpoint import identity
-from saccade.train.samples import Sample
+from saccade.train.data import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,50 @@ class Needed:
     visual: Tensor  # `[S]` bool; visual tokens whose embedding is read. Embeddings of text are looked up
 
 
+def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Keyword arguments of the target's model for B sequences and their media.
+
+    Shapes: returns ``[B, S]``.
+    """
+    device = target.device
+    rows = [torch.tensor(p.ids, device=device) for p in prompts]
+    # Padding repeats a row's last token: unlike an arbitrary id, it can never be a placeholder.
+    longest = max(map(len, rows))
+    ids = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(longest, device=device) < lengths[:, None]).long(),
+        **type_ids(target.config, ids),
+    }
+    for name, value in family_of(target.config).collate([p.media for p in prompts]).items():
+        inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
+    positions = [target.positions(row[None], p)[0] for row, p in zip(rows, prompts, strict=True)]
+    known = [p[:, 0].T for p in positions if p is not None]
+    if known:
+        inputs["position_ids"] = pad_sequence(known, batch_first=True).permute(2, 0, 1)
+    return inputs
+
+
+def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Forward passes for all prompts in order: halved where media do not fit together (videos of several lengths).
+
+    Prompts of an unknown family are passed one at a time.
+    """
+    waiting = [(0, len(prompts))]
+    while waiting:
+        start, end = waiting.pop()
+        try:
+            inputs = forward_inputs(target, prompts[start:end])
+        except InputError:
+            if end - start <= 1:
+                raise
+            middle = start + (end - start) // 2
+            waiting += [(middle, end), (start, middle)]
+            continue
+        yield slice(start, end), inputs
+
+
 def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
     """Run the target over prompts and answers, in batches where family and media allow."""
     wanted = sorted({0, *layers, len(target.layers)})
@@ -60,8 +105,18 @@ def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[in
             target.model(**inputs, use_cache=False, logits_to_keep=1)
         embeddings = given[0] if given else tap.hidden[0]
         for row, sample in enumerate(samples[part]):
-            states = {layer: h[row, : len(sample.ids)] for layer, h in tap.hidden.items()}
-            read.append(_row(target, sample, layers, states, embeddings[row, : len(sample.ids)]))
+            count = len(sample.ids)
+            ids = torch.tensor(sample.ids, device=target.device)
+            spans = media_spans(target.config, sample.prompt) if sample.prompt.media else []
+            features = Features(
+                ids=ids,
+                visual=visual_mask(target.config, ids),
+                answer=answer_mask(len(sample.prompt), count).to(target.device),
+                states={layer: tap.hidden[layer][row, :count] for layer in {*layers, len(target.layers)}},
+                embeddings=embeddings[row, :count],
+                stops=tuple(stop for _, stop in spans),
+            )
+            read.append(features)
     return read
 
 
@@ -89,21 +144,6 @@ def answer_mask(prompt: int, length: int) -> Tensor:
     """``[length]`` bool: tokens whose next token belongs to the answer that follows ``prompt`` tokens."""
     places = torch.arange(length)
     return (places >= prompt - 1) & (places < length - 1)
-
-
-def _row(
-    target: Target, sample: Sample, layers: Sequence[int], states: dict[int, Tensor], embeddings: Tensor
-) -> Features:
-    ids = torch.tensor(sample.ids, device=target.device)
-    spans = media_spans(target.config, sample.prompt) if sample.prompt.media else []
-    return Features(
-        ids=ids,
-        visual=visual_mask(target.config, ids),
-        answer=answer_mask(len(sample.prompt), len(ids)).to(target.device),
-        states={layer: states[layer] for layer in {*layers, len(target.layers)}},
-        embeddings=embeddings,
-        stops=tuple(stop for _, stop in spans),
-    )
 
 
 @dataclass(frozen=True, slots=True)

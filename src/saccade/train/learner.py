@@ -19,16 +19,15 @@ from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
+from saccade.train.data import Source
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features
 from saccade.train.objectives.entries import Entries, Feeder, lm_head_of, new_cache
 from saccade.train.objectives.losses import Tally, terms_of
 from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
-from saccade.train.samples import Source
 from saccade.train.validate import EngineMeasure, Measure
-from saccade.train.vocabulary import choose_vocabulary
-from saccade.train.warm_start import new_head, weights_digest
+from saccade.train.warm_start import choose_vocabulary, new_head, weights_digest
 from saccade.wording import differences
 
 

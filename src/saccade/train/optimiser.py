@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saccade.train.precision import dtype_for
+from saccade.cpu import has_instructions
 from saccade.train.recipe import Recipe, Stage
 
 
@@ -148,3 +149,34 @@ def _tables(module: nn.Module) -> set[int]:
         if hasattr(module, name):
             found.append(getattr(module, name)().weight)
     return {id(table) for table in found if table is not None}
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    """The format that matrix products of training are computed in on a device."""
+    if device.type == "cuda":
+        multiplies = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        multiplies = device.type == "cpu" and has_instructions(torch.bfloat16)
+    return torch.bfloat16 if multiplies else torch.float32
+
+
+def precision_on(device: torch.device, wanted: str) -> str:
+    """``fp32`` or ``bf16`` for a recipe's precision, of which ``auto`` is `dtype_for`."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if dtype_for(device) == torch.bfloat16 else "fp32"
+
+
+def fast_products(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast to `dtype_for`; nothing where that is float32."""
+    dtype = dtype_for(device)
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def description(device: torch.device) -> str:
+    """Device and number format of a run, such as `"2 CPU threads, float32"`."""
+    kind = "float32" if dtype_for(device) == torch.float32 else "bfloat16 autocast"
+    if device.type == "cuda":
+        return f"one {torch.cuda.get_device_name()}, {kind}"
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'' if threads == 1 else 's'}, {kind}"

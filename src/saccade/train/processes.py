@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
 
 from saccade.errors import TrainingError
-from saccade.train.objectives.losses import Tally
-from saccade.train.together import together
-
-
-def sum_tallies(tallies: Sequence[Tally], steps: int, names: Sequence[str], device: torch.device) -> Tensor:
-    """Return one vector of loss, terms, and the examples kept, tried and right per draft step."""
-    total = torch.zeros(1 + len(names) + 3 * steps, dtype=torch.float64, device=device)
-    for t in tallies:
-        total += torch.cat([torch.stack([t.loss, *(t.terms[n] for n in names)]).double(), t.kept, t.tried, t.right])
-    return total
-
-
-def unpack_sums(sums: Tensor, steps: int) -> tuple[float, list[float], list[list[int]]]:
-    """Split a vector of `sum_tallies` into loss, terms, and the three lists of counts."""
-    loss, *values = sums.tolist()
-    terms, counts = values[: -3 * steps], [int(v) for v in values[-3 * steps :]]
-    return loss, terms, [counts[i : i + steps] for i in range(0, 3 * steps, steps)]
-
 
 try:
     from accelerate import PartialState
@@ -37,9 +19,11 @@ except ImportError:
 
 
 _TIMEOUT = timedelta(days=2)
-"""Longest wait for another process: the first one may measure for hours. `together` notices those that are gone."""
+"""Longest wait for another process: the first one may measure for hours; `torchrun` ends all when one fails."""
 BUCKET = 1 << 25
 """Weights whose gradients are summed at once (128 MB)."""
+_BROKEN = ("gloo", "nccl", "connection", "socket", "tcpstore", "broken pipe", "timed out")
+"""Words of errors that another process's end may cause."""
 
 
 class Processes:
@@ -61,9 +45,19 @@ class Processes:
         """Whether this process writes and measures."""
         return self.rank == 0
 
-    def together(self) -> AbstractContextManager[None]:
-        """Watch over the other processes while the context is open (`saccade.train.together.together`)."""
-        return together(self.rank, self.count)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Name the end of another process as the reason where a reduction fails by it."""
+        try:
+            yield
+        except RuntimeError as problem:
+            words = str(problem).strip().splitlines() or [type(problem).__name__]
+            if self.count == 1 or not any(word in words[0].lower() for word in _BROKEN):
+                raise
+            raise TrainingError(
+                f"Another process has ended or cannot be reached ({words[0].rstrip('.')}); the run can be resumed from "
+                "its last checkpoint."
+            ) from problem
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all processes."""
@@ -75,9 +69,10 @@ class Processes:
         if self.count == 1:
             return
         for part in _buckets(weights):
-            summed = self.sum(torch.cat([_gradient(w).flatten() for w in part]))
-            for weight, own in zip(part, summed.split([w.numel() for w in part]), strict=True):
-                weight.grad = own.view_as(weight)
+            gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in part]
+            summed = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            for weight, gradient in zip(part, summed.split([w.numel() for w in part]), strict=True):
+                weight.grad = gradient.view_as(weight)
 
     def wait(self) -> None:
         """Wait until all processes arrive."""
@@ -87,15 +82,11 @@ class Processes:
 
 def _buckets(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Split weights into lists that are summed at once; the copies of all gradients together would take their size."""
-    found: list[nn.Parameter] = []
+    bucket: list[nn.Parameter] = []
     for weight in weights:
-        if found and sum(w.numel() for w in found) + weight.numel() > BUCKET:
-            yield found
-            found = []
-        found.append(weight)
-    if found:
-        yield found
-
-
-def _gradient(weight: nn.Parameter) -> Tensor:
-    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if bucket and sum(w.numel() for w in bucket) + weight.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(weight)
+    if bucket:
+        yield bucket

@@ -6,33 +6,27 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from saccade.errors import TrainingError
 from saccade.files import check_folder, make_folder, recover, write_folder
 from saccade.inputs.processor import InputProcessor
 from saccade.target_model.adapter import Target
-from saccade.train.batches import Order, split_validation
-from saccade.train.boards import boards, check_wandb
+from saccade.train.batches import Order, Prefetch, Work, split_validation
 from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, newest, preserved_random_state
-from saccade.train.data import Answers
+from saccade.train.data import Answers, Source
 from saccade.train.learner import Learner, new_learner
-from saccade.train.log import Log
-from saccade.train.objectives.losses import Tally
-from saccade.train.objectives.recomputing import recomputing
-from saccade.train.optimiser import Optimiser, rate_at
-from saccade.train.precision import precision_on
-from saccade.train.prefetch import Prefetch, Work
-from saccade.train.processes import Processes, sum_tallies, unpack_sums
+from saccade.train.log import Log, check_wandb
+from saccade.train.objectives.losses import Tally, recomputing
+from saccade.train.optimiser import Optimiser, precision_on, rate_at
+from saccade.train.processes import Processes
 from saccade.train.recipe import PACE, Recipe, Stage
-from saccade.train.samples import Source
 from saccade.train.validate import Measure
 
 _CHECKPOINTS = "checkpoints"
@@ -113,20 +107,20 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the end."""
-        with self.processes.together():
-            return self._run()
-
-    def _run(self) -> Outcome:
         if self.processes.leads:
             make_folder(self._out, TrainingError, _OTHER_OUT)
         self._restore()
         if self._measure is None and self.recipe.validation_samples and not self.apart:
             self._say(f"Fewer than 10 answers: none is kept to measure on, so no {self._out}/best is made.")
-        log = self._open_log() if self.processes.leads else None
+        log = None
+        if self.processes.leads:
+            again = "block_efficiency" if self._unmeasured else None
+            about = self.recipe.as_dict()
+            log = Log(self._out, self._step, self.recipe.steps, self._say, again, self._wandb, about)
         if self._unmeasured:
             self._validate(log)
         if self.target.shards is None:  # whose forwards and the sums of gradients must come in one order everywhere
-            self._batches.begin(self._work())
+            self._batches.begin(work for step in range(self._step, self.recipe.steps) for work in self._share(step))
         try:
             self._train(log)
         finally:
@@ -139,11 +133,6 @@ class Trainer:
         self.processes.wait()
         best = self._out / "best" if self._best > -math.inf else None
         return Outcome(last, best, self._best if best else None)
-
-    def _open_log(self) -> Log:
-        again = "block_efficiency" if self._unmeasured else None
-        shown = boards(self._out, self._step, self._wandb, self.recipe.as_dict())
-        return Log(self._out, self._step, self.recipe.steps, self._say, again, shown)
 
     def _train(self, log: Log | None) -> None:
         """Run the remaining steps, with checkpoints and measurements."""
@@ -170,13 +159,18 @@ class Trainer:
             self._backward(indices, self._batches.take((step, indices)), stage, step)
             for _, indices in self._share(step)
         ]
-        self._attend()
-        sums = sum_tallies(
-            [t for t in tallies if t is not None], stage.draft_steps, self.learner.terms, self.target.device
-        )
-        sums = self.processes.sum(sums)
+        if self.target.shards is not None:
+            self.target.shards.attend()  # layers that other processes still need
+        names, steps = self.learner.terms, stage.draft_steps
+        sums = torch.zeros(1 + len(names) + 3 * steps, dtype=torch.float64, device=self.target.device)
+        for tally in tallies:
+            if tally is not None:
+                values = torch.stack([tally.loss, *(tally.terms[name] for name in names)]).double()
+                sums += torch.cat([values, tally.kept, tally.tried, tally.right])
+        loss, *numbers = self.processes.sum(sums).tolist()
         self.processes.sum_gradients(self._optimiser.weights)
-        loss, terms, (kept, tried, right) = unpack_sums(sums, stage.draft_steps)
+        counts = [int(number) for number in numbers[len(names) :]]
+        kept, tried, right = (counts[start : start + steps] for start in range(0, 3 * steps, steps))
         if not math.isfinite(loss):
             rank = "" if self.processes.count == 1 else "-RANK"
             raise TrainingError(
@@ -200,7 +194,7 @@ class Trainer:
         return {
             "stage": number,
             "loss": loss / mean,
-            **{name: value / mean for name, value in zip(self.learner.terms, terms, strict=True)},
+            **{name: value / mean for name, value in zip(names, numbers, strict=False)},
             "rate": rate,
             "gradient": norm,
             "examples": kept,
@@ -224,18 +218,9 @@ class Trainer:
             mine = self.order.at(step)[start + self.processes.rank :: self.processes.count]
             indices = mine[: self.recipe.micro_batch]
             self._backward(indices, self.learner.prepare(indices, step), stage, step)
-        self._attend()
-        self._optimiser.clear()
-
-    def _attend(self) -> None:
-        """Run layers that other processes still need."""
         if self.target.shards is not None:
             self.target.shards.attend()
-
-    def _work(self) -> Iterator[Work]:
-        """Micro batches of the remaining steps."""
-        for step in range(self._step, self.recipe.steps):
-            yield from self._share(step)
+        self._optimiser.clear()
 
     def _share(self, step: int) -> list[Work]:
         """This process's micro batches of a step."""
@@ -252,22 +237,21 @@ class Trainer:
             tally = self.learner.loss(batch, stage)
         if tally.loss.requires_grad:
             tally.loss.backward()
-        if not tally.loss.isfinite():
-            self._keep_bad(indices, self.learner.tensors(batch), step)
         tally.loss = tally.loss.detach()
-        return tally
-
-    def _keep_bad(self, indices: list[int], tensors: dict[str, Tensor], step: int) -> None:
+        if tally.loss.isfinite():
+            return tally
         samples = [self._source.sample(i) for i in indices]
         about = {"step": step + 1, "samples": [s.name for s in samples if s is not None], "numbers": indices}
-        held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+        tensors = self.learner.tensors(batch)
+        content = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
 
         def write(part: Path) -> None:
             (part / "batch.json").write_text(json.dumps(about) + "\n")
-            save_file(held, part / "entries.safetensors")
+            save_file(content, part / "entries.safetensors")
 
         suffix = f"-{self.processes.rank}" if self.processes.count > 1 else ""
         write_folder(self._out / f"bad-step-{step + 1}{suffix}", write, error=TrainingError)
+        return tally
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._step % every == 0
@@ -299,7 +283,7 @@ class Trainer:
         self._step, state = found
         self.learner.load_state(state["head"])
         self._optimiser.load_state_dict(state["optimiser"])
-        self._best, self._unmeasured = state["best"], state.get("unmeasured", False)
+        self._best, self._unmeasured = state["best"], state["unmeasured"]
         self._say(f"going on after step {self._step} of {self.recipe.steps}")
 
     def _save(self) -> None:
@@ -316,40 +300,31 @@ class Trainer:
         self.processes.wait()
 
     def _validate(self, log: Log | None) -> None:
+        """Measure, log it, and write the drafter if it is the best."""
         self._batches.rest()  # the target is needed
-        measures = (
-            log is not None or self.target.shards is not None
-        )  # a sharded target answers in all processes at once
-        if measures and (measure := self._measuring()) is not None:
-            with (
-                preserved_random_state()
-            ):  # later steps are the same, whether they come after a measurement or a checkpoint
-                value = measure(self.learner.module)
-            self._note(value, log)
+        value = None
+        if log is not None or self.target.shards is not None:  # a sharded target answers in all processes at once
+            if self._unread:
+                samples = [self._source.sample(i) for i in self._unread]
+                self._unread = []
+                self._measure = self.learner.measure([s.prompt for s in samples if s is not None])
+            if self._measure is not None:
+                with preserved_random_state():  # later steps are the same after a measurement and a checkpoint
+                    value = self._measure(self.learner.module)
+        better = value is not None and value > self._best
+        if value is not None and better:
+            self._best = value
         if log is not None:
+            if value is not None:
+                log.write(self._step, {"block_efficiency": value})
+                self._say(f"step {self._step}: block efficiency {value:.3f}")
+            if better:
+                write_folder(self._out / "best", self._write_best, error=TrainingError)
             self._checkpoints.amend(self._step, {"best": self._best, "unmeasured": False})
         self._unmeasured = False
         self.processes.wait()
-
-    def _note(self, value: float, log: Log | None) -> None:
-        """Log a measurement, and write the drafter if it is the best; only the first process has a log."""
-        better = value > self._best
-        self._best = value if better else self._best
-        if log is None:
-            return
-        log.write(self._step, {"block_efficiency": value})
-        self._say(f"step {self._step}: block efficiency {value:.3f}")
-        if better:
-            write_folder(self._out / "best", self._write_best, error=TrainingError)
 
     def _write_best(self, part: Path) -> None:
         self.learner.save(part)
         about = {"step": self._step, "block_efficiency": self._best}
         (part / "validation.json").write_text(json.dumps(about) + "\n")
-
-    def _measuring(self) -> Measure | None:
-        if self._unread:
-            samples = [self._source.sample(i) for i in self._unread]
-            self._unread = []
-            self._measure = self.learner.measure([s.prompt for s in samples if s is not None])
-        return self._measure

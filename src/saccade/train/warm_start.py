@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig, TargetShape, check_fit
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target_model.adapter import Target
+from saccade.target_model.logit_map import logit_map
 from saccade.train.checkpoint import trained
+from saccade.train.data import Source
 from saccade.train.recipe import Recipe
 
 
@@ -99,3 +103,30 @@ def _take(head: Head, known: Head) -> None:
         rows = weights["residuals"]
         weights["residuals"] = torch.cat([rows, rows[-1:].expand(head.config.steps - len(rows), -1)])
     head.load_state_dict(weights)
+
+
+def token_counts(source: Source, vocab_size: int) -> Tensor:
+    """``[V]`` how often every token occurs in the answers, end tokens included."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for answer in source.answers():
+        ids = torch.tensor(answer, dtype=torch.long)
+        counts += torch.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    return counts
+
+
+def frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """``[size]`` ids of the most frequent tokens, ascending; among equally frequent ones those with smaller ids."""
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:
+    """Give a new head the answers' most frequent tokens, and the target's rows for them as its first LM head."""
+    counts = token_counts(source, target.vocab_size)
+    ids = frequent_tokens(counts, len(head.token_ids))
+    rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logit_map(target).factor
+    head.use_tokens(ids.to(head.token_ids.device), rows.to(head.lm_head.weight.device))
+    share = float(counts[ids].sum() / counts.sum().clamp(min=1))
+    return (
+        f"The head's vocabulary: the {len(ids):,} most frequent of {target.vocab_size:,} tokens, {share:.1%} of the "
+        "tokens in the answers."
+    )

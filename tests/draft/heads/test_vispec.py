@@ -14,10 +14,10 @@ from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.engine import Request
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
+from saccade.train.data import Sample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import entries_of
-from saccade.train.samples import Sample
 
 VISUAL = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
 

@@ -116,7 +116,7 @@ class Eagle3(Head):
 
     Options:
         own_vocabulary: 0 for the target's LM head; N for its own over N of the target's tokens, in training those that
-            are most frequent in the answers (`saccade.train.vocabulary`).
+            are most frequent in the answers (`saccade.train.warm_start`).
         residual: the residual stream is the feature as it is (``raw``), or behind its norm (``normed``;
             ``norm_before_residual`` of speculators).
         state_norms: norms of the target's states ahead of the layer that mixes them: ``none``, of ``each``, or of all

@@ -20,20 +20,21 @@ from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
+from saccade.train.data import Sample, Source
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, Features, Needed, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
+    Kept,
     Tally,
     Window,
     in_chunks,
+    recomputed,
     shifted,
     smooth_l1,
     terms_of,
     with_guesses,
 )
-from saccade.train.objectives.recomputing import Kept, recomputed
-from saccade.train.samples import Sample, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, read_at
 from saccade.target_model.adapter import Target
 from saccade.target_model.logit_map import logit_map
+from saccade.train.data import Sample, Source
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Needed, read_features
-from saccade.train.samples import Sample, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.medusa import StackedHead
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.losses import Tally, Weights, Window, draft_loss, in_chunks
-from saccade.train.objectives.recomputing import recomputed
+from saccade.train.objectives.losses import Tally, Weights, Window, draft_loss, in_chunks, recomputed
 
 
 @dataclass(frozen=True, slots=True)

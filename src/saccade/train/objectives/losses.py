@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.head import Head
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.recomputing import Kept, recomputed
 
 LOGITS = 1 << 24
 """Logits per chunk; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
@@ -254,3 +255,78 @@ def with_guesses(true: Tensor, step: int) -> Tensor:
 def _behind(own: Tensor, distance: int) -> Tensor:
     """``[A, A]`` bool: place c sees place c - distance."""
     return own.roll(-distance, 1).tril() if distance else own
+
+
+_ON: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+@dataclass(slots=True)
+class _Layer:
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.append(key)
+        self.values.append(value)
+        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+
+
+class Kept:
+    """Keys and values of the steps so far, differentiable; a `RowCache` is written in place."""
+
+    def __init__(self, blocks: int) -> None:
+        self.layers = [_Layer() for _ in range(blocks)]
+
+    def copy(self) -> Kept:
+        """Return the same entries, to which others can be added."""
+        out = Kept(0)
+        out.layers = [_Layer(list(layer.keys), list(layer.values)) for layer in self.layers]
+        return out
+
+
+@contextmanager
+def recomputing(on: bool) -> Iterator[None]:
+    """Let `recomputed` keep no activations while the context is open, if ``on``."""
+    before = _ON.set(on)
+    try:
+        yield
+    finally:
+        _ON.reset(before)
+
+
+def recomputed(work: Callable[[Sequence[Kept]], Tensor], held: Sequence[Kept] = ()) -> Tensor:
+    """Run a part of a loss; within `recomputing` it runs again in the backward pass, with the same bits."""
+    if not _ON.get():
+        return work(held)
+    before, order = [kept.copy() for kept in held], list[_Layer]()
+
+    def pure() -> tuple[Tensor, ...]:
+        copies, added = [kept.copy() for kept in before], list[Tensor]()
+        out = work(copies)
+        order.clear()
+        for kept, old, new in zip(held, before, copies, strict=True):
+            for layer, less, more in zip(kept.layers, old.layers, new.layers, strict=True):
+                for place in range(len(less.keys), len(more.keys)):
+                    order.append(layer)
+                    added += [more.keys[place], more.values[place]]
+        return out, *added
+
+    out: Tensor
+    out, *added = checkpoint(pure, use_reentrant=False, preserve_rng_state=False)
+    for layer, key, value in zip(order, added[::2], added[1::2], strict=True):
+        layer.keys.append(key)
+        layer.values.append(value)
+    return out
+
+
+def recompute_layers(layers: nn.ModuleList) -> None:
+    """Let the decoder layers of a model of transformers keep no activations, in training and in nothing else."""
+    for layer in layers:
+        switched: Any = layer
+        switched.gradient_checkpointing = True
+        switched._gradient_checkpointing_func = _run_again
+        switched.training = True  # of the layer alone: its parts stay without dropout
+
+
+def _run_again(work: Callable[..., Any], *given: Any) -> Any:
+    return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)

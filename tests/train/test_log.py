@@ -16,7 +16,6 @@ from training_run import closeness, recipe, run
 
 from over_processes import run_split
 from saccade.errors import TrainingError
-from saccade.train.boards import boards
 
 
 class Service(ModuleType):
@@ -88,11 +87,10 @@ def test_what_the_service_refuses_is_said_before_a_step_is_made(
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.train.boards.find_spec", lambda name: None)
+    monkeypatch.setattr("saccade.train.log.find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"pip install saccade\[wandb\]"):
         run(tmp_path / "run", wandb="heads")
     assert not (tmp_path / "run").exists()
-    assert boards(tmp_path, 0, None, {}) == []
 
 
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
