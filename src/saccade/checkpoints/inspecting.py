@@ -13,8 +13,8 @@ from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
-from saccade.draft.heads.published.translation import ReleasedLayout, rope_settings
-from saccade.draft.heads.store import WEIGHTS, form_of, read_config, read_values, read_weights
+from saccade.draft.heads.published.released import ReleasedLayout, rope_settings
+from saccade.draft.heads.store import WEIGHTS, layout_of, read_config, read_values, read_weights
 from saccade.errors import ModelError
 from saccade.loading import check_checkpoint
 
@@ -55,20 +55,20 @@ class Inspection:
 def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> Inspection:
     """Describe a head or a model; no model is run, and of a target only the configuration is read."""
     values = read_values(path)
-    form = form_of(path, values)
-    if form is None and MARK not in values:
+    layout = layout_of(path, values)
+    if layout is None and MARK not in values:
         if target is not None:
             raise ModelError(f"{path} holds no head, so it is not compared with a target; leave --target out.")
         return _model(path)
     shape = None if target is None else shape_of(target)
     config: HeadConfig | None
-    if form is None:
+    if layout is None:
         config = read_config(path)
         made_for = TargetShape(config.target_class, config.hidden_size, config.vocab_size, config.target_layers)
         facts = _facts(config, read_weights(path, [WEIGHTS]), made_for)
         inspection = Inspection(str(path), "head", "saccade", config.kind, facts)
     else:
-        inspection, config = _released(path, values, form, shape)
+        inspection, config = _released(path, values, layout, shape)
     if target is None or shape is None or config is None:
         return inspection
     return _compared(inspection, config, shape, check_checkpoint(target).get_text_config(decoder=True))
@@ -108,28 +108,28 @@ def _model(path: str | Path) -> Inspection:
 
 
 def _released(
-    path: str | Path, values: Mapping[str, Any], form: ReleasedLayout, shape: TargetShape | None
+    path: str | Path, values: Mapping[str, Any], layout: ReleasedLayout, shape: TargetShape | None
 ) -> tuple[Inspection, HeadConfig | None]:
     """Describe a released head; its configuration is None if it cannot be loaded."""
-    weights = read_weights(path, form.FILES)
+    weights = read_weights(path, layout.files)
     guessed = _guess(values, weights)
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     target = str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
     try:
-        config, ours = form.translate(path, values, weights, guessed)
+        config, ours = layout.translate(f"The head {path}", values, weights, guessed)
     except ModelError as problem:
         facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
         try:
-            kind = form.kind(values).kind
+            kind = layout.kind(values).kind
         except ModelError:
             kind = str(values.get(SPECULATORS, _UNKNOWN))
-        return Inspection(str(path), "head", form.name(values), kind, facts, problem=str(problem)), None
+        return Inspection(str(path), "head", layout.name(values), kind, facts, problem=str(problem)), None
     facts = _facts(config, ours, guessed) | {"target": target}
-    inspection = Inspection(str(path), "head", form.name(values), config.kind, facts)
+    inspection = Inspection(str(path), "head", layout.name(values), config.kind, facts)
     if shape is None:
         return inspection, None
     try:  # again: vocabulary, layers and positions follow the target where the files leave them open
-        config, _ = form.translate(path, values, weights, shape)
+        config, _ = layout.translate(f"The head {path}", values, weights, shape)
     except ModelError as problem:
         return replace(inspection, problem=str(problem)), None
     return inspection, config

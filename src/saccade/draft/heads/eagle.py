@@ -30,7 +30,7 @@ class Eagle2(Head):
 
     Every token has an entry; embeddings of visual tokens are the visual features that the target's decoder gets.
     Positions are token indices. Both inputs are normalised: embeddings and features differ in scale by orders of
-    magnitude, and training stalls otherwise. Released heads have no such norms (`published.first_eagle`).
+    magnitude, and training stalls otherwise. Released heads have no such norms (`published.blocks`).
 
     Options:
         text_only: hide the visual tokens.

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
-from saccade.draft.heads.published import cross_attention, eagle3, first_eagle, image_adaptor, stacks
-from saccade.draft.heads.published.translation import ReleasedLayout
+from saccade.draft.heads.published.blocks import DreamLayout, EagleLayout, ViSpecLayout
+from saccade.draft.heads.published.eagle3 import Eagle3Layout
+from saccade.draft.heads.published.released import ReleasedLayout
+from saccade.draft.heads.published.stacks import StackLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
@@ -25,9 +27,7 @@ from saccade.target_model.adapter import Target
 WEIGHTS = "model.safetensors"
 _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
 """Exceptions from reading a damaged weight file."""
-
-
-FORMS: tuple[ReleasedLayout, ...] = (eagle3, stacks, image_adaptor, cross_attention, first_eagle)
+LAYOUTS: tuple[ReleasedLayout, ...] = (Eagle3Layout(), StackLayout(), ViSpecLayout(), DreamLayout(), EagleLayout())
 """Layouts of released heads; the first that fits reads a folder."""
 
 
@@ -43,14 +43,14 @@ def save_head(head: Head, folder: str | Path) -> None:
 def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Head:
     """Load a head for a target, onto its device."""
     values, shape = read_values(folder), TargetShape.of(target)
-    form = form_of(folder, values)
-    if form is not None:
-        config, weights = form.translate(folder, values, read_weights(folder, form.FILES), shape)
-        check_fit(config, shape)
-    else:
+    layout = layout_of(folder, values)
+    if layout is None:
         config = read_config(folder)
         check_fit(config, shape)
         weights = read_weights(folder, [WEIGHTS])
+    else:
+        config, weights = layout.translate(f"The head {folder}", values, read_weights(folder, layout.files), shape)
+        check_fit(config, shape)
     head = build_head(config)
     expected = head.state_dict()
     for name in (*expected, *weights):
@@ -72,9 +72,7 @@ def read_config(folder: str | Path) -> HeadConfig:
 
 def kind_at(folder: str | Path) -> str:
     """Return the kind of the head in a folder."""
-    values = read_values(folder)
-    form = form_of(folder, values)
-    return read_config(folder).kind if form is None else form.kind(values).kind
+    return kind_in(folder) or read_config(folder).kind
 
 
 def kind_in(folder: Any) -> str | None:
@@ -82,17 +80,17 @@ def kind_in(folder: Any) -> str | None:
     if not isinstance(folder, (str, Path)):
         return None
     values = read_values(folder)
-    form = form_of(folder, values)
-    if form is not None:
-        return form.kind(values).kind
+    layout = layout_of(folder, values)
+    if layout is not None:
+        return layout.kind(values).kind
     return head_class(values[MARK]).kind if MARK in values else None
 
 
-def form_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout | None:
+def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout | None:
     """Return the layout of the released head in a folder; None for ours and for other folders."""
     if MARK in values:
         return None
-    return next((form for form in FORMS if form.fits(values, partial(_shapes, folder, form.FILES))), None)
+    return next((layout for layout in LAYOUTS if layout.fits(values, partial(_shapes, folder, layout.files))), None)
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
@@ -112,10 +110,10 @@ def _shapes(folder: str | Path, names: Sequence[str]) -> dict[str, tuple[int, ..
         if file is not None and file.suffix == ".safetensors":
             with safe_open(file, "pt") as stored:
                 return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        found = None if file is None else torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        weights = {} if file is None else torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except _DAMAGE:
         return {}
-    weights = found if isinstance(found, dict) else {}
+    weights = weights if isinstance(weights, dict) else {}
     return {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
 
 
@@ -137,21 +135,21 @@ def read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Te
     raise ModelError(f"The head {folder} has no {' or '.join(names)}; train it, or copy the whole folder.")
 
 
-def _check(folder: str | Path, name: str, expected: torch.Tensor | None, found: torch.Tensor | None) -> None:
-    if found is None:
-        raise ModelError(f"The head {folder} lacks the weight {name}; copy it again, or train it anew.")
+def _check(folder: str | Path, name: str, expected: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+    if weight is None:
+        raise ModelError(f"The head {folder} lacks the weight {name}; copy it again, or train it again.")
     if expected is None:
         raise ModelError(
             f"The head {folder} has the weight {name}, which its kind does not have; its config.json belongs to "
             "another head."
         )
-    if expected.shape != found.shape:
+    if expected.shape != weight.shape:
         raise ModelError(
-            f"The weight {name} of the head {folder} is {tuple(found.shape)}, not {tuple(expected.shape)}; its "
+            f"The weight {name} of the head {folder} is {tuple(weight.shape)}, not {tuple(expected.shape)}; its "
             "config.json belongs to another head."
         )
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(weight).all()):
         raise ModelError(
             f"The weight {name} of the head {folder} holds numbers that are not finite, with which it would draft "
-            "nothing; copy it again, or train it anew."
+            "nothing; copy it again, or train it again."
         )

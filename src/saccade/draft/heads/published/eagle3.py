@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +29,22 @@ from torch import Tensor
 
 from saccade.draft.heads.config import HeadConfig, TargetShape
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.published import translation
-from saccade.draft.heads.published.translation import Shapes, Weights
+from saccade.draft.heads.published.released import (
+    ReleasedLayout,
+    Shapes,
+    Values,
+    Weights,
+    bias_names,
+    block_config,
+    block_names,
+    check_settings,
+    check_target,
+    number,
+    rename_weights,
+    rope_settings,
+)
 from saccade.errors import ModelError
 
-FILES: tuple[str, ...] = translation.MODEL_FILES
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -49,142 +59,126 @@ NAMES = {
     "fc.weight": "fc.weight",
     "midlayer.input_layernorm.weight": "embedding_norm.weight",
     "midlayer.hidden_norm.weight": "feature_norm.weight",
-    "midlayer.self_attn.q_proj.weight": "self_attn.q_proj.weight",
-    "midlayer.self_attn.k_proj.weight": "self_attn.k_proj.weight",
-    "midlayer.self_attn.v_proj.weight": "self_attn.v_proj.weight",
-    "midlayer.self_attn.o_proj.weight": "self_attn.o_proj.weight",
-    "midlayer.post_attention_layernorm.weight": "post_attention_layernorm.weight",
-    "midlayer.mlp.gate_proj.weight": "mlp.gate_proj.weight",
-    "midlayer.mlp.up_proj.weight": "mlp.up_proj.weight",
-    "midlayer.mlp.down_proj.weight": "mlp.down_proj.weight",
+    **block_names("midlayer.", ""),
     "norm.weight": "norm.weight",
 }
 """Theirs -> ours; every head has these."""
-BIASES = {f"midlayer.self_attn.{part}_proj.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+BIASES = bias_names("midlayer.", "")
 QK_NORMS = {f"midlayer.self_attn.{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
 _OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
-_NOT_NEEDED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
+_UNUSED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
-def name(values: Mapping[str, Any]) -> str:
-    """Return the layout's name for a person."""
-    return "speculators" if SPECULATORS in values else "EAGLE-3 (EAGLE, SpecForge, SGLang)"
+class Eagle3Layout(ReleasedLayout):
+    """EAGLE-3 heads and speculators."""
 
+    def fits(self, values: Values, shapes: Shapes) -> bool:
+        names = _architectures(values)
+        return (
+            SPECULATORS in values
+            or any("eagle3" in name.lower() for name in names)
+            or ("LlamaForCausalLM" in names and "draft_vocab_size" in values)
+        )
 
-def fits(values: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Whether a config.json belongs to a head of this layout or to a speculator, supported or not."""
-    names = _architectures(values)
-    return (
-        SPECULATORS in values
-        or any("eagle3" in known.lower() for known in names)
-        or ("LlamaForCausalLM" in names and "draft_vocab_size" in values)
-    )
+    def name(self, values: Values) -> str:
+        return "speculators" if SPECULATORS in values else "EAGLE-3 (EAGLE, SpecForge, SGLang)"
 
-
-def kind(values: Mapping[str, Any]) -> type[Eagle3]:
-    """Return the class of the head."""
-    algorithm = values.get(SPECULATORS)
-    if algorithm not in (None, "eagle3"):
-        raise ModelError(f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is.")
-    return Eagle3
-
-
-def translate(
-    folder: str | Path, values: Mapping[str, Any], weights: Weights, shape: TargetShape
-) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Return configuration and weights of a published head under our names; arguments and errors as of `Form`.
-
-    Shapes: returns ``[N, d]``.
-    """
-    name = f"The EAGLE-3 head {folder}"
-    kind(values)
-    if SPECULATORS in values:
-        values = _unnested(name, values)
-    else:
-        known = _architectures(values)
-        if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(known):
+    def kind(self, values: Values) -> type[Eagle3]:
+        algorithm = values.get(SPECULATORS)
+        if algorithm not in (None, "eagle3"):
             raise ModelError(
-                f"{name} has the architecture {', '.join(known)}, which is not known; expected {ARCHITECTURES[0]}."
+                f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is."
             )
-        translation.check_settings(
-            name, values, norm_before_fc=False, norm_output=True
-        )  # true: logits are read behind the norm
-        values = {**values, "norm_output": False}
-    translation.check_settings(name, values, partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
-    if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
-        raise ModelError(f"{name} has attention in a sliding window, which is not supported; expected full attention.")
-    norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
-    ours, vocabulary = _rename(name, values, weights, norms)
-    made_for = values.get("target_hidden_size") or translation.number(name, values, "hidden_size")
-    translation.check_target(name, "hidden size", made_for, shape.hidden_size)
-    translation.check_target(name, "vocabulary", translation.number(name, values, "vocab_size"), shape.vocab_size)
-    mrope = shape.uses_mrope and "mrope_section" in translation.rope_settings(values)
-    config = translation.block_config(
-        name,
-        values,
-        shape,
-        Eagle3,
-        layers=_layers(name, values, shape.layers),
-        qkv_bias=any(ours_name in ours for ours_name in BIASES.values()),
-        qk_norm=any(ours_name in ours for ours_name in QK_NORMS.values()),
-        mrope=mrope,
-        options={
-            "own_vocabulary": vocabulary,
-            "residual": "normed" if values.get("norm_before_residual") else "raw",
-            "state_norms": norms,
-            "feeds": "normed" if values.get("norm_output") else "raw",
-            "positions": "target" if mrope else "entries",
-        },
-    )
-    if vocabulary:
-        ours["token_ids"] = _token_ids(name, ours.pop("token_ids", None), config)
-    return config, ours
+        return Eagle3
+
+    def translate(
+        self, title: str, values: Values, weights: Weights, shape: TargetShape
+    ) -> tuple[HeadConfig, dict[str, Tensor]]:
+        self.kind(values)
+        if SPECULATORS in values:
+            values = _unnested(title, values)
+        else:
+            names = _architectures(values)
+            if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(names):
+                raise ModelError(
+                    f"{title} has the architecture {', '.join(names)}, which is not known; expected {ARCHITECTURES[0]}."
+                )
+            check_settings(title, values, norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
+            values = {**values, "norm_output": False}
+        check_settings(title, values, partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
+        if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
+            raise ModelError(
+                f"{title} has attention in a sliding window, which is not supported; expected full attention."
+            )
+        norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
+        ours, vocabulary = _rename(title, values, weights, norms)
+        mrope = shape.uses_mrope and "mrope_section" in rope_settings(values)
+        config = block_config(
+            title,
+            values,
+            shape,
+            Eagle3,
+            mrope,
+            layers=_layers(title, values, shape.layers),
+            qkv_bias=any(name in ours for name in BIASES.values()),
+            qk_norm=any(name in ours for name in QK_NORMS.values()),
+            options={
+                "own_vocabulary": vocabulary,
+                "residual": "normed" if values.get("norm_before_residual") else "raw",
+                "state_norms": norms,
+                "feeds": "normed" if values.get("norm_output") else "raw",
+                "positions": "target" if mrope else "entries",
+            },
+        )
+        check_target(title, "vocabulary", number(title, values, "vocab_size"), shape.vocab_size)
+        if vocabulary:
+            ours["token_ids"] = _token_ids(title, ours.pop("token_ids", None), config)
+        return config, ours
 
 
-def _unnested(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a speculator's settings beside those of its block, with transformers' defaults for absent ones."""
+def _unnested(title: str, values: Values) -> Values:
+    """Return a speculator's settings together with those of its block, with transformers' defaults for absent ones."""
     from transformers import CONFIG_MAPPING
 
     nested = values.get("transformer_layer_config")
     model_type = nested.get("model_type") if isinstance(nested, Mapping) else None
-    if model_type not in ("llama", "qwen3"):
+    if nested is None or model_type not in ("llama", "qwen3"):
         raise ModelError(
-            f"{name} has a transformer_layer_config of the model type {model_type!r}; expected llama or qwen3."
+            f"{title} has a transformer_layer_config of the model type {model_type!r}; expected llama or qwen3."
         )
     if not isinstance(values.get("norm_before_residual"), bool):
         raise ModelError(
-            f"{name} does not say norm_before_residual in its config.json, for which speculators and vLLM assume "
+            f"{title} does not say norm_before_residual in its config.json, for which speculators and vLLM assume "
             "different values; add true or false."
         )
-    given = {key: value for key, value in dict(nested or {}).items() if key != "model_type"}
-    block = CONFIG_MAPPING[model_type](**given).to_dict()
-    return {**block, **values}
+    block = CONFIG_MAPPING[model_type](**{key: value for key, value in nested.items() if key != "model_type"})
+    return {**block.to_dict(), **values}
 
 
-def _architectures(values: Mapping[str, Any]) -> list[str]:
+def _architectures(values: Values) -> list[str]:
     names = values.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _rename(name: str, values: Mapping[str, Any], weights: Weights, norms: str) -> tuple[dict[str, Tensor], int]:
+def _rename(title: str, values: Values, weights: Weights, norms: str) -> tuple[dict[str, Tensor], int]:
     """The weights under our names, ``d2t`` as token_ids, and how many tokens an LM head of its own knows."""
-    theirs = {re.sub(r"^(model\.)?(layers\.0\.)?", _unprefixed, key): weight for key, weight in weights.items()}
+    theirs = {
+        re.sub(r"^(model\.)?(layers\.0\.)?", lambda prefix: "midlayer." if prefix[2] else "", key): weight
+        for key, weight in weights.items()
+    }
     if not theirs.get(_OUTPUT_BIAS, torch.zeros(1)).any():  # transformers' attention_bias brings one
         theirs.pop(_OUTPUT_BIAS, None)
-    names = {**NAMES, **BIASES, **QK_NORMS, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
     state_norms = norm_names(norms)
-    names |= state_norms
+    names = {**NAMES, **BIASES, **QK_NORMS, **state_norms, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
     known = values.get("draft_vocab_size")
     # Heads without both use the target's LM head.
     shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
     needed = (*NAMES, *state_norms, *([] if shares else ["lm_head.weight"]))
-    ours = translation.rename_weights(name, theirs, names, needed, _NOT_NEEDED)
+    ours = rename_weights(title, theirs, names, needed, _UNUSED)
     if shares:
         ours.pop("token_ids", None)
         return ours, 0
-    return ours, len(theirs["lm_head.weight"]) if known is None else translation.number(
-        name, values, "draft_vocab_size"
-    )
+    return ours, number(title, values, "draft_vocab_size", len(theirs["lm_head.weight"]))
 
 
 def norm_names(norms: str) -> dict[str, str]:
@@ -194,34 +188,29 @@ def norm_names(norms: str) -> dict[str, str]:
     return {"input_norm.weight": "state_norms.0.weight"} if norms == "joint" else {}
 
 
-def _unprefixed(prefix: re.Match[str]) -> str:
-    return "midlayer." if prefix[2] else ""
-
-
-def _layers(name: str, values: Mapping[str, Any], count: int) -> tuple[int, ...]:
+def _layers(title: str, values: Values, count: int) -> tuple[int, ...]:
     """The target's states that it reads, of a target of ``count`` layers."""
     usual = Eagle3.reads(count)
-    nested = values.get("eagle_config") or {}
+    nested: Mapping[str, Any] = values.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
-        raise ModelError(f"{name} reads the last layer alone, which is not supported; expected three layers.")
-    entered = values.get(LAYERS) or [layer + 1 for layer in nested.get(LAYERS) or ()]
-    found = tuple(entered) or usual
-    if len(found) != len(usual):
-        raise ModelError(f"{name} reads {len(found)} layers of its target; expected {len(usual)}.")
-    return found
+        raise ModelError(f"{title} reads the last layer alone, which is not supported; expected three layers.")
+    layers = tuple(values.get(LAYERS) or [layer + 1 for layer in nested.get(LAYERS) or ()]) or usual
+    if len(layers) != len(usual):
+        raise ModelError(f"{title} reads {len(layers)} layers of its target; expected {len(usual)}.")
+    return layers
 
 
-def _token_ids(name: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
+def _token_ids(title: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
     """``[N]`` the target's id of every draft token."""
     count: int = config.options["own_vocabulary"]
     if shifts is None and count != config.vocab_size:
-        raise ModelError(f"{name} lacks the weight d2t, which maps its {count} tokens; copy the whole folder again.")
+        raise ModelError(f"{title} lacks the weight d2t, which maps its {count} tokens; copy the whole folder again.")
     if shifts is None:
         return torch.arange(count)
     fits = shifts.shape == (count,) and not shifts.is_floating_point()
     ids = shifts.long() + torch.arange(len(shifts)) if fits else shifts
     if not fits or ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < count:
         raise ModelError(
-            f"{name} has a d2t that does not name {count} different ones of {config.vocab_size} tokens; copy it again."
+            f"{title} has a d2t that does not name {count} different ones of {config.vocab_size} tokens; copy it again."
         )
     return ids

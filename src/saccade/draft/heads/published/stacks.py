@@ -23,8 +23,6 @@ Facts of the layout, as FasterDecoding/Medusa (``medusa_model_legacy.py``, ``med
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -32,92 +30,86 @@ from torch import Tensor
 from saccade.draft.heads.config import HeadConfig, TargetShape
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.medusa import Hydra, Medusa
-from saccade.draft.heads.published.translation import MODEL_FILES, Shapes, Weights, check_target, number
+from saccade.draft.heads.published.released import (
+    ReleasedLayout,
+    Shapes,
+    Values,
+    Weights,
+    check_target,
+    number,
+    rename_weights,
+)
 from saccade.errors import ModelError
 
-FILES: tuple[str, ...] = (
-    *("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
-    *("hydra_lm_head.safetensors", "hydra_lm_head.pt"),
-    *MODEL_FILES,
-)
 _PREFIX = re.compile(r"^(medusa_heads?|hydra_head)\.")
 _OF_TARGET = re.compile(r"^(model|lm_head|language_model|vision_tower)\.")
 
 
-def name(values: Mapping[str, Any]) -> str:
-    """Return the layout's name for a person."""
-    return kind(values).kind.capitalize()
+class StackLayout(ReleasedLayout):
+    """Medusa and Hydra heads."""
 
-
-def fits(values: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Whether a config.json belongs to a Medusa or Hydra head, supported or not."""
-    return kind(values) is Medusa or "hydra_num_heads" in values
-
-
-def kind(values: Mapping[str, Any]) -> type[Head]:
-    """Return the class of the head."""
-    return Medusa if "medusa_num_heads" in values or values.get("model_type") == "medusa" else Hydra
-
-
-def translate(
-    folder: str | Path, values: Mapping[str, Any], weights: Weights, shape: TargetShape
-) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Return configuration and weights of a `Medusa` or `Hydra` head; arguments and errors as of `Form`."""
-    is_medusa = kind(values) is Medusa
-    title = f"The {name(values)} head {folder}"
-    theirs = {_PREFIX.sub("", key): weight for key, weight in weights.items() if not _OF_TARGET.match(key)}
-    read = shape.layers
-    options: dict[str, Any]
-    if is_medusa:
-        stacks, layers, theirs, known = _medusa(title, values, theirs)
-        has_heads = any(re.fullmatch(r"\d+\.\d+\.weight", key) for key in theirs)
-        names = _medusa_names(stacks, layers, has_heads)
-        options = {"layers": layers, "own_heads": has_heads, "own_vocabulary": known if has_heads else 0}
-    else:
-        stacks, layers = number(title, values, "hydra_num_heads"), number(title, values, "hydra_num_layers", 1)
-        _check_hydra(title, values)
-        read -= values.get("hidden_state_offset") or 0
-        names, options = _hydra_names(stacks, layers), {"stack": "residual", "layers": layers, "own_heads": True}
-    missing = [key for key in names if key not in theirs]
-    if missing:
-        raise ModelError(f"{title} lacks the weight {missing[0]}; copy the whole folder again.")
-    odd = [key for key in theirs if key not in {*names, "token_map"}]
-    if odd:
-        raise ModelError(f"{title} has the weight {odd[0]}, which is not known; it is not of the released form.")
-    ours = {names.get(key, "token_ids"): weight for key, weight in theirs.items()}
-    check_target(title, "hidden size", len(ours["stacks.0.0.linear.weight"]), shape.hidden_size)
-    if options["own_heads"]:
-        words = number(title, values, "vocab_size") if "token_ids" in ours else len(ours["lm_heads.0.weight"])
-        check_target(title, "vocabulary", words, shape.vocab_size)
-    config = HeadConfig(
-        kind=kind(values).kind,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.hidden_size,
-        heads=1,
-        kv_heads=1,
-        head_dim=2,
-        vocab_size=shape.vocab_size,
-        layers=(read,),
-        target_class=shape.model_class,
-        target_layers=shape.layers,
-        steps=stacks,
-        options=options,
+    files = (
+        *(f"{kind}_lm_head.{suffix}" for kind in ("medusa", "hydra") for suffix in ("safetensors", "pt")),
+        *ReleasedLayout.files,
     )
-    return config, ours
+
+    def fits(self, values: Values, shapes: Shapes) -> bool:
+        return self.kind(values) is Medusa or "hydra_num_heads" in values
+
+    def name(self, values: Values) -> str:
+        return self.kind(values).kind.capitalize()
+
+    def kind(self, values: Values) -> type[Head]:
+        return Medusa if "medusa_num_heads" in values or values.get("model_type") == "medusa" else Hydra
+
+    def translate(
+        self, title: str, values: Values, weights: Weights, shape: TargetShape
+    ) -> tuple[HeadConfig, dict[str, Tensor]]:
+        theirs = {_PREFIX.sub("", key): weight for key, weight in weights.items() if not _OF_TARGET.match(key)}
+        read = shape.layers
+        options: dict[str, Any]
+        if self.kind(values) is Medusa:
+            stacks, layers, theirs, known = _medusa(title, values, theirs)
+            has_heads = any(re.fullmatch(r"\d+\.\d+\.weight", key) for key in theirs)
+            names = _medusa_names(stacks, layers, has_heads)
+            options = {"layers": layers, "own_heads": has_heads, "own_vocabulary": known if has_heads else 0}
+        else:
+            _check_hydra(title, values)
+            stacks, layers = number(title, values, "hydra_num_heads"), number(title, values, "hydra_num_layers", 1)
+            read -= values.get("hidden_state_offset") or 0
+            names, options = _hydra_names(stacks, layers), {"stack": "residual", "layers": layers, "own_heads": True}
+        ours = rename_weights(title, theirs, {**names, "token_map": "token_ids"}, names)
+        check_target(title, "hidden size", len(ours["stacks.0.0.linear.weight"]), shape.hidden_size)
+        if options["own_heads"]:
+            words = number(title, values, "vocab_size") if "token_ids" in ours else len(ours["lm_heads.0.weight"])
+            check_target(title, "vocabulary", words, shape.vocab_size)
+        config = HeadConfig(
+            kind=self.kind(values).kind,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.hidden_size,
+            heads=1,
+            kv_heads=1,
+            head_dim=2,
+            vocab_size=shape.vocab_size,
+            layers=(read,),
+            target_class=shape.model_class,
+            target_layers=shape.layers,
+            steps=stacks,
+            options=options,
+        )
+        return config, ours
 
 
-def _medusa(
-    title: str, values: Mapping[str, Any], weights: Mapping[str, Tensor]
-) -> tuple[int, int, dict[str, Tensor], int]:
+def _medusa(title: str, values: Values, weights: Weights) -> tuple[int, int, dict[str, Tensor], int]:
     """Return stacks, layers, weights under Medusa's own names, and how many tokens LM heads know by ``token_map``."""
     theirs = {re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", key): w for key, w in weights.items()}
-    found = [tuple(map(int, key.split(".")[:2])) for key in theirs if re.match(r"\d+\.\d+\.linear\.", key)]
-    if not found:
+    places = [tuple(map(int, key.split(".")[:2])) for key in theirs if re.match(r"\d+\.\d+\.linear\.", key)]
+    if not places:
         raise ModelError(f"{title} has no stacks; copy the whole folder again.")
     in_vllm = values.get("model_type") == "medusa" and "medusa_num_heads" not in values
     of_stacks, of_layers = ("num_heads", "num_hidden_layers") if in_vllm else ("medusa_num_heads", "medusa_num_layers")
-    stacks = max(number(title, values, of_stacks), 1 + max(i for i, _ in found))
-    layers = max(number(title, values, of_layers, 1), 1 + max(j for _, j in found))
+    stacks = max(number(title, values, of_stacks), 1 + max(i for i, _ in places))
+    layers = max(number(title, values, of_layers, 1), 1 + max(j for _, j in places))
     theirs = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", key): weight for key, weight in theirs.items()}
     if values.get("original_lm_head"):
         theirs = {key: weight for key, weight in theirs.items() if not re.fullmatch(r"\d+\.\d+\.weight", key)}
@@ -134,31 +126,31 @@ def _medusa(
 
 
 def _medusa_names(stacks: int, layers: int, has_heads: bool) -> dict[str, str]:
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for i in range(stacks):
         for j in range(layers):
-            found |= {f"{i}.{j}.linear.{part}": f"stacks.{i}.{j}.linear.{part}" for part in ("weight", "bias")}
+            names |= {f"{i}.{j}.linear.{part}": f"stacks.{i}.{j}.linear.{part}" for part in ("weight", "bias")}
         if has_heads:
-            found[f"{i}.{layers}.weight"] = f"lm_heads.{i}.weight"
-    return found
+            names[f"{i}.{layers}.weight"] = f"lm_heads.{i}.weight"
+    return names
 
 
 def _hydra_names(stacks: int, layers: int) -> dict[str, str]:
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for i in range(stacks):
         for part in ("weight", "bias"):
             for j in range(layers):
-                found[f"hydra_mlp.{i}.{j}.linear.{part}"] = f"stacks.{i}.{j}.linear.{part}"
-            found[f"hydra_mlp.{i}.0.res_connection.{part}"] = f"stacks.{i}.0.projection.{part}"
-            found[f"hydra_lm_head.{i}.{part}"] = f"lm_heads.{i}.{part}"
-    return found
+                names[f"hydra_mlp.{i}.{j}.linear.{part}"] = f"stacks.{i}.{j}.linear.{part}"
+            names[f"hydra_mlp.{i}.0.res_connection.{part}"] = f"stacks.{i}.0.projection.{part}"
+            names[f"hydra_lm_head.{i}.{part}"] = f"lm_heads.{i}.{part}"
+    return names
 
 
-def _check_hydra(name: str, values: Mapping[str, Any]) -> None:
+def _check_hydra(title: str, values: Values) -> None:
     arch = values.get("hydra_head_arch", "mlp")
     if arch != "mlp":
         raise ModelError(
-            f"{name} has the hydra_head_arch {arch!r} (prefix-mlp is Hydra++), which is not supported; expected 'mlp'."
+            f"{title} has the hydra_head_arch {arch!r} (prefix-mlp is Hydra++), which is not supported; expected 'mlp'."
         )
     if values.get("grounded_heads") is not True:
-        raise ModelError(f"{name} has grounded_heads {values.get('grounded_heads')!r}, which is not supported.")
+        raise ModelError(f"{title} has grounded_heads {values.get('grounded_heads')!r}, which is not supported.")
