@@ -137,7 +137,7 @@ def test_a_second_turn_keeps_the_gaps_of_the_first(name: str) -> None:
     gaps = session.context.dropped(0)
     session.propose([0], [NEW[2]], TopProposer(), 2)
     read = context.load(0, longer)
-    assert session.context.shared_prefix(0, longer) == len(first) + len(NEW[2])
+    assert session.context.shared_prefixes([0], longer)[0] == len(first) + len(NEW[2])
     session.load(0, longer, read)
     assert session.context.dropped(0)[: len(gaps)] == gaps
     assert session.context.lengths == [len(longer) - len(session.context.dropped(0))]

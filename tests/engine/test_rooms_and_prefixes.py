@@ -52,7 +52,7 @@ def test_the_oldest_content_is_dropped_first() -> None:
     for prompt in unlike:
         add(batch, prompt, n=100)
         drain(batch)
-    held = [max(batch.context.shared_prefix(slot, prompt) for slot in range(4)) for prompt in unlike]
+    held = [max(batch.context.shared_prefixes(range(4), prompt).values()) for prompt in unlike]
     assert held == [0, len(unlike[1]) - 1, len(unlike[2]) - 1]
 
 

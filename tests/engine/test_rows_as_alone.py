@@ -166,7 +166,7 @@ def test_many_rows_among_others_give_what_they_give_alone(method: str) -> None:
 
 def test_a_neighbour_that_leaks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: every row is masked as if it were as long as its longest neighbour."""
-    from saccade.target_model.layout import Span
+    from saccade.target_model.forward import Span
 
     honest = Span.mask
 

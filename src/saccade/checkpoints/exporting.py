@@ -19,7 +19,7 @@ from saccade.errors import ModelError
 from saccade.files import write_folder
 from saccade.loading import is_on_hub
 from saccade.target_model.adapter import Target
-from saccade.target_model.logit_map import logit_map
+from saccade.target_model.selfcheck import logit_map
 
 EXPORTS = ("speculators", "eagle", "sglang")
 """Layouts that can be written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
+    ALL,
     ForwardOutput,
+    Layout,
     Requirements,
     TokenBlock,
     concat_outputs,
@@ -27,10 +29,9 @@ from saccade.target_model.forward import (
     split_outputs,
 )
 from saccade.target_model.graphs import GraphPool
-from saccade.target_model.layout import ALL, Layout, Span
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
 from saccade.target_model.sharding import Ranks, Shards
-from saccade.target_model.stock import FeatureTap, can_pack, early_exit, mask_labels, packing
+from saccade.target_model.stock import FeatureTap, can_switch_attention, ending_at, mask_labels, packing
 from saccade.target_model.traits import ModelTraits, compute_device
 
 
@@ -52,7 +53,7 @@ class Target:
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self._layer_devices = [compute_device(layer) for layer in self.layers]
-        self._packs = self.traits.tested and can_pack(self.decoder)
+        self._packs = self.traits.tested and can_switch_attention(self.decoder)
         self._stock_contexts = 0
         self._pins = 0
         self._pinned: bool | None = None
@@ -170,10 +171,19 @@ class Target:
         self.traits.limits.check(length)
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
-        """M-RoPE positions ``[3, 1, S]`` of the whole prompt and its rope delta; (None, 0) without M-RoPE."""
+        """M-RoPE positions ``[3, 1, S]`` of the prompt's ids ``[1, S]`` and its rope delta; (None, 0) without M-RoPE.
+
+        Passed explicitly, because the model would otherwise keep the delta of an earlier request on its module.
+        """
         if self._rope_index is None:
             return None, 0
-        return rope_positions(self._rope_index, self.config, ids, prompt)
+        if not prompt.media:
+            return torch.arange(ids.shape[1], device=ids.device).expand(3, 1, -1), 0
+        inputs: dict[str, Any] = {**join(self.config, prompt.media), **type_ids(self.config, prompt.ids)}
+        inputs["attention_mask"] = torch.ones_like(ids)
+        wanted = inspect.signature(self._rope_index).parameters
+        positions, delta = self._rope_index(ids, **{k: v.to(ids.device) for k, v in inputs.items() if k in wanted})
+        return positions, int(delta.flatten()[0])
 
     # -- forwards ------------------------------------------------------------------------------------------
 
@@ -211,9 +221,9 @@ class Target:
         for chosen in self._group_by_rope(cache, singles):
             if not self.is_lean:
                 for index in chosen:
-                    with early_exit(self.layers[layer]) as entering:
-                        self._run_stock(cache, singles[index])
-                    states[index] = entering[0].to(self.device)
+                    with ending_at(self.layers[layer]) as entering:
+                        self._run_stock(cache, singles[index], Requirements())
+                    states[index] = entering["hidden_states"].to(self.device)
                 continue
             assert self._lean is not None
             part = [singles[index] for index in chosen]
@@ -245,19 +255,13 @@ class Target:
         return ForwardOutput(logits, hidden)
 
     def _group_by_rope(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> list[list[int]]:
-        """Group single-row blocks that may share a pass."""
-        sides = [self._is_long(cache, block) for block in blocks]
-        groups = [[i for i, side in enumerate(sides) if side is wanted] for wanted in (False, True)]
-        return [group for group in groups if group]
-
-    def _is_long(self, cache: RowCache, block: TokenBlock) -> bool:
-        """Whether a block's row has passed the longrope threshold once the block has run."""
-        limits = self.traits.limits
-        if limits.longrope_threshold is None:
-            return False
-        # Only prompt tokens bring their positions; those of draft trees behind them start where logits start.
-        new = 0 if block.positions is None else min(block.logits_from + 1, block.count)
-        return limits.is_long(cache.lengths[block.rows[0]] + new)
+        """Group single-row blocks that may share a pass: once run, on the same side of a longrope threshold."""
+        sides: dict[bool, list[int]] = {False: [], True: []}
+        for index, block in enumerate(blocks):
+            # Only prompt tokens bring their positions; those of draft trees behind them start where logits start.
+            new = 0 if block.positions is None else min(block.logits_from + 1, block.count)
+            sides[self.traits.limits.is_long(cache.lengths[block.rows[0]] + new)].append(index)
+        return [side for side in sides.values() if side]
 
     def _run_blocks(
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
@@ -268,7 +272,10 @@ class Target:
                 "decoder cannot follow; undo that, or load it anew."
             )
         if not self.is_lean and (sum(len(b.rows) for b in blocks) == 1 or not self._packs):
-            return [self._run_row_by_row(cache, block, requirements) for block in blocks]
+            return [
+                concat_outputs([self._run_stock(cache, single, requirements) for single in block.split_rows()])
+                for block in blocks
+            ]
         layout, positions, logit_indices = self._plan(cache, blocks)
         embeddings = [b.embeddings if b.embeddings is not None else self.embed(b.tokens) for b in blocks]
         x = embeddings[0].flatten(0, 1) if len(embeddings) == 1 else torch.cat([e.flatten(0, 1) for e in embeddings])
@@ -283,9 +290,9 @@ class Target:
         inputs = self._stock_inputs(tokens, labels, positions, cache)
         if logit_indices is not None:
             inputs["logits_to_keep"] = logit_indices
-        replacing: AbstractContextManager[Any] = nullcontext()
-        if any(block.embeddings is not None for block in blocks):
-            replacing = replaced_embeddings(self.decoder, x[None], labels, pack_deepstack(blocks))
+        is_replaced = any(block.embeddings is not None for block in blocks)
+        deepstack = pack_deepstack(blocks)
+        replacing = replaced_embeddings(self.decoder, x[None] if is_replaced else None, labels, deepstack)
         with packing(self.decoder, cache), self._captured(requirements) as hidden, replacing:
             logits = self.model(**inputs).logits[0].to(self.device)
         return split_outputs(blocks, logits, {i: s[0] for i, s in hidden.items()})
@@ -304,7 +311,21 @@ class Target:
     def _plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
         positions = [self._positions(cache, block).flatten(1) for block in blocks]
-        layout = cache.plan_layout([(block.rows, block.count, self._masks(cache, block)) for block in blocks])
+        parts = []
+        for block in blocks:
+            lengths, pending = [cache.lengths[row] for row in block.rows], cache.pending[block.rows[0]]
+            masks = self.traits.masks.build(
+                block.attention_mask,
+                lengths,
+                block.count,
+                pending,
+                block.depth,
+                self.dtype,
+                self.device,
+                block.slot_shifts,
+            )
+            parts.append((block.rows, block.count, masks))
+        layout = cache.plan_layout(parts)
         if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
             positions = [p.expand(3, -1) for p in positions]
         joint = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
@@ -317,18 +338,6 @@ class Target:
             indices.append(each[:, block.logits_from :].flatten())
             start = stop
         return layout, joint, indices[0] if len(indices) == 1 else torch.cat(indices)
-
-    def _masks(self, cache: RowCache, block: TokenBlock) -> dict[str, Tensor | None]:
-        return self.traits.masks.build(
-            block.attention_mask,
-            [cache.lengths[row] for row in block.rows],
-            block.count,
-            cache.pending[block.rows[0]],
-            block.depth,
-            self.dtype,
-            self.device,
-            block.slot_shifts,
-        )
 
     def _positions(self, cache: RowCache, block: TokenBlock) -> Tensor:
         """Position ids ``[3 or 1, A, n]`` of a block's tokens."""
@@ -346,36 +355,26 @@ class Target:
             positions = (depth + first[0]).expand(len(rows), -1)
         else:
             positions = depth + cache.numbers.get(first).to(self.device)[:, None]
-        ahead = None
-        if max(deltas) > 0:
-            ahead = cache.numbers.get(deltas).to(self.device)[:, None]
+        ahead = cache.numbers.get(deltas).to(self.device)[:, None] if max(deltas) > 0 else None
         return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
 
     # -- the stock modules, a row at a time ----------------------------------------------------------------
 
-    def _run_row_by_row(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
-        outputs = []
-        for single in block.split_rows():
-            with self._captured(requirements) as hidden:
-                logits = self._run_stock(cache, single)
-            outputs.append(ForwardOutput(logits, hidden))
-        return concat_outputs(outputs)
-
-    def _run_stock(self, cache: RowCache, block: TokenBlock) -> Tensor:
-        """Logits ``[1, n - logits_from, V]`` of a block of one row."""
+    def _run_stock(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
+        """Run a block of one row."""
         layout, positions, _ = self._plan(cache, [block])
         (span,) = layout.spans
-        masks = {kind: m if (m := span.mask(kind)) is not None else self._unmasked(span) for kind in span.masks}
-        mask = masks if self.traits.masks.kinds else masks[ALL]
+        unmasked = torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
+        masks = {kind: unmasked if (own := span.mask(kind)) is None else own for kind in span.masks}
+        mask: Any = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
         if block.logits_from:
             inputs["logits_to_keep"] = max(block.count - block.logits_from, 1)
-        replacing: AbstractContextManager[Any] = nullcontext()
-        if block.embeddings is not None:
-            replacing = replaced_embeddings(self.decoder, block.embeddings, mask, block.deepstack)
-        with replacing:
+        replacing = replaced_embeddings(self.decoder, block.embeddings, mask, block.deepstack)
+        with self._captured(requirements) as hidden, replacing:
             logits: Tensor = self.model(**inputs).logits
-        return logits[:, logits.shape[1] - (block.count - block.logits_from) :].to(self.device)
+        logits = logits[:, logits.shape[1] - (block.count - block.logits_from) :].to(self.device)
+        return ForwardOutput(logits, hidden)
 
     def _stock_inputs(self, tokens: Tensor, mask: Any, positions: Tensor, cache: RowCache) -> dict[str, Any]:
         """Keyword arguments of a stock forward over positions ``[3 or 1, n]``."""
@@ -387,9 +386,6 @@ class Target:
             "past_key_values": cache,
             "use_cache": True,
         }
-
-    def _unmasked(self, span: Span) -> Tensor:
-        return torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
 
 
 def _decoder(model: Any) -> Any:
@@ -423,21 +419,3 @@ def check_types(model: Any) -> None:
             f"Images cannot be given to the family {family.name!r}, whose model needs {types} of unknown meaning for "
             "them; leave images out, or use a model of a tested family."
         )
-
-
-def rope_positions(rope_index: Any, config: Any, ids: Tensor, prompt: Prompt) -> tuple[Tensor, int]:
-    """M-RoPE positions ``[3, 1, S]`` of the whole prompt, and its rope delta.
-
-    Computed here and passed explicitly, because the model would otherwise keep the delta of an earlier
-    request as state on its module.
-    Shapes: ids ``[1, S]``.
-    """
-    count = ids.shape[1]
-    if not prompt.media:
-        return torch.arange(count, device=ids.device).expand(3, 1, -1), 0
-    inputs: dict[str, Any] = {**join(config, prompt.media), **type_ids(config, prompt.ids)}
-    inputs["attention_mask"] = torch.ones_like(ids)
-    wanted = inspect.signature(rope_index).parameters
-    known = {k: v.to(ids.device) for k, v in inputs.items() if k in wanted}
-    positions, delta = rope_index(ids, **known)
-    return positions, int(delta.flatten()[0])

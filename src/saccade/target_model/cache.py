@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.errors import ModelError
-from saccade.target_model.layout import Layout, Masks, Span
+from saccade.target_model.forward import Layout, Masks, Span
 
 QUANTUM = 64
 """Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
@@ -199,11 +199,14 @@ class RowCache(Cache):
         if capacity <= self.capacity(row):
             return
         needed, segment = round_to_segment(capacity), self._segments[row] or _Segment(0, 0)
-        if not segment.capacity or self._free_behind(segment) < needed - segment.capacity:
+        following = [s.start for s in self._by_start() if s.start >= segment.stop]
+        free = min(following, default=self.slots) - segment.stop
+        if not segment.capacity or free < needed - segment.capacity:
             start = self._first_gap(needed)
             if start is None:
                 self._compact(segment)
-                self._enlarge(self._with_headroom(segment.start + needed))
+                larger = min(self.slots + self.slots // 2, self.max_slots)  # growing copies all entries
+                self._enlarge(max(segment.start + needed, larger))
             else:
                 self._copy(segment.start, start, self.lengths[row] + self.pending[row])
                 self._clear(segment.start, segment.stop)
@@ -253,12 +256,8 @@ class RowCache(Cache):
             segment.start = at
             at = segment.stop
 
-    def _by_start(self) -> Iterator[_Segment]:
-        yield from sorted((s for s in self._segments if s is not None), key=lambda s: s.start)
-
-    def _free_behind(self, segment: _Segment) -> int:
-        following = [s.start for s in self._by_start() if s.start >= segment.stop]
-        return min(following, default=self.slots) - segment.stop
+    def _by_start(self) -> list[_Segment]:
+        return sorted((s for s in self._segments if s is not None), key=lambda s: s.start)
 
     def _first_gap(self, needed: int) -> int | None:
         """First slot of the first free run of ``needed`` slots; None without one."""
@@ -268,10 +267,6 @@ class RowCache(Cache):
                 return at
             at = segment.stop
         return at if self.slots - at >= needed else None
-
-    def _with_headroom(self, slots: int) -> int:
-        """Round up to 1.5 times the current size, because growing copies all entries."""
-        return max(slots, min(self.slots + self.slots // 2, self.max_slots))
 
     def _enlarge(self, slots: int) -> None:
         if slots <= self.slots:

@@ -11,19 +11,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from saccade.inputs.batching import media_spans
+from saccade.inputs.batching import media_spans, visual_mask
 from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target_model.adapter import Target, check_types
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.media_cache import MediaCache, MediaFeatures
-from saccade.target_model.probe import prompt_attention
+from saccade.target_model.stock import AttentionProbe
 
 CHUNK = 2048
 """Prompt tokens per pass of `Context.load`; bounds the attention mask."""
@@ -35,7 +35,7 @@ class Context:
     def __init__(
         self, target: Target, rows: int, media: MediaCache | None = None, max_slots: int = sys.maxsize
     ) -> None:
-        self.target = target
+        self.target, self.rows = target, rows
         self.cache: RowCache = target.new_cache(rows, max_slots)
         if target.graphs is not None:  # the next context finds its graphs
             weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
@@ -43,11 +43,6 @@ class Context:
         self.media = media or MediaCache()  # features of images and videos
         self.media.counted = self.media.counted or target  # the first context of a cache is the target's
         self._contents = [RowContent() for _ in range(rows)]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the cache."""
-        return self.cache.rows
 
     @property
     def lengths(self) -> list[int]:
@@ -58,15 +53,10 @@ class Context:
         """Positions of a row without an entry (pruned visual tokens)."""
         return self._contents[row].dropped
 
-    def shared_prefix(self, row: int, prompt: Prompt) -> int:
-        """Number of leading ids of a prompt that a row holds."""
-        return self.shared_prefixes([row], prompt)[row]
-
     def shared_prefixes(self, rows: Sequence[int], prompt: Prompt) -> dict[int, int]:
         """Number of leading ids of a prompt that each of some rows holds."""
         spans = self._media_spans(prompt)
-        contents = {row: self._contents[row] for row in rows}
-        return {row: _shared_prefix(content.ids, content.media, prompt.ids, spans) for row, content in contents.items()}
+        return {row: self._contents[row].shared_prefix(prompt.ids, spans) for row in rows}
 
     def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
         """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content.
@@ -78,7 +68,7 @@ class Context:
             check_types(self.target.model)
         content, spans = self._contents[row], self._media_spans(prompt)
         is_long = self.target.traits.limits.is_long(len(prompt))
-        start = self.shared_prefix(row, prompt) if is_long == content.is_long else 0
+        start = content.shared_prefix(prompt.ids, spans) if is_long == content.is_long else 0
         if prompt.media and not family_of(self.target.config).is_known:
             start = 0  # its placeholders cannot be assigned to media
         needs = self.requirements
@@ -116,11 +106,7 @@ class Context:
         self.cache.crop(row, 0)
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tokens: Tensor,
-        attention_mask: Tensor | None = None,
-        depth: Tensor | None = None,
+        self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None = None, depth: Tensor | None = None
     ) -> ForwardOutput:
         """Run new tokens of some rows; arguments as of `TokenBlock`."""
         (output,) = self.run([self.block(rows, tokens, attention_mask, depth)])
@@ -151,11 +137,7 @@ class Context:
         return needed + ([deltas] if max(deltas) > 0 else [])
 
     def block(
-        self,
-        rows: Sequence[int],
-        tokens: Tensor,
-        attention_mask: Tensor | None = None,
-        depth: Tensor | None = None,
+        self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None = None, depth: Tensor | None = None
     ) -> TokenBlock:
         """Build a block of tokens behind the rows' content."""
         deltas = [self._contents[row].rope_delta for row in rows]
@@ -181,22 +163,6 @@ class Context:
             own, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
             table.append([*[0] * (longest - length), *own[:length], *[0] * (length - len(own))])
         return on_device(table, self.target.device)
-
-
-def _shared_prefix(
-    cached: Sequence[int], cached_media: Sequence[MediaSpan], ids: Sequence[int], media: Sequence[MediaSpan]
-) -> int:
-    """Length of the common prefix, never inside a medium and always short of the whole prompt."""
-    limit = min(len(cached), len(ids) - 1)
-    shared = next((i for i in range(limit) if cached[i] != ids[i]), limit)
-    for old, new in zip(cached_media, media, strict=False):  # one prompt may have more
-        if old != new:
-            shared = min(shared, old[0], new[0])
-            break
-    for first, last, _ in (*media, *cached_media):
-        if first < shared < last:
-            shared = first
-    return shared
 
 
 MediaSpan = tuple[int, int, str]
@@ -237,6 +203,19 @@ class RowContent:
     slot_shifts: list[int] | None = None  # gaps between entries (`slot_shifts`) if the model has a sliding window
     prompt_length: int = 0  # of the last prefilled prompt; 0 until its prefill is complete
 
+    def shared_prefix(self, ids: Sequence[int], media: Sequence[MediaSpan]) -> int:
+        """Length of the common prefix, never inside a medium and always short of the whole prompt."""
+        limit = min(len(self.ids), len(ids) - 1)
+        shared = next((i for i in range(limit) if self.ids[i] != ids[i]), limit)
+        for ours, new in zip(self.media, media, strict=False):  # one prompt may have more
+            if ours != new:
+                shared = min(shared, ours[0], new[0])
+                break
+        for first, last, _ in (*media, *self.media):
+            if first < shared < last:
+                shared = first
+        return shared
+
 
 @dataclass(slots=True)
 class PrefillResult:
@@ -251,25 +230,12 @@ class PrefillResult:
     columns: Tensor | None = None  # `[S]` float32 attention that each position receives from the querying tokens
 
 
-class PrefillContext(Protocol):
-    """The part of a `Context` that prefill needs."""
-
-    target: Target
-    cache: RowCache
-    media: MediaCache
-    requirements: Requirements
-
-    def run(self, blocks: Sequence[TokenBlock]) -> list[ForwardOutput]:
-        """Run blocks together."""
-        ...
-
-
 class Prefill:
     """A prompt on its way into a row."""
 
     def __init__(
         self,
-        context: PrefillContext,
+        context: Context,
         row: int,
         content: RowContent,
         prompt: Prompt,
@@ -288,6 +254,11 @@ class Prefill:
         self._hidden: list[dict[int, Tensor]] = []
         self._embeddings: list[Tensor] = []
         self._pending: tuple[int, TokenBlock] | None = None
+        # of an unknown family, whose images reach the model unprocessed
+        self._is_opaque = bool(prompt.media) and not family_of(self._target.config).is_known
+        # in a single pass: where the longest position selects the factors, or placeholders are unknown
+        self._is_indivisible = self._is_opaque or self._target.traits.limits.is_long(len(prompt))
+        self._needs_attention = context.requirements.attention is not None and bool(prompt.media)
         self._encoded = 0
         self._looked_up: set[int] = set()
 
@@ -305,22 +276,6 @@ class Prefill:
     def runs_alone(self) -> bool:
         """Whether its chunks need passes of their own, by `run`."""
         return self._is_indivisible or self._needs_attention
-
-    @property
-    def _is_indivisible(self) -> bool:
-        """Whether it needs a single pass: where the longest position selects the factors (longrope), or where the
-        family's placeholders are unknown."""
-        return self._target.traits.limits.is_long(len(self.prompt)) or self._is_opaque
-
-    @property
-    def _needs_attention(self) -> bool:
-        """Whether attention is read during its passes."""
-        return self._context.requirements.attention is not None and bool(self.prompt.media)
-
-    @property
-    def _is_opaque(self) -> bool:
-        """Whether the family is unknown, so that its images reach the model unprocessed."""
-        return bool(self.prompt.media) and not family_of(self._target.config).is_known
 
     def chunk_end(self, budget: int) -> int:
         """Return where a chunk of about ``budget`` tokens ends: never inside an image, at least one token further."""
@@ -364,25 +319,26 @@ class Prefill:
 
     def block(self, stop: int, final: bool = True) -> TokenBlock:
         """Build the block of tokens up to ``stop``, which runs next."""
-        start = self.num_computed
+        start, device = self.num_computed, self._target.device
         retained = retained_positions(start, stop, self._dropped)
-        chosen = None if len(retained) == stop - start else torch.tensor(retained, device=self._target.device)
+        is_whole = len(retained) == stop - start
+        chosen = torch.arange(start, stop, device=device) if is_whole else on_device(retained, device)
         embeddings, deepstack = self._inputs(stop)
-        tokens = self._ids[:, start:stop]
-        if chosen is not None:
-            tokens = self._ids[:, chosen]
-            local = chosen - start
-            embeddings = None if embeddings is None else embeddings[:, local]
-            deepstack = tuple(layer[local] for layer in deepstack)
+        if not is_whole:
+            embeddings = None if embeddings is None else embeddings[:, chosen - start]
+            deepstack = tuple(layer[chosen - start] for layer in deepstack)
+        shifts = None
+        if self._target.traits.masks.window is not None and any(d < start for d in self._dropped):
+            shifts = torch.tensor([slot_shifts(start, self._dropped)], device=device, dtype=torch.long)
         block = TokenBlock(
             rows=[self.row],
-            tokens=tokens,
+            tokens=self._ids[:, chosen],
             attention_mask=self._attention_mask(retained),
-            depth=self._depth(retained),
-            slot_shifts=self._slot_shifts(),
+            depth=(chosen - start)[None] if self._dropped else None,
+            slot_shifts=shifts,
             embeddings=embeddings,
             deepstack=deepstack,
-            positions=self._position_ids(retained, chosen),
+            positions=chosen[None, None] if self._positions is None else self._positions[..., chosen],
             logits_from=len(retained) - 1 if final else len(retained),
         )
         self._pending = stop, block
@@ -399,8 +355,7 @@ class Prefill:
             inputs = self._target.embed(block.tokens) if block.embeddings is None else block.embeddings
             self._embeddings.append(inputs[0])
         if stop == len(self.prompt):
-            self.result.logits = output.logits[0, 0]
-            self._finish()
+            self._finish(output.logits[0, 0])
         content.ids.extend(self.prompt.ids[self.num_computed : stop])
         content.media = [m for m in self._spans if m[0] < stop]  # a cut medium equals no whole one
         content.dropped = [d for d in self._dropped if d < stop]
@@ -408,30 +363,44 @@ class Prefill:
 
     def run(self, stop: int) -> PrefillResult:
         """Run everything up to ``stop`` in a pass of its own and commit it."""
+        cache = self._context.cache
         if self._is_opaque:
-            output, count = self._run_opaque()
+            ids = self._ids[:, self.num_computed :]
+            block = TokenBlock([self.row], ids, logits_from=ids.shape[1] - 1)
+            self._pending = len(self.prompt), block
+            output = self._target.forward_prompt(cache, self.row, self.prompt, self._context.requirements)
         else:
-            probing: AbstractContextManager[Any] = nullcontext()
-            if self._needs_attention:
-                probing = prompt_attention(
-                    self._target, self._context.requirements, self.prompt, self.num_computed, stop
-                )
             block = self.block(stop, final=stop == len(self.prompt))
-            with probing as attention:
+            with self._probed(stop) as probe:
                 (output,) = self._context.run([block])
-            if attention and self._target.exact:  # probed modules are not exact
-                self._context.cache.drop([self.row])
-                (output,) = self._context.run([block])
-            count = block.count
-            if attention:
+            if probe is not None:
+                columns = torch.stack([c[0].to(self._target.device) for c in probe.columns.values()]).mean(0)
+                columns = pad(columns, (0, len(self.prompt) - columns.shape[0]))
                 known = self.result.columns
-                self.result.columns = attention[0] if known is None else known + attention[0]
+                self.result.columns = columns if known is None else known + columns
+            if probe is not None and self._target.exact:  # probed modules are not exact
+                cache.drop([self.row])
+                (output,) = self._context.run([block])
         self.record(output)
-        self._context.cache.commit([self.row], [range(count)])
+        cache.commit([self.row], [range(block.count)])
         return self.result
 
-    def _finish(self) -> None:
+    def _probed(self, stop: int) -> AbstractContextManager[AttentionProbe | None]:
+        """Probe the attention of the prompt's querying tokens up to ``stop``; None where there are none."""
+        needs, start = self._context.requirements, self.num_computed
+        visual = visual_mask(self._target.config, self.prompt.ids).nonzero()[:, 0].tolist()
+        if needs.attention is None or not visual:
+            return nullcontext()
+        first = start
+        if needs.queries == "words":
+            first = max(start, min(visual[-1] + 1, len(self.prompt) - 1))
+        if first >= stop:
+            return nullcontext()
+        return AttentionProbe(self._target, queries=range(first - start, stop - start), layers=needs.attention or None)
+
+    def _finish(self, logits: Tensor) -> None:
         content, length = self._content, len(self.prompt)
+        self.result.logits = logits
         content.rope_delta, content.prompt_length = self._rope_delta + len(self._dropped), length
         has_gaps = self._dropped and self._target.traits.masks.window is not None
         content.slot_shifts = slot_shifts(length, self._dropped) if has_gaps else None
@@ -472,39 +441,3 @@ class Prefill:
             image = slice(bisect_left(retained, first), bisect_left(retained, last))
             mask[image, image] = True
         return mask[None]
-
-    def _depth(self, retained: Sequence[int]) -> Tensor | None:
-        """Positions relative to the row's content, where some are dropped."""
-        if not self._dropped:
-            return None
-        return torch.tensor([[p - self.num_computed for p in retained]], device=self._target.device)
-
-    def _slot_shifts(self) -> Tensor | None:
-        """Gaps before this block, if the model has a sliding window."""
-        start = self.num_computed
-        if self._target.traits.masks.window is None or not any(d < start for d in self._dropped):
-            return None
-        gaps = slot_shifts(start, self._dropped)
-        return torch.tensor([gaps], device=self._target.device, dtype=torch.long)
-
-    def _position_ids(self, retained: Sequence[int], chosen: Tensor | None) -> Tensor:
-        """``[3 or 1, 1, n]``."""
-        if self._positions is None:
-            if chosen is not None:
-                return chosen[None, None]
-            return torch.arange(retained[0], retained[-1] + 1, device=self._target.device)[None, None]
-        if chosen is not None:
-            return self._positions[..., chosen]
-        return self._positions[..., retained[0] : retained[-1] + 1]
-
-    def _run_opaque(self) -> tuple[ForwardOutput, int]:
-        """Run the whole prompt with raw media through the stock model, for families outside the table."""
-        block = TokenBlock(
-            [self.row],
-            self._ids[:, self.num_computed :],
-            logits_from=len(self.prompt) - self.num_computed - 1,
-        )
-        self._pending = len(self.prompt), block
-        context = self._context
-        output = self._target.forward_prompt(context.cache, self.row, self.prompt, context.requirements)
-        return output, block.count

@@ -243,7 +243,7 @@ class ExactAttention:
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
     ) -> Tensor:
-        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.layout.attend`."""
+        """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.forward.attend`."""
         count, tokens = query.shape[2], keys.shape[2]
         wide_keys, wide = keys.double(), values.double()
         unit = power_of_two(values.abs().float().amax(-1).clamp_min_(_LEAST))[:, :, None].double()  # of every key

@@ -1,18 +1,23 @@
-"""Inputs and outputs of a target forward."""
+"""Inputs, outputs, masks and layout of one packed forward.
+
+All rows' new tokens run as one sequence through the matrix products; attention runs row by row over each row's own
+entries. Neighbouring rows with equally many tokens at equal distances in the arena form a group, which the kernel takes
+as a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.errors import ModelError
-from saccade.target_model.layout import ALL
 
 Mask = Tensor | dict[str, Tensor]
 
@@ -43,23 +48,16 @@ class TokenBlock:
         if len(self.rows) == 1:
             yield self
             return
-        for index, row in enumerate(self.rows):
-            one = slice(index, index + 1)
-
-            def own(tensor: Tensor | None, one: slice = one) -> Tensor | None:
-                return tensor if tensor is None or tensor.shape[0] == 1 else tensor[one]
-
-            yield TokenBlock(
-                rows=[row],
-                tokens=self.tokens[one],
-                attention_mask=own(self.attention_mask),
-                depth=own(self.depth),
-                rope_deltas=self.rope_deltas[one] if self.rope_deltas else (),
-                slot_shifts=own(self.slot_shifts),
-                embeddings=own(self.embeddings),
-                positions=None if self.positions is None else self.positions[:, one],
-                logits_from=self.logits_from,
-            )
+        for place, row in enumerate(self.rows):
+            one = slice(place, place + 1)
+            parts: dict[str, Any] = {"tokens": self.tokens[one], "rope_deltas": self.rope_deltas[one]}
+            for name in ("attention_mask", "depth", "slot_shifts", "embeddings"):
+                tensor = getattr(self, name)
+                if tensor is not None and tensor.shape[0] > 1:
+                    parts[name] = tensor[one]
+            if self.positions is not None:
+                parts["positions"] = self.positions[:, one]
+            yield replace(self, rows=[row], **parts)
 
 
 @dataclass(slots=True)
@@ -133,28 +131,20 @@ def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[
 
 def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
     """Deepstack features of the packed sequence, ``[T, d]`` per layer; empty without any."""
-    packed = []
-    for layer in range(max(len(block.deepstack) for block in blocks)):
-        like = next(block.deepstack[0] for block in blocks if block.deepstack)
-        packed.append(
-            torch.cat(
-                [
-                    b.deepstack[layer] if b.deepstack else like.new_zeros(b.tokens.numel(), like.shape[-1])
-                    for b in blocks
-                ]
-            )
-        )
-    return packed
+    depth = max(len(block.deepstack) for block in blocks)
+    like = next((block.deepstack[0] for block in blocks if block.deepstack), torch.empty(0, 0))
+    parts = [b.deepstack or [like.new_zeros(b.tokens.numel(), like.shape[1])] * depth for b in blocks]
+    return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
 @contextmanager
 def replaced_embeddings(
-    decoder: nn.Module, embeddings: Tensor, mask: Mask, deepstack: Sequence[Tensor] = ()
+    decoder: nn.Module, embeddings: Tensor | None, mask: Mask, deepstack: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace the inputs of the model's decoder while the context is open.
-
-    Shapes: embeddings ``[1, n, d]``; deepstack ``[n, d]``.
-    """
+    """Replace the decoder's inputs ``[1, n, d]`` and deepstack features ``[n, d]`` while the context is open."""
+    if embeddings is None:
+        yield
+        return
     calls = []
 
     def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -214,12 +204,11 @@ class MaskPlan:
         longest, new = max(lengths), pending + count
         near = self.window is None or (slot_shifts is None and longest + new <= self.window)
         mask = attention_mask
-        full = None
+        full, lowest = None, torch.finfo(dtype).min
         if mask is not None:
             full = torch.zeros(*mask.shape[:2], longest + new, dtype=dtype, device=device)
-            full[:, :, longest:].masked_fill_(~mask, torch.finfo(dtype).min)
+            full[:, :, longest:].masked_fill_(~mask, lowest)
         elif count > 1:
-            lowest = torch.finfo(dtype).min
             full = torch.full((1, count, longest + new), lowest, dtype=dtype, device=device)
             full = full.triu_(longest + pending + 1)
         if near:
@@ -253,3 +242,179 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask to one that is added to scores in ``dtype``."""
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+MAX_PADDING = 128
+"""Most padding slots per row with which rows of different lengths form a group."""
+MAX_FOLDED = 64
+"""Most tokens per row for which query heads of one key head run as further queries."""
+_MAX_UPCAST = 2**19  # elements of keys whose conversion to float32 costs next to nothing
+
+Masks = Mapping[str, Tensor | None]
+"""Additive masks per kind of layer; None where everything is attended."""
+ALL = "all"
+"""Kind of layer of a decoder whose layers are alike."""
+
+
+@dataclass(slots=True)
+class Span:
+    """One row's tokens in the packed sequence."""
+
+    row: int  # row of the cache
+    first: int  # index of its first token in the packed sequence
+    count: int  # its tokens, n
+    start: int  # first slot of the row's segment
+    visible: int  # attended slots from there on, these tokens' included
+    masks: Masks  # `[1, n, W]` per kind of layer, whose last `visible` columns are the row's slots
+
+    def mask(self, kind: str) -> Tensor | None:
+        """Additive mask ``[1, 1, n, K]`` of a kind of layer; None where everything is attended."""
+        mask = self.masks[kind]
+        return None if mask is None else mask[None, :, :, mask.shape[2] - self.visible :]
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """Rows that share an attention kernel call."""
+
+    first: int  # index of the first token in the packed sequence
+    rows: int  # number of rows, A
+    count: int  # tokens of each, n
+    start: int  # first slot of the first row's segment
+    step: int  # slots from one row's segment to the next one's
+    visible: int  # attended slots of every row, K
+    masks: dict[str, Tensor | None]  # `[A or 1, 1, n, K]` per kind of layer
+    folded: dict[str, Tensor] = field(default_factory=dict)  # the same for queries of several heads
+
+    def folded_mask(self, kind: str, heads: int) -> Tensor | None:
+        """Mask of a kind of layer for the queries of ``heads`` heads, one head after the other."""
+        mask = self.masks[kind]
+        if mask is None:
+            return None
+        if kind not in self.folded:
+            self.folded[kind] = mask.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
+        return self.folded[kind]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """View ``[A, H, K, D]`` of a layer's keys or values ``[H, N, D]``."""
+        if self.rows == 1:
+            return tensor[None, :, self.start : self.start + self.visible]
+        heads, slot, one = tensor.stride()
+        size = self.rows, tensor.shape[0], self.visible, tensor.shape[2]
+        offset = tensor.storage_offset() + self.start * slot
+        return tensor.as_strided(size, (self.step * slot, heads, slot, one), offset)
+
+
+class Layout:
+    """Spans of a forward and the slots that it writes."""
+
+    def __init__(
+        self, spans: Sequence[Span], slots: Tensor | slice, total: int = 0, groups: Sequence[RowGroup] | None = None
+    ) -> None:
+        self.spans = list(spans)  # in the order of the packed sequence, without gaps
+        self.slots = slots  # slots of the tokens' entries, `[T]` or a slice
+        self._total = total
+        self._groups = None if groups is None else list(groups)
+
+    @property
+    def count(self) -> int:
+        """Tokens of the packed sequence."""
+        return sum(span.count for span in self.spans)
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        kind: str = ALL,
+        kernel: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """Compute the packed sequence's attention.
+
+        Shapes: query ``[H, T, D]``; keys, values ``[H_kv, N, D]``; returns ``[T, H * D_v]``.
+        """
+        kernel = kernel or attend
+        if self._groups is None:
+            self._groups = _group_spans(self.spans, self._total, query)
+        grouped = query.shape[0] != keys.shape[0]
+        out = []
+        for group in self._groups:
+            part = query[:, group.first : group.first + group.rows * group.count]
+            part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
+            own = group.of(keys), group.of(values)
+            if grouped and kernel is attend and query.is_cuda and group.count <= MAX_FOLDED:
+                times = query.shape[0] // keys.shape[0]
+                folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
+                mixed = attend(folded, *own, group.folded_mask(kind, times), scale, grouped=False)
+                mixed = mixed.unflatten(2, (times, group.count)).flatten(1, 2)
+            else:
+                mixed = kernel(part, *own, group.masks[kind], scale, grouped)
+            out.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool) -> Tensor:
+    """Compute attention ``[A, H, n, D_v]`` of queries ``[A, H, n, D]``; ``grouped`` where keys have fewer heads.
+
+    On a CPU, low-precision inputs run in float32 for a single query, for which torch's kernel takes 2 to 9 times as
+    long in bfloat16, and for several while that costs nothing: less rounding, less difference between one query and
+    several.
+    """
+    if grouped and keys.is_cuda:  # its fused kernels take no mask with grouped heads; few queries are folded instead
+        times = query.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
+        grouped = False
+    low = query.dtype != torch.float32 and query.device.type == "cpu"
+    if low and (query.shape[2] == 1 or keys.numel() <= _MAX_UPCAST):
+        mask = None if mask is None else mask.float()
+        wide = query.float(), keys.float(), values.float()
+        mixed = F.scaled_dot_product_attention(*wide, mask, scale=scale, enable_gqa=grouped)
+        return mixed.to(query.dtype)
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
+
+
+def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
+    """Group runs of spans at equal distances with equally many tokens; other spans stay alone."""
+    groups, at = [], 0
+    starts = [span.start for span in spans]
+    while at < len(spans):
+        stop = run_end(starts, at)
+        while stop > at + 1 and not _is_group(spans[at:stop], total):
+            stop -= 1
+        first, rows = spans[at], spans[at:stop]
+        visible = max(span.visible for span in rows)
+        step = starts[at + 1] - first.start if len(rows) > 1 else 0
+        masks = {kind: _joint_mask(rows, kind, visible, like) for kind in first.masks}
+        groups.append(RowGroup(first.first, len(rows), first.count, first.start, step, visible, masks))
+        at = stop
+    return groups
+
+
+def run_end(starts: Sequence[int], first: int) -> int:
+    """Return where the run of rows from ``first`` on ends whose slots lie at equal, positive distances."""
+    stop = first + 1
+    step = starts[stop] - starts[first] if stop < len(starts) else 0
+    while step > 0 and stop < len(starts) and starts[stop] - starts[stop - 1] == step:
+        stop += 1
+    return stop
+
+
+def _is_group(spans: Sequence[Span], total: int) -> bool:
+    """Whether spans have equally many tokens, and need little padding within the arena."""
+    longest = max(span.visible for span in spans)
+    padding = sum(longest - span.visible for span in spans)
+    is_even = len({span.count for span in spans}) == 1
+    return is_even and padding <= MAX_PADDING * len(spans) and spans[-1].start + longest <= total
+
+
+def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) -> Tensor | None:
+    """Mask ``[A, 1, n, K]`` over the longest row's slots; those behind the others' are masked."""
+    masks = [span.mask(kind) for span in spans]
+    is_even = all(span.visible == visible for span in spans)
+    if is_even and all(mask is masks[0] for mask in masks):
+        return masks[0]
+    joint = like.new_full((len(spans), 1, spans[0].count, visible), torch.finfo(like.dtype).min)
+    for place, (span, mask) in enumerate(zip(spans, masks, strict=True)):
+        joint[place, :, :, : span.visible] = 0 if mask is None else mask[0]
+    return joint

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
-from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock, additive
-from saccade.target_model.layout import Layout, RowGroup, even_runs
+from saccade.target_model.forward import ForwardOutput, Layout, Requirements, RowGroup, TokenBlock, additive, run_end
 from saccade.target_model.lean import TOLERANCE, LeanDecoder
 from saccade.target_model.traits import ModelTraits
 
@@ -362,16 +361,16 @@ def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> lis
 
     Within a window, all kinds of layers have the same mask.
     """
-    groups = []
-    for run in even_runs(shape.starts):
-        fits = len(run) == 1 or shape.starts[run[-1]] + shape.keys <= slots
-        for part in [run] if fits else [range(place, place + 1) for place in run]:
-            start = shape.starts[part.start]
-            step = shape.starts[part.start + 1] - start if len(part) > 1 else 0
-            keys = min(shape.keys, slots - start)
-            masks: dict[str, Tensor | None] = dict.fromkeys(kinds, mask[part.start : part.stop, ..., :keys])
-            first = part.start * shape.queries
-            groups.append(RowGroup(first, len(part), shape.queries, start, step, keys, masks))
+    groups, at = [], 0
+    while at < len(shape.starts):
+        start, stop = shape.starts[at], run_end(shape.starts, at)
+        if shape.starts[stop - 1] + shape.keys > slots:
+            stop = at + 1
+        step = shape.starts[at + 1] - start if stop > at + 1 else 0
+        keys = min(shape.keys, slots - start)
+        masks: dict[str, Tensor | None] = dict.fromkeys(kinds, mask[at:stop, ..., :keys])
+        groups.append(RowGroup(at * shape.queries, stop - at, shape.queries, start, step, keys, masks))
+        at = stop
     return groups
 
 

@@ -32,8 +32,7 @@ from saccade.target_model.exact import (
     pieces,
     steady_silu,
 )
-from saccade.target_model.forward import Requirements, TokenBlock
-from saccade.target_model.layout import ALL, Layout
+from saccade.target_model.forward import ALL, Layout, Requirements, TokenBlock
 from saccade.target_model.linear import Linear, pack_where_faster
 from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of

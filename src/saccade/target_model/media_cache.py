@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from saccade.inputs.batching import join, type_ids
 from saccade.inputs.prompt import Medium
 from saccade.target_model.adapter import Target
+from saccade.target_model.stock import ending_at
 
 MEDIA_BYTES = 256 * 2**20
 """Default size limit of a cache."""
@@ -146,18 +147,8 @@ class MediaCache:
             total -= self._entries.popitem(last=False)[1][1]
 
 
-class _Reached(Exception):
-    """Raised right before the decoder runs; caught by `encode`."""
-
-
 def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     """Run a stock model up to its decoder on one medium's placeholders."""
-    inputs_of_decoder: dict[str, Any] = {}
-
-    def stop(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs_of_decoder.update(kwargs)
-        raise _Reached
-
     row = torch.tensor([list(ids)], device=model.device)
     tensors = {**join(model.config, [medium]), **type_ids(model.config, ids)}
     inputs = {
@@ -167,13 +158,8 @@ def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     count = 3 if model.has_rope_index else 1
     places = torch.arange(len(ids), device=model.device).expand(count, 1, -1)
     inputs["position_ids"] = places if model.has_rope_index else places[0]
-    handle = model.decoder.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
+    with ending_at(model.decoder) as inputs_of_decoder:
         model.model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, **inputs)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     embeddings = inputs_of_decoder["inputs_embeds"][0].to(model.device)
     return MediaFeatures(embeddings, tuple(_deepstack(inputs_of_decoder, embeddings)))
 

@@ -1,4 +1,4 @@
-"""Stock modules of transformers on a packed sequence: attention by row, capture of hidden states, early exit.
+"""Stock modules of transformers on packed sequences, and what is read from them: hidden states and attention.
 
 Modules call the attention function named in their configuration. During a packed forward it splits the sequence into
 rows, each of which attends over its segment of the KV arena by the model's own function (fused or eager, with its
@@ -8,11 +8,11 @@ windows, soft caps and sinks). The masks passed to the modules are only labels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,37 @@ from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
 from saccade.target_model.cache import RowCache
-from saccade.target_model.layout import ALL
+from saccade.target_model.forward import ALL
 
-FUSED, EAGER = "saccade_packed", "saccade_packed_eager"
-"""Names of the attention functions of models on a fused kernel, and of models that need eager attention."""
-
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
+"""Attribute names of the norm before the LM head in decoders of transformers."""
+ROWS_AT_ONCE = 64
+"""Queries whose attention is in memory at a time."""
 _RUNNING: list[RowCache] = []
 """The cache of the forward under way."""
+_PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDictionary()
 
 
-def can_pack(decoder: Any) -> bool:
+def can_switch_attention(decoder: Any) -> bool:
     """Whether a decoder calls the attention function named in its configuration."""
     return bool(getattr(decoder, "_can_set_attn_implementation", lambda: False)())
+
+
+@contextmanager
+def _attention(decoder: nn.Module, name: str) -> Iterator[None]:
+    """Run the decoder's attention by our functions of that name while the context is open."""
+    configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
+    before = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, own in before:
+        config._attn_implementation_internal = f"{name}_eager" if own == "eager" else f"{name}_sdpa"
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+
+
+# -- packed sequences ----------------------------------------------------------------------------------------
 
 
 def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
@@ -50,23 +69,24 @@ def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tens
 @contextmanager
 def packing(decoder: nn.Module, cache: RowCache) -> Iterator[None]:
     """Run the decoder's attention on packed sequences laid out by ``cache.layout`` while the context is open."""
-    configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
-    before = [(c, c._attn_implementation_internal) for c in configs.values()]
-    if any(str(name).startswith("saccade_probe") for _, name in before):
+    if any(module in _PROBES for module in decoder.modules()):
         raise ModelError("Attention cannot be probed in a packed forward; run the rows one after the other.")
-    for config, name in before:
-        config._attn_implementation_internal = EAGER if name == "eager" else FUSED
-    _RUNNING.append(cache)
-    try:
-        yield
-    finally:
-        _RUNNING.pop()
-        for config, name in before:
-            config._attn_implementation_internal = name
+    with _attention(decoder, "saccade_packed"):
+        _RUNNING.append(cache)
+        try:
+            yield
+        finally:
+            _RUNNING.pop()
 
 
-def _by_row(
-    attention: Any, module: nn.Module, query: Tensor, attention_mask: Tensor | None, **options: Any
+def _packed(
+    attention: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     cache = _RUNNING[-1]
     kind = getattr(attention_mask, "saccade_kind", None)
@@ -79,60 +99,25 @@ def _by_row(
     for span in cache.layout.spans:
         seen = slice(span.start, span.start + span.visible)
         part = query[:, :, span.first : span.first + span.count]
-        keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
         mask = span.mask(kind)
         if mask is None:
             mask = query.new_zeros(1, 1, span.count, span.visible)
-        out.append(attention(module, part, keys, values, mask, **options)[0])
+        out.append(attention(module, part, layer.keys[None, :, seen], layer.values[None, :, seen], mask, **options)[0])
     return torch.cat(out, 1), None
 
 
-def _fused(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
-) -> tuple[Tensor, None]:
-    return _by_row(sdpa_attention_forward, module, query, attention_mask, **more)
-
-
-def _eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
-) -> tuple[Tensor, None]:
-    """Run the architecture's own eager attention, row by row."""
-    own = sys.modules[type(module).__module__].eager_attention_forward
-    return _by_row(own, module, query, attention_mask, **more)
-
-
-# Both interfaces: without a mask function of the same name transformers would drop masks silently.
-for _name, _function, _like in ((FUSED, _fused, "sdpa"), (EAGER, _eager, "eager")):
-    AttentionInterface.register(_name, _function)
-    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_like])
-
-
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
-"""Attribute names of the norm before the LM head in decoders of transformers."""
-
-
-class StockModel(Protocol):
-    """The part of a `Target` that capturing needs."""
-
-    decoder: Any
-    layers: nn.ModuleList
-    device: torch.device
-
-    def stock(self) -> AbstractContextManager[None]:
-        """Run forwards through the stock modules."""
-        ...
+# -- hidden states -------------------------------------------------------------------------------------------
 
 
 class FeatureTap:
-    """Capture of the residual stream during unchanged forwards.
+    """Capture of the residual stream ``[B, Q, d]`` during unchanged forwards of a `Target`.
 
     Index i is the stream *entering* decoder layer i: 0 is the embeddings with the visual features in place, and
-    features added between layers (deepstack of Qwen3-VL) are included. Index ``len(target.layers)`` is
-    the stream after the last layer.
-    Shapes: hidden ``[B, Q, d]``.
+    features added between layers (deepstack of Qwen3-VL) are included. Index ``len(target.layers)`` is the stream after
+    the last layer, behind (``post``) or before (``pre``) the final norm.
     """
 
-    def __init__(self, target: StockModel, layers: Sequence[int], final: Literal["post", "pre"] = "post") -> None:
+    def __init__(self, target: Any, layers: Sequence[int], final: Literal["post", "pre"] = "post") -> None:
         count = len(target.layers)
         for index in layers:
             if not -count - 1 <= index <= count:
@@ -144,42 +129,28 @@ class FeatureTap:
         self._target = target
         self._places = {index: index % (count + 1) for index in layers}
         self._final = final
-        self._norm = final_norm(target.decoder) if count in self._places.values() else None
-        self._handles: list[Any] = []
+        self._norm: Any = final_norm(target.decoder) if count in self._places.values() else None
         self._hold = ExitStack()
 
-    def __enter__(self) -> FeatureTap:
+    def __enter__(self) -> Self:
         self._hold.enter_context(self._target.stock())  # hooks do not fire in a lean decoder
         for index, place in self._places.items():
-            if place < len(self._target.layers):
-                self._before(self._target.layers[place], index)
-            elif self._norm is not None and self._final == "pre":
-                self._before(self._norm, index)
-            elif self._norm is not None:
-                hook = partial(self._leaving, index)
-                self._handles.append(self._norm.register_forward_hook(hook))
+            module = self._target.layers[place] if place < len(self._target.layers) else self._norm
+            if module is self._norm and self._final == "post":
+                handle = module.register_forward_hook(partial(self._leaving, index))
+            else:
+                handle = module.register_forward_pre_hook(partial(self._entering, index), with_kwargs=True)
+            self._hold.callback(handle.remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def __exit__(self, *_: object) -> None:
         self._hold.close()
 
-    def _before(self, module: nn.Module, index: int) -> None:
-        hook = partial(self._entering, index)
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
     def _entering(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._take(index, args[0] if args else kwargs["hidden_states"])
+        self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).to(self._target.device)
 
     def _leaving(self, index: int, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        self._take(index, output)
-
-    def _take(self, index: int, stream: Tensor) -> None:
-        self.hidden[index] = stream.to(self._target.device)
+        self.hidden[index] = output.to(self._target.device)
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
@@ -195,25 +166,155 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 class _Reached(Exception):
-    """Raised right before the layer runs; caught by `early_exit`."""
+    """Raised right before a module runs."""
 
 
 @contextmanager
-def early_exit(layer: nn.Module) -> Iterator[list[Tensor]]:
-    """End a forward at the input of ``layer``: later layers, final norm and LM head never run.
-
-    Shapes: returns ``[B, Q, d]``.
-    """
-    found: list[Tensor] = []
+def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
+    arguments: dict[str, Any] = {}
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
         raise _Reached
 
-    handle = layer.register_forward_pre_hook(stop, with_kwargs=True)
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
-        yield found
+        yield arguments
     except _Reached:
         pass
     finally:
         handle.remove()
+
+
+# -- attention -----------------------------------------------------------------------------------------------
+
+
+class AttentionProbe:
+    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer; one row at a time.
+
+    The vision tower is not probed; the decoder's attention is restored on exit, also after an exception.
+    """
+
+    def __init__(
+        self, target: Any, *, queries: Sequence[int] | None = None, layers: Sequence[int] | None = None
+    ) -> None:
+        count = len(target.layers)
+        self.columns: dict[int, Tensor] = {}
+        self.entropies: dict[int, Tensor] = {}
+        self._target = target
+        self._queries = None if queries is None else list(queries)
+        self._layers = range(count) if layers is None else [i + count if i < 0 else i for i in layers]
+        for index in self._layers:
+            if not 0 <= index < count:
+                raise ModelError(f"Layer {index} does not exist; this decoder has layers 0 to {count - 1}.")
+        self._hold = ExitStack()
+
+    def __enter__(self) -> Self:
+        decoder = self._target.decoder
+        if any(module in _PROBES for module in decoder.modules()):
+            raise ModelError("This model's attention is already being probed; close that probe first.")
+        if not can_switch_attention(decoder):
+            raise ModelError(
+                f"{type(decoder).__name__} has attention code of its own that cannot be probed; choose a method "
+                "that does not need attention statistics."
+            )
+        self._hold.enter_context(self._target.stock())  # a lean decoder bypasses the attention interface
+        self._hold.enter_context(_attention(decoder, "saccade_probe"))
+        for index in self._layers:
+            for module in self._target.layers[index].modules():
+                _PROBES[module] = (self, index)
+                self._hold.callback(_PROBES.pop, module)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hold.close()
+
+    def _rows(self, count: int) -> list[int]:
+        if self._queries is None:
+            return list(range(count))
+        for query in self._queries:
+            if not -count <= query < count:
+                raise ModelError(
+                    f"Query row {query} does not exist; this forward has {count} tokens, so give -{count} to "
+                    f"{count - 1}."
+                )
+        return [query % count for query in self._queries]
+
+    def observe(self, layer: int, query: Tensor, attention: Callable[[Tensor], Tensor]) -> None:
+        """Sum up ``attention(rows)``, which returns ``[B, H, R, K]`` of some queries in fp32."""
+        columns, entropies = [], []
+        for part in torch.tensor(self._rows(query.shape[2]), device=query.device).split(ROWS_AT_ONCE):
+            weights = attention(part)
+            columns.append(weights.mean(1).sum(1))
+            # half the time of torch.special.entr
+            logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
+            entropies.append(logs.mul_(weights).sum(-1).mean(1).neg())
+        self.columns[layer] = torch.stack(columns).sum(0)
+        self.entropies[layer] = torch.cat(entropies, 1)
+
+
+def attention_rows(
+    query: Tensor, key: Tensor, mask: Tensor | None, rows: Tensor, *, scale: float, causal: bool
+) -> Tensor:
+    """Return the fp32 attention ``[B, H, R, K]`` of some queries, as `scaled_dot_product_attention` computes it.
+
+    Shapes: query ``[B, H, Q, D]``; key ``[B, H_kv, K, D]``; mask ``[B or 1, 1 or H, Q, K]``; rows ``[R]``.
+    """
+    batch, heads, _, dim = query.shape
+    shared, keys = key.shape[1], key.shape[2]
+    grouped = query[:, :, rows].reshape(batch, shared, -1, dim)
+    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, len(rows), keys).float().mul(scale)
+    part = None if mask is None else mask[:, :, rows, :keys]
+    if part is None and causal:
+        part = torch.arange(keys, device=query.device) <= rows[:, None]
+    if part is not None and part.dtype == torch.bool:  # one mask for all heads costs a fraction of filling each
+        part = torch.zeros(part.shape, device=part.device).masked_fill(~part, float("-inf"))
+    return (scores if part is None else scores + part).softmax(-1)
+
+
+def _probed_fused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if module in _PROBES:
+        probe, layer = _PROBES[module]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+        def rows(part: Tensor) -> Tensor:
+            return attention_rows(query, key, attention_mask, part, scale=scale, causal=causal and query.shape[2] > 1)
+
+        probe.observe(layer, query, rows)
+    options.update(scaling=scaling, is_causal=is_causal)
+    out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return out
+
+
+def _probed_eager(module: nn.Module, query: Tensor, *tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    output, weights = _eager(module, query, *tensors, **options)
+    if module in _PROBES:
+        probe, layer = _PROBES[module]
+        probe.observe(layer, query, lambda rows: weights[:, :, rows].float())
+    return output, weights
+
+
+def _eager(module: nn.Module, *tensors: Any, **options: Any) -> Any:
+    """Run the architecture's own eager attention, which returns its weights."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *tensors, **options)
+
+
+for _name, _function, _like in (
+    ("saccade_packed_sdpa", partial(_packed, sdpa_attention_forward), "sdpa"),
+    ("saccade_packed_eager", partial(_packed, _eager), "eager"),
+    ("saccade_probe_sdpa", _probed_fused, "sdpa"),
+    ("saccade_probe_eager", _probed_eager, "eager"),
+):  # both interfaces: without a mask function of the same name transformers would drop masks silently
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS[_like])

@@ -22,8 +22,7 @@ from saccade.inputs.families import family_of
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.probe import AttentionProbe
-from saccade.target_model.stock import FeatureTap
+from saccade.target_model.stock import AttentionProbe, FeatureTap
 from saccade.train.checkpoint import identity
 from saccade.train.data import Sample
 

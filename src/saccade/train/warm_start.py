@@ -18,7 +18,7 @@ from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.target_model.adapter import Target
-from saccade.target_model.logit_map import logit_map
+from saccade.target_model.selfcheck import logit_map
 from saccade.train.checkpoint import trained
 from saccade.train.data import Source
 from saccade.train.recipe import Recipe

@@ -162,8 +162,7 @@ def test_a_cross_attention_of_other_positions_is_the_same_fused() -> None:
     own, theirs = Placement(torch.tensor([[1, 2, 4]])), Placement(torch.arange(5)[None])
     reach = torch.arange(5)[None, None] <= own.positions[..., None]
     from saccade.target_model.cache import RowCache
-    from saccade.target_model.forward import additive
-    from saccade.target_model.layout import ALL, Layout, Span
+    from saccade.target_model.forward import ALL, Layout, Span, additive
 
     with torch.no_grad():
         expected = block(x, features, reach, None, (own, theirs))

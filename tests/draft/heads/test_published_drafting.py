@@ -20,7 +20,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_in, load_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
-from saccade.target_model.logit_map import LogitMap
+from saccade.target_model.selfcheck import LogitMap
 from saccade.verify.lossless import Uniforms
 
 

@@ -20,7 +20,7 @@ from saccade.engine import Engine, Request
 from saccade.inputs.batching import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.logit_map import LogitMap, logit_map
+from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.train.data import Sample
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import entries_of, lm_head_of

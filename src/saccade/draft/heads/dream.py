@@ -29,8 +29,7 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
-from saccade.target_model.forward import additive
-from saccade.target_model.layout import ALL, Layout, Span
+from saccade.target_model.forward import ALL, Layout, Span, additive
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows
 

@@ -23,7 +23,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, MaskPlan
-from saccade.target_model.logit_map import LogitMap, logit_map
+from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows, Verdict
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, read_at
 from saccade.target_model.adapter import Target
-from saccade.target_model.logit_map import logit_map
+from saccade.target_model.selfcheck import logit_map
 from saccade.train.data import Sample, Source
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Needed, read_features
