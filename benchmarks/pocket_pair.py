@@ -17,7 +17,7 @@ from transformers.utils import logging
 from benchmarks.clock import CLOCKS
 from saccade import VLM
 from saccade.cpu import suitable_dtype
-from saccade.inputs.batching import join, type_ids
+from saccade.inputs.families import join, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import Sample, draft_path, draw, target_path
 from tools.pocket.world import FIRST_TASKS

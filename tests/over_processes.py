@@ -24,7 +24,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.loading import load_model
 from saccade.target_model.adapter import Target
 

@@ -12,7 +12,7 @@ from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.engine.pacing import Pacer, Trials
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 

@@ -13,7 +13,7 @@ from families import FAMILIES, PAD, _sharpen, perturbed, reference_greedy
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
 

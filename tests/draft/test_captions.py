@@ -37,7 +37,7 @@ from saccade.draft.ensemble.views import (
     picture,
 )
 from saccade.errors import MethodError, ModelError
-from saccade.inputs.batching import split, visual_mask
+from saccade.inputs.families import split, visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import load_model

@@ -18,7 +18,7 @@ from saccade.draft.ensemble.weights import Fixed, Grid, LabelledBlock, PendingBl
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.engine import Engine, Request
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to

@@ -17,8 +17,7 @@ from families import FAMILIES, VISUAL_FAMILIES
 from saccade.draft.ensemble import views
 from saccade.draft.ensemble.views import HalvedPictures
 from saccade.errors import InputError
-from saccade.inputs.batching import split
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.qwen_vl import Qwen2VL
 from saccade.inputs.prompt import Medium, Prompt
 

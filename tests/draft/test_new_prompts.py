@@ -20,7 +20,7 @@ from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, Growth, Proposer, StaticTree
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.target_model.adapter import Target

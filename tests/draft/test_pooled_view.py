@@ -20,8 +20,8 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.engine import Engine, Request
 from saccade.errors import MethodError
-from saccade.inputs.batching import join, media_spans, split, visual_mask
 from saccade.inputs.families import FAMILIES as REGISTRY
+from saccade.inputs.families import join, media_spans, split, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context

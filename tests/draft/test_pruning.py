@@ -25,8 +25,7 @@ from saccade.draft.pruning import (
     two_stages,
 )
 from saccade.errors import SaccadeWarning
-from saccade.inputs.batching import split
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, split
 from saccade.inputs.prompt import Medium, Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))

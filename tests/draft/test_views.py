@@ -11,7 +11,7 @@ from families import FAMILIES, VISUAL_FAMILIES
 from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views, pooled
 from saccade.errors import MethodError
-from saccade.inputs.batching import split, visual_mask
+from saccade.inputs.families import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 

@@ -28,7 +28,7 @@ from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Models
 from saccade.target_model import cache, graphs, lean

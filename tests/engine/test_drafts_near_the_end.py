@@ -9,7 +9,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 
 

@@ -19,7 +19,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, RunningBatch
 from saccade.engine.generation import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
 from saccade.processors import stateless

@@ -12,7 +12,7 @@ import pytest
 from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
-from saccade.inputs.batching import media_spans
+from saccade.inputs.families import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache

@@ -19,7 +19,7 @@ from PIL import Image
 
 import saccade.evaluators.evaluated_model as core
 from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.inputs.batching import join
+from saccade.inputs.families import join
 from saccade.pocket import Sample, draw
 from saccade.vlm import VLM, load
 

@@ -13,8 +13,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.batching import join, media_spans, split
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, join, media_spans, split
 from saccade.inputs.processor import InputProcessor
 
 

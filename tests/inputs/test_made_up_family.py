@@ -20,8 +20,16 @@ from saccade.draft.ensemble.views import pooled
 from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.batching import join, media_spans, split, visual_mask
-from saccade.inputs.families import FAMILIES, family_of, register, vision_signature
+from saccade.inputs.families import (
+    FAMILIES,
+    family_of,
+    join,
+    media_spans,
+    register,
+    split,
+    vision_signature,
+    visual_mask,
+)
 from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Tensors
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt

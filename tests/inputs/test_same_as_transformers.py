@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision_free import VIDEO_PROCESSORS
 from transformers.video_utils import VideoMetadata
 
-from saccade.inputs.batching import check, join, split, type_ids
+from saccade.inputs.families import check, join, split, type_ids
 from saccade.inputs.media import Video
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, Inputs, reset_rope_deltas
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 

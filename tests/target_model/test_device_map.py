@@ -12,7 +12,7 @@ from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 
 accelerate = pytest.importorskip("accelerate", reason="device_map needs accelerate")

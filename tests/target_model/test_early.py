@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import FAMILIES
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 

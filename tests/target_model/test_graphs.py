@@ -17,7 +17,7 @@ from saccade.draft.heads.head import build_head
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
 from saccade.errors import SaccadeWarning
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.methods import build
 from saccade.methods.compositions import Models
 from saccade.target_model import graphs

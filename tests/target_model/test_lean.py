@@ -12,7 +12,7 @@ from torch import nn
 from families import FAMILIES
 from saccade.engine import Engine, Request
 from saccade.engine.generation import plan
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.target_model import lean as lean_module
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context

@@ -19,7 +19,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.loading import adapt, load_model
 from saccade.target_model.adapter import Target
 

@@ -21,7 +21,7 @@ from families import FAMILIES, reset_rope_deltas
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
 from saccade.errors import TrainingError
-from saccade.inputs.batching import visual_mask
+from saccade.inputs.families import visual_mask
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train import features as calibration_module
 from saccade.train.data import Listed, Sample

@@ -10,7 +10,7 @@ from torch import Tensor
 from train_kit import head, prompt, samples, target
 
 from families import FAMILIES
-from saccade.inputs.batching import visual_mask
+from saccade.inputs.families import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.context import Context
 from saccade.train.data import Sample

@@ -14,7 +14,7 @@ from checkpoints import saved_picture, says, text
 from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Listed, Sample

@@ -23,7 +23,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 from saccade.verify.processing import Processing, RowProcessing
 

@@ -18,7 +18,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.batching import split, visual_mask
+from saccade.inputs.families import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult

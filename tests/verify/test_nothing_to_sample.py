@@ -16,7 +16,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
 from saccade.target_model.adapter import Target

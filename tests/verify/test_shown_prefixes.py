@@ -19,7 +19,7 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.inputs.batching import split
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.verify.processing import Processing

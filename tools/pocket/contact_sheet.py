@@ -9,9 +9,9 @@ from typing import Any
 from PIL import Image
 
 from saccade.errors import SaccadeError
-from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK, Sample
 from saccade.pocket.scoring import chance
+from saccade.pocket.words import IMAGE_SIZE
 
 # One thread and no version strings, so that every run writes the same file; high quality, because shapes are small.
 _ENCODERS = {

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
-from saccade.pocket.labels import LABEL_CLASSES, LABEL_WORDS
+from saccade.pocket.words import LABEL_CLASSES, LABEL_WORDS
 from saccade.train.optimiser import fast_products
 from tools.pocket.batches import labelled_samples, labels, pixels
 from tools.pocket.loop import train

@@ -13,8 +13,7 @@ from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.utils.generic import TransformersKwargs
 
 from saccade.errors import InputError, SaccadeError
-from saccade.inputs.batching import check
-from saccade.inputs.families import family_of
+from saccade.inputs.families import check, family_of
 from saccade.target_model.adapter import TYPES, check_types
 
 _PATCHED = "_extract_generation_mode_kwargs"

@@ -19,8 +19,7 @@ from saccade.engine.generation import DecodingPlan, check_options
 from saccade.errors import InputError, MethodError
 from saccade.hf.patching import TakesPixels, patch
 from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
-from saccade.inputs.batching import check, media_spans, split
-from saccade.inputs.families import vision_signature, visual_ids
+from saccade.inputs.families import check, media_spans, split, vision_signature, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import drafters

@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.errors import InputError, ModelError, SaccadeError
-from saccade.inputs.batching import media_spans, without_media
 from saccade.inputs.chat import (
     Controls,
     LiteralText,
@@ -28,9 +27,8 @@ from saccade.inputs.chat import (
     render,
     with_sources,
 )
-from saccade.inputs.families import family_of
+from saccade.inputs.families import Unknown, family_of, media_spans, without_media
 from saccade.inputs.families.family import Features
-from saccade.inputs.families.other import Unknown
 from saccade.inputs.media import LOCAL, MediaLimits, load_image, load_video
 from saccade.inputs.parts import ProcessorParts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
 from saccade.inputs.prompt import Medium, Prompt

@@ -6,21 +6,13 @@ Importing this needs Pillow and NumPy only.
 from pathlib import Path
 
 from saccade.errors import ModelError
-from saccade.pocket import tasks  # noqa: F401  # registers them
+from saccade.pocket import film
 from saccade.pocket.sample import WORLD, Sample, Task, draw, lacks, score
+from saccade.pocket.tasks import chart, line, receipt, scene
 
-__all__ = [
-    "WORLD",
-    "Sample",
-    "Task",
-    "draft_path",
-    "draw",
-    "head_path",
-    "head_paths",
-    "lacks",
-    "score",
-    "target_path",
-]
+__all__ = ["WORLD", "Sample", "Task", "draft_path", "draw", "head_path", "head_paths", "lacks", "score", "target_path"]
+
+WORLD |= {"chart": chart.TASK, "receipt": receipt.TASK, "scene": scene.TASK, "line": line.TASK, "video": film.TASK}
 
 _WEIGHTS = Path(__file__).parent / "weights"
 _MODELS = ("target", "draft")
@@ -38,13 +30,13 @@ def draft_path() -> Path:
 
 def head_path(kind: str) -> Path:
     """Folder of the target's trained head of a kind."""
-    found = head_paths()
-    if kind not in found:
+    paths = head_paths()
+    if kind not in paths:
         raise ModelError(
-            f"No trained {kind} head comes with the built-in pair (shipped: {', '.join(found) or 'none'}); train one "
+            f"No trained {kind} head comes with the built-in pair (shipped: {', '.join(paths) or 'none'}); train one "
             f"with `saccade train {kind} -t pocket`, and give its folder."
         )
-    return found[kind]
+    return paths[kind]
 
 
 def head_paths() -> dict[str, Path]:

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.pocket.labels import Labels, no_labels
+from saccade.pocket.words import Labels, no_labels
 
 IMAGE_MARK = "<image>"
 """Place of a picture within a question; without marks all pictures come first."""
@@ -44,7 +44,7 @@ class Sample:
     question: str
     answer: str
     facts: Facts
-    # patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.labels`); `IGNORED_LABEL`
+    # patch labels for pre-training of the vision tower (`[8, 8, 8]`, see `saccade.pocket.words`); `IGNORED_LABEL`
     # everywhere if the sample has no single picture with labels
     labels: Labels = field(compare=False, repr=False)
     video: tuple[Image.Image, ...] | None = field(default=None, compare=False, repr=False)  # frames in order
@@ -126,7 +126,7 @@ def grammars(
 
 
 WORLD: dict[str, Task] = {}
-"""Every task by name, in the order of `saccade.pocket.tasks`."""
+"""Every task by name, in order."""
 UNSEEN_BY_DRAFTS = ("story", "album")
 """Tasks that drafters are not trained on: their out-of-distribution case."""
 UNSEEN_BY_HEADS = (*UNSEEN_BY_DRAFTS, "long-video")

@@ -1,4 +1,4 @@
-"""Facts found in answers, their overlap with ground truth, and chance level."""
+"""Facts pairs in answers, their overlap with ground truth, and chance level."""
 
 import re
 from collections import Counter
@@ -37,32 +37,32 @@ def numbers(text: str) -> list[int]:
 
 def valued(answer: str, words: Iterable[str], aside: re.Pattern[str]) -> list[tuple[str, int]]:
     """Word and number of every sentence on one item of a closed list, without asides."""
-    found: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int]] = []
     for part in sentences(answer):
         part = aside.sub("", part)
         items, values = mentioned(part, words), numbers(part)
         if len(items) == len(values) == 1:
-            found.append((items[0], values[0]))
-    return found
+            pairs.append((items[0], values[0]))
+    return pairs
 
 
-def overlap(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
+def overlap(stated: Sequence[Hashable], true: Sequence[Hashable]) -> float:
     """Share of facts in common, with repeats: 1 if equal, less for every missing or wrong fact."""
-    common = sum((Counter(told) & Counter(true)).values())
-    return common / max(len(told), len(true), 1)
+    common = sum((Counter(stated) & Counter(true)).values())
+    return common / max(len(stated), len(true), 1)
 
 
 def only(text: str, words: Iterable[str]) -> str | None:
     """The only word of a closed list in a text, else None."""
-    found = mentioned(text, words)
-    return found[0] if len(found) == 1 else None
+    matches = mentioned(text, words)
+    return matches[0] if len(matches) == 1 else None
 
 
-def in_order(told: Sequence[Hashable], true: Sequence[Hashable]) -> float:
-    """Share of `true` that is told in order (longest common subsequence): 1 if equal."""
+def in_order(stated: Sequence[Hashable], true: Sequence[Hashable]) -> float:
+    """Share of `true` that is stated in order (longest common subsequence): 1 if equal."""
     lengths = [0] * (len(true) + 1)
-    for item in told:
+    for item in stated:
         before = 0
         for i, wanted in enumerate(true, 1):
             before, lengths[i] = lengths[i], before + 1 if item == wanted else max(lengths[i], lengths[i - 1])
-    return lengths[-1] / max(len(told), len(true), 1)
+    return lengths[-1] / max(len(stated), len(true), 1)

@@ -7,8 +7,20 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, label_patch
-from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES, SIZES
+from saccade.pocket.words import (
+    BACKGROUNDS,
+    COLOURS,
+    COLUMNS,
+    GRID,
+    IMAGE_SIZE,
+    PATCH_SIZE,
+    ROWS,
+    SHAPES,
+    SIZES,
+    Labels,
+    blank_labels,
+    label_patch,
+)
 
 Thing = dict[str, Any]
 """A shape: `x`, `y` (its centre), `size`, `colour`, `shape`, and the words for its cell, `row` and `column`."""
@@ -52,8 +64,8 @@ def label(things: list[Thing]) -> Labels:
             for j in range(GRID):
                 middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
                 if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
-                    told = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
-                    label_patch(labels, int(middle_x), int(middle_y), **told)
+                    words = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
+                    label_patch(labels, int(middle_x), int(middle_y), **words)
     return labels
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.batching import join, type_ids
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, join, type_ids
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.inputs.batching import media_spans, visual_mask
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, media_spans, visual_mask
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.target_model.adapter import Target, check_types
 from saccade.target_model.cache import RowCache, on_device

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from saccade.inputs.batching import join, type_ids
+from saccade.inputs.families import join, type_ids
 from saccade.inputs.prompt import Medium
 from saccade.target_model.adapter import Target
 from saccade.target_model.stock import ending_at

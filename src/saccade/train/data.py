@@ -18,9 +18,9 @@ import torch
 from saccade.distill.folder import place_of
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
-from saccade.inputs.batching import visual_mask
 from saccade.inputs.chat import normalise
 from saccade.inputs.conversations import resolve
+from saccade.inputs.families import visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.errors import TrainingError
 from saccade.files import make_folder, write_file
-from saccade.inputs.batching import visual_mask
+from saccade.inputs.families import visual_mask
 from saccade.target_model.adapter import Target
 from saccade.train.features import Features, Needed
 

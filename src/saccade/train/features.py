@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from saccade.draft.pruning import Pruning
 from saccade.errors import InputError, TrainingError
 from saccade.files import writing
-from saccade.inputs.batching import media_spans, type_ids, visual_mask
-from saccade.inputs.families import family_of
+from saccade.inputs.families import family_of, media_spans, type_ids, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context

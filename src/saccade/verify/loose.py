@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.inputs.batching import visual_mask
+from saccade.inputs.families import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.options import FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target_model.context import Context, PrefillResult

@@ -16,7 +16,7 @@ from families import FAMILIES, Inputs, reset_rope_deltas
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.engine import RunningBatch
-from saccade.inputs.batching import visual_mask
+from saccade.inputs.families import visual_mask
 from saccade.output import Output
 
 

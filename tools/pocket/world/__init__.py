@@ -4,8 +4,9 @@ Importing this adds the further tasks to `saccade.pocket.WORLD`; `python -m tool
 of `saccade` with all of them.
 """
 
+from saccade.pocket import film
 from saccade.pocket.sample import WORLD
-from saccade.pocket.tasks import chart, line, receipt, scene, short_video
+from saccade.pocket.tasks import chart, line, receipt, scene
 from tools.pocket.world import changes, pictures, reasoning, scenes, videos
 from tools.pocket.world.reasoning import FIRST_TASKS
 
@@ -29,7 +30,7 @@ _TASKS = {
     "difference": changes.DIFFERENCE,
     "edit": changes.EDIT,
     "vet": reasoning.VET,
-    "video": short_video.TASK,
+    "video": film.TASK,
     "video-question": videos.OPEN,
     "choice": videos.CHOICE,
     "album": pictures.ALBUM,

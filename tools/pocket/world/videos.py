@@ -11,9 +11,11 @@ from saccade.pocket.film import (
     FPS,
     WHATS,
     between,
+    cast,
     describe_event,
     film,
     plot,
+    read_cast,
     read_events,
     true_events,
     unplaced_things,
@@ -21,7 +23,6 @@ from saccade.pocket.film import (
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import CONCLUSION, in_order, mentioned, overlap, sentences
 from saccade.pocket.shapes import key, name, named, render
-from saccade.pocket.tasks.short_video import cast, read_cast
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, ORDINALS, SHAPES, a, joined, shuffled
 from tools.pocket.world.phrases import paragraph, wordings
 

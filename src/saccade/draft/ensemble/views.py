@@ -23,8 +23,7 @@ from torch.nn import functional
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pruning import Pruning, places_of, positions_to_drop, request_attention
 from saccade.errors import InputError, MethodError, ModelError
-from saccade.inputs.batching import spans_with_wrappers, without_media
-from saccade.inputs.families import family_of, visual_ids
+from saccade.inputs.families import family_of, spans_with_wrappers, visual_ids, without_media
 from saccade.inputs.families.family import PoolPoint, half, side_of
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Medium, Prompt

@@ -17,7 +17,7 @@ from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.registry import session_class
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
 from saccade.errors import ModelError, SaccadeWarning
-from saccade.inputs.batching import visual_mask
+from saccade.inputs.families import visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache

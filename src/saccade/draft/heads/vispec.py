@@ -16,7 +16,7 @@ from saccade.draft.heads.dream import CrossBlock
 from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
-from saccade.inputs.batching import media_spans
+from saccade.inputs.families import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.context import Context, PrefillResult
 

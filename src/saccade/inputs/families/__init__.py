@@ -1,15 +1,112 @@
-"""Registry of model families: one class each, found by a configuration's ``model_type``."""
+"""Model families by a configuration's ``model_type``, and prompts of a model: split, join, mark and remove media."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
-from saccade.inputs.families.family import Family, Kind
+import torch
+from torch import Tensor
+
+from saccade.errors import InputError
+from saccade.inputs.families.family import Family, Grid, Kind, MediumTensors, Tensors
 from saccade.inputs.families.idefics import Idefics3, SmolVLM
-from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision
-from saccade.inputs.families.other import Florence2, OtherText, Text, Unknown
-from saccade.inputs.families.pixtral import Pixtral
+from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision, Pixtral
 from saccade.inputs.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
+from saccade.inputs.prompt import Medium, Prompt, digest
+
+
+class Text(Family):
+    """A language model."""
+
+    names = MappingProxyType(
+        {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "ministral3": "Ministral 3"}
+    )
+    decoders = tuple(names)
+    is_tested = True
+    reads_images = False
+
+    @property
+    def visual_ids(self) -> dict[Kind, int]:
+        return {}
+
+    def count(self, kind: Kind, tensors: Tensors) -> int:
+        raise InputError(f"The model {self.name} reads text only; leave the {kind} out.")
+
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+        if tensors:
+            raise InputError(
+                f"The model {self.name} reads text only, but the batch holds {', '.join(tensors)}; leave images out."
+            )
+        return iter(())
+
+    def words(self, tokenizer: Any) -> None:
+        return None
+
+    def grid(self, medium: Medium) -> Grid | None:
+        return None
+
+
+class OtherText(Text):
+    """A configuration without vision tower that is not in the registry."""
+
+    names = MappingProxyType({})
+    decoders = ()
+    is_tested = False
+    is_known = False
+
+
+class Unknown(Family):
+    """A vision-language model outside the registry, through its own processor.
+
+    All images and videos of a row form one medium, because it is unknown where one ends.
+    """
+
+    is_known = False
+    is_composite = True
+
+    def count(self, kind: Kind, tensors: Tensors) -> int:
+        return 0
+
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+        if tensors:
+            if len(rows) > 1:
+                raise InputError(
+                    f"Batches with images are not understood for the family {self.name}; pass its rows one by one."
+                )
+            yield MediumTensors("image", dict(tensors))
+
+    def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
+        pieces = list(self.cut(tensors, rows))
+        media = tuple(self.whole_medium(rows[0], piece.tensors) for piece in pieces)
+        return [Prompt(tuple(ids), media) for ids in rows]
+
+    def whole_medium(self, ids: Sequence[int], tensors: Tensors) -> Medium:
+        """All images and videos of one row, of 0 tokens unless it has placeholders of one kind alone."""
+        counts = {kind: list(ids).count(token) for kind, token in self.visual_ids.items() if token in ids}
+        kind, number = next(iter(counts.items())) if len(counts) == 1 else ("image", 0)
+        return Medium(kind, dict(tensors), number, digest(tensors))
+
+    def words(self, tokenizer: Any) -> None:
+        return None
+
+    def grid(self, medium: Medium) -> Grid | None:
+        return None
+
+    def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        if len(rows) > 1:
+            raise InputError(f"Batches are not understood for the family {self.name}; pass its rows one by one.")
+        return super().collate(rows)
+
+
+class Florence2(Unknown):
+    """Florence-2, a captioner that needs its task as text."""
+
+    names = MappingProxyType({"florence2": "Florence-2"})
+    caption_prompt = "<CAPTION>"
+
 
 FAMILIES: dict[str, type[Family]] = {}
 """``model_type`` -> family; ``pixtral`` represents ``llava`` with a Pixtral vision tower."""
@@ -21,19 +118,8 @@ def register(family: type[Family]) -> None:
 
 
 for _family in (
-    Text,
-    Llava,
-    LlavaNext,
-    LlavaOnevision,
-    Qwen2VL,
-    Qwen25VL,
-    Qwen3VL,
-    Idefics3,
-    SmolVLM,
-    Gemma3,
-    Pixtral,
-    InternVL,
-    Florence2,
+    *(Text, Llava, LlavaNext, LlavaOnevision, Qwen2VL, Qwen25VL, Qwen3VL),
+    *(Idefics3, SmolVLM, Gemma3, Pixtral, InternVL, Florence2),
 ):
     register(_family)
 
@@ -75,3 +161,143 @@ def is_multimodal(model_type: str) -> bool:
     """Whether a ``model_type`` is that of a vision-language model, also of the original LLaVA code."""
     family = FAMILIES.get(model_type)
     return model_type.startswith("llava") or (family is not None and family.reads_images)
+
+
+def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
+    """Forward keyword arguments of one row for all its media."""
+    return family_of(config).join(media)
+
+
+def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts of a batch as a Hugging Face processor makes it for ``model.generate(**inputs)``.
+
+    Shapes: tensors ``input_ids [B, S]``.
+    """
+    family = family_of(config)
+    visual = {name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None}
+    return family.split(_rows(tensors), visual)
+
+
+def type_ids(config: Any, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
+    """The forward argument that distinguishes image tokens from text, where the family needs one.
+
+    Shapes: ids ``[B, S]``; returns ``[1, S]``.
+    """
+    family = family_of(config)
+    if family.types is None:
+        return {}
+    tensor = torch.atleast_2d(torch.as_tensor(ids))
+    types = torch.zeros_like(tensor, dtype=torch.long)
+    for kind, token in family.visual_ids.items():
+        types[tensor == token] = 1 if kind == "image" else 2
+    return {family.types: types}
+
+
+def visual_mask(config: Any, ids: Sequence[int] | Tensor) -> Tensor:
+    """Mask of image and video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
+    tensor = torch.as_tensor(ids)
+    mask = torch.zeros_like(tensor, dtype=torch.bool)
+    for token in visual_ids(config).values():
+        mask |= tensor == token
+    return mask
+
+
+def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
+    """Spans of a prompt's media in its ids."""
+    tokens = visual_ids(config)
+    places = {kind: [i for i, t in enumerate(prompt.ids) if t == token] for kind, token in tokens.items()}
+    used = dict.fromkeys([*places, *(m.kind for m in prompt.media)], 0)
+    spans = []
+    for medium in prompt.media:
+        first = used[medium.kind]
+        used[medium.kind] += medium.n_tokens
+        mine = places.get(medium.kind, [])[first : used[medium.kind]]
+        if len(mine) < medium.n_tokens:
+            break
+        # the placeholders of an unknown family are unknown
+        spans.append((mine[0], mine[-1] + 1) if mine else (0, len(prompt.ids)))
+    is_known = all(m.n_tokens for m in prompt.media)
+    for kind, filled in used.items():
+        count = len(places.get(kind, []))
+        if filled > count or (filled < count and is_known):
+            raise InputError(
+                f"The prompt has {count} {kind} placeholders but its media fill {filled}; build it with "
+                "InputProcessor.prompt or split."
+            )
+    return spans
+
+
+def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
+    """Refuse Hugging Face inputs with images but without the token types that their model needs.
+
+    Qwen2.5-VL and Gemma 3 would accept such inputs and generate wrong answers.
+    """
+    family = family_of(config)
+    if family.types is None or model_inputs.get(family.types) is not None:
+        return
+    if any(model_inputs.get(name) is not None for name in family.visual_keys):
+        raise InputError(
+            f"The inputs hold images for {family.name} but no {family.types}, without which the model reads them "
+            f"wrongly; pass everything that its processor returns."
+        )
+
+
+def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
+    ids = tensors.get("input_ids")
+    if ids is None:
+        raise InputError("The inputs have no input_ids; pass what the model's processor or tokenizer returns.")
+    ids = torch.as_tensor(ids)
+    mask = tensors.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else torch.as_tensor(mask)
+    if ids.dim() != 2 or mask.shape != ids.shape:
+        raise InputError(
+            f"input_ids of shape {tuple(ids.shape)} and attention_mask of shape {tuple(mask.shape)} do not fit; "
+            "both must be [rows, tokens]."
+        )
+    rows = []
+    for number, (row, keep) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
+        if sum(a != b for a, b in pairwise([False, *keep, False])) > 2:
+            raise InputError(f"Row {number} of attention_mask has a hole; padding must be on the left or the right.")
+        rows.append([token for token, kept in zip(row, keep, strict=True) if kept])
+    return rows
+
+
+def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
+    """Put one newline in the place of every image or video (the T view of TABED).
+
+    A medium is removed with everything between its placeholders (row breaks, tile tags, timestamps) and its wrappers.
+    """
+    newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
+    ids: list[int] = []
+    end = 0
+    for start, stop in spans_with_wrappers(config, tokenizer, prompt):
+        ids += [*prompt.ids[end:start], newline]
+        end = stop
+    return Prompt((*ids, *prompt.ids[end:]))
+
+
+def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
+    """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order; arguments as in `without_media`."""
+    family, vocabulary = family_of(config), tokenizer.get_vocab()
+    words = family.words(tokenizer)
+    sides: tuple[set[str], set[str]] = (set(), set()) if words is None else family.wrappers(words)
+    openers, closers = ({vocabulary[w] for w in side & vocabulary.keys()} for side in sides)
+    ids = prompt.ids
+    spans = sorted(media_spans(config, prompt))
+    out: list[tuple[int, int]] = []
+    for n, (start, stop) in enumerate(spans):
+        floor = out[-1][1] if out else 0
+        ceiling = spans[n + 1][0] if n + 1 < len(spans) else len(ids)
+        while start > floor and ids[start - 1] in openers:
+            start -= 1
+        while stop < ceiling and ids[stop] in closers:
+            stop += 1
+        if family.stamps_video:
+            # the template's own wrappers enclose the first timestamp and the last patch
+            opened = sum(i in openers for i in ids[start:stop])
+            closed = sum(i in closers for i in ids[start:stop])
+            while opened < closed and start > floor:
+                start -= 1
+                opened += ids[start] in openers
+        out.append((start, stop))
+    return out

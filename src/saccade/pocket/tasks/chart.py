@@ -5,10 +5,20 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import overlap, valued
-from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, difference, sentence, shuffled
+from saccade.pocket.words import (
+    COLOURS,
+    IMAGE_SIZE,
+    NUMBERS,
+    ORDINALS,
+    PATCH_SIZE,
+    blank_labels,
+    difference,
+    label_patch,
+    sentence,
+    shuffled,
+)
 
 HIGHEST = 8
 _UNIT = 10  # pixels for a value of one
@@ -34,8 +44,8 @@ def paint(rng: Random) -> Picture:
         top = _FLOOR - value * _UNIT
         canvas.rectangle((left, top, right, _FLOOR - 1), fill=COLOURS[colour])
         for y in range(top, IMAGE_SIZE, PATCH_SIZE):
-            told = {"colour": colour, "shape": "bar", "number": NUMBERS[value], "ordinal": ORDINALS[i]}
-            label_patch(labels, (left + right) // 2, y, **told)
+            words = {"colour": colour, "shape": "bar", "number": NUMBERS[value], "ordinal": ORDINALS[i]}
+            label_patch(labels, (left + right) // 2, y, **words)
     return Picture(image, {"colours": colours, "values": values}, labels)
 
 
@@ -43,10 +53,10 @@ def _dense(rng: Random, facts: Facts) -> str:
     colours, values = facts["colours"], facts["values"]
     bars = list(range(len(values)))
     count = NUMBERS[len(bars)]
-    told = [sentence(rng, f"{count} bars.", f"the chart has {count} bars.", "")]
+    texts = [sentence(rng, f"{count} bars.", f"the chart has {count} bars.", "")]
     for i in shuffled(rng, bars) if rng.random() < 0.7 else bars:
         colour, value = colours[i], NUMBERS[values[i]]
-        told.append(
+        texts.append(
             sentence(
                 rng,
                 f"{colour} is {value}.",
@@ -61,18 +71,18 @@ def _dense(rng: Random, facts: Facts) -> str:
         j = rng.choice([bar for bar in bars if bar != i])
         luck = rng.random()
         if luck < 0.35:
-            told.append(sentence(rng, f"{colour} is {difference(values[i], values[j])} {colours[j]}."))
+            texts.append(sentence(rng, f"{colour} is {difference(values[i], values[j])} {colours[j]}."))
         elif luck < 0.5:
-            told.append(sentence(rng, f"{colour} and {colours[j]} make {NUMBERS[values[i] + values[j]]}."))
+            texts.append(sentence(rng, f"{colour} and {colours[j]} make {NUMBERS[values[i] + values[j]]}."))
     ranked = ", ".join(colours[i] for i in sorted(bars, key=lambda i: (values[i], i)))
-    told.append(sentence(rng, "from the lowest to the highest: ", "by height: ") + ranked + ".")
-    return " ".join(part for part in told if part)
+    texts.append(sentence(rng, "from the lowest to the highest: ", "by height: ") + ranked + ".")
+    return " ".join(part for part in texts if part)
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
     colours, values = facts["colours"], facts["values"]
     count = NUMBERS[len(values)]
-    told = [
+    texts = [
         sentence(
             rng,
             f"this bar chart contains {count} bars.",
@@ -84,9 +94,9 @@ def _verbose(rng: Random, facts: Facts) -> str:
         height = NUMBERS[value]
         if i and rng.random() < 0.4:
             step = difference(value, values[i - 1])
-            told.append(f"The {ORDINALS[i]} bar is {colour} and reaches {height}, which is {step} the one before.")
+            texts.append(f"The {ORDINALS[i]} bar is {colour} and reaches {height}, which is {step} the one before.")
         else:
-            told.append(
+            texts.append(
                 sentence(
                     rng,
                     f"the {ORDINALS[i]} bar is {colour} and has a value of {height}.",
@@ -95,11 +105,11 @@ def _verbose(rng: Random, facts: Facts) -> str:
                 )
             )
     high, low = values.index(max(values)), values.index(min(values))
-    told.append(
+    texts.append(
         f"The tallest bar is the {colours[high]} one at {NUMBERS[values[high]]}, "
         f"while the shortest is {colours[low]} at {NUMBERS[values[low]]}."
     )
-    return " ".join(told)
+    return " ".join(texts)
 
 
 _ASIDE = re.compile(r"bar number \w+|, which is .*")
@@ -107,13 +117,13 @@ _ASIDE = re.compile(r"bar number \w+|, which is .*")
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each bar is mentioned once, and the shares of colours and of bars with the right value."""
-    told = valued(answer, COLOURS, _ASIDE)
+    stated = valued(answer, COLOURS, _ASIDE)
     true = list(zip(facts["colours"], facts["values"], strict=True))
-    colours = [colour for colour, _ in told]
+    colours = [colour for colour, _ in stated]
     return {
-        "count": float(len(set(colours)) == len(told) == len(true)),
+        "count": float(len(set(colours)) == len(stated) == len(true)),
         "colour": overlap(colours, facts["colours"]),
-        "value": overlap(told, true),
+        "value": overlap(stated, true),
     }
 
 

@@ -5,11 +5,20 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.labels import IMAGE_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.tasks.receipt import FONT
-from saccade.pocket.words import COLOURS, DAYS, NUMBERS, difference, sentence, shuffled
+from saccade.pocket.words import (
+    COLOURS,
+    DAYS,
+    IMAGE_SIZE,
+    NUMBERS,
+    blank_labels,
+    difference,
+    label_patch,
+    sentence,
+    shuffled,
+)
 
 _HIGHEST = 8
 _UNIT, _FLOOR = 9, 80  # pixels for a value of one; y of zero
@@ -43,11 +52,11 @@ def paint(rng: Random) -> Picture:
 
 def _dense(rng: Random, facts: Facts) -> str:
     colour, values = facts["colour"], facts["values"]
-    told = [sentence(rng, f"a {colour} line.".replace("a orange", "an orange"), f"the line is {colour}.")]
+    texts = [sentence(rng, f"a {colour} line.".replace("a orange", "an orange"), f"the line is {colour}.")]
     days = list(range(len(DAYS)))
     for i in shuffled(rng, days) if rng.random() < 0.6 else days:
         day, value = DAYS[i], NUMBERS[values[i]]
-        told.append(
+        texts.append(
             sentence(
                 rng,
                 f"{day} is {value}.",
@@ -60,9 +69,9 @@ def _dense(rng: Random, facts: Facts) -> str:
             )
         )
         if i and rng.random() < 0.35:
-            told.append(f"{day} is {difference(values[i], values[i - 1])} {DAYS[i - 1]}.")
+            texts.append(f"{day} is {difference(values[i], values[i - 1])} {DAYS[i - 1]}.")
     high, low = values.index(max(values)), values.index(min(values))
-    told.append(
+    texts.append(
         sentence(
             rng,
             f"the highest is {DAYS[high]}, the lowest {DAYS[low]}.",
@@ -70,14 +79,14 @@ def _dense(rng: Random, facts: Facts) -> str:
             f"from the highest, {DAYS[high]}, to the lowest, {DAYS[low]}.",
         )
     )
-    return " ".join(told)
+    return " ".join(texts)
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
     colour, values = facts["colour"], facts["values"]
-    told = [sentence(rng, f"this chart shows the values of five days with a {colour} line.").replace("a o", "an o")]
+    texts = [sentence(rng, f"this chart shows the values of five days with a {colour} line.").replace("a o", "an o")]
     for day, value in zip(DAYS, values, strict=True):
-        told.append(
+        texts.append(
             sentence(
                 rng,
                 f"on {day} the line stands at {NUMBERS[value]}.",
@@ -85,8 +94,8 @@ def _verbose(rng: Random, facts: Facts) -> str:
             )
         )
     high, low = values.index(max(values)), values.index(min(values))
-    told.append(f"The line is highest on {DAYS[high]} and lowest on {DAYS[low]}.")
-    return " ".join(told)
+    texts.append(f"The line is highest on {DAYS[high]} and lowest on {DAYS[low]}.")
+    return " ".join(texts)
 
 
 _SAID = tuple(day.lower() for day in DAYS)
@@ -95,7 +104,7 @@ _EXTREMES = re.compile(rf"highest\b.*?\b({'|'.join(_SAID)}).*?lowest\b.*?\b({'|'
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether the colour is right, the share of days with the right value, and the two extremes."""
-    told: list[tuple[str, int]] = []
+    stated: list[tuple[str, int]] = []
     colours: list[str] = []
     extremes: list[tuple[str, str]] = []
     for part in sentences(answer.replace(" five days", " days")):
@@ -103,13 +112,13 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
         colours += mentioned(part, COLOURS)
         extremes += _EXTREMES.findall(part)
         if len(days) == len(values) == 1:
-            told.append((days[0], values[0]))
+            stated.append((days[0], values[0]))
     values = facts["values"]
     true = list(zip(_SAID, values, strict=True))
     best = [(_SAID[values.index(max(values))], _SAID[values.index(min(values))])]
     return {
         "colour": overlap(colours, [facts["colour"]]),
-        "value": overlap(told, true),
+        "value": overlap(stated, true),
         "extremes": overlap(extremes, best),
     }
 

@@ -5,10 +5,20 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import overlap, valued
-from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, difference, sentence, shuffled
+from saccade.pocket.words import (
+    GOODS,
+    IMAGE_SIZE,
+    NUMBERS,
+    ORDINALS,
+    Labels,
+    blank_labels,
+    difference,
+    label_patch,
+    sentence,
+    shuffled,
+)
 
 # The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.
 FONT = ImageFont.load_default_imagefont()
@@ -28,24 +38,24 @@ class _Printer:
         self.ink = ink
         self.labels: Labels = blank_labels()
 
-    def word(self, x: int, y: int, text: str, **told: str) -> None:
+    def word(self, x: int, y: int, text: str, **labels: str) -> None:
         self.canvas.text((x, y), text, font=FONT, fill=self.ink)
-        self._tell(x, y, len(text), told)
+        self._label(x, y, len(text), labels)
 
-    def number(self, y: int, value: int, **told: str) -> None:
+    def number(self, y: int, value: int, **labels: str) -> None:
         digits = str(value)
         start = _PRICE_END - _LETTER * len(digits)
         self.canvas.text((start, y), digits, font=FONT, fill=self.ink)
-        if told:
-            self._tell(start, y, len(digits), told)
+        if labels:
+            self._label(start, y, len(digits), labels)
             return
         for i, digit in enumerate(digits):  # of a sum: digit by digit
             number = {"number": NUMBERS[int(digit)]} if digit != "0" else {}
-            self._tell(start + i * _LETTER, y, 1, number)
+            self._label(start + i * _LETTER, y, 1, number)
 
-    def _tell(self, x: int, y: int, letters: int, told: dict[str, str]) -> None:
+    def _label(self, x: int, y: int, letters: int, labels: dict[str, str]) -> None:
         for i in range(letters):
-            label_patch(self.labels, x + i * _LETTER + _LETTER // 2, y + 5, **told)
+            label_patch(self.labels, x + i * _LETTER + _LETTER // 2, y + 5, **labels)
 
 
 def paint(rng: Random) -> Picture:
@@ -56,9 +66,9 @@ def paint(rng: Random) -> Picture:
     printer = _Printer(image, rng.choice(INKS))
     margin, y = 4, rng.randint(2, 8)
     for item, price, ordinal in zip(goods, prices, ORDINALS[: len(goods)], strict=True):
-        told = {"word": item, "number": NUMBERS[price], "ordinal": ordinal}
-        printer.word(margin, y, item.upper(), **told)
-        printer.number(y, price, **told)
+        labels = {"word": item, "number": NUMBERS[price], "ordinal": ordinal}
+        printer.word(margin, y, item.upper(), **labels)
+        printer.number(y, price, **labels)
         y += _PITCH
     printer.canvas.line([(margin, y - 2), (IMAGE_SIZE - margin, y - 2)], fill=printer.ink)
     printer.word(margin, y, "SUM")
@@ -69,10 +79,10 @@ def paint(rng: Random) -> Picture:
 def _dense(rng: Random, facts: Facts) -> str:
     goods, prices, total = facts["goods"], facts["prices"], facts["total"]
     lines = list(range(len(goods)))
-    told = [sentence(rng, f"{NUMBERS[len(goods)]} items.", "the receipt lists these.", "")]
+    texts = [sentence(rng, f"{NUMBERS[len(goods)]} items.", "the receipt lists these.", "")]
     for i in shuffled(rng, lines) if rng.random() < 0.7 else lines:
         item, price = goods[i], NUMBERS[prices[i]]
-        told.append(
+        texts.append(
             sentence(
                 rng,
                 f"{item} costs {price}.",
@@ -86,19 +96,19 @@ def _dense(rng: Random, facts: Facts) -> str:
         j = rng.choice([line for line in lines if line != i])
         luck = rng.random()
         if luck < 0.35:
-            told.append(f"The {item} costs {difference(prices[i], prices[j])} the {goods[j]}.")
+            texts.append(f"The {item} costs {difference(prices[i], prices[j])} the {goods[j]}.")
         elif luck < 0.5:
-            told.append(f"The {item} and the {goods[j]} cost {NUMBERS[prices[i] + prices[j]]} together.")
-    told.append(
+            texts.append(f"The {item} and the {goods[j]} cost {NUMBERS[prices[i] + prices[j]]} together.")
+    texts.append(
         rng.choice((f"The sum is {total} dollars.", f"In total {total} dollars.", f"{total} dollars in total."))
     )
-    return " ".join(part for part in told if part)
+    return " ".join(part for part in texts if part)
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
     goods, prices, total = facts["goods"], facts["prices"], facts["total"]
     count = NUMBERS[len(goods)]
-    told = [
+    texts = [
         sentence(
             rng,
             f"this receipt lists {count} items.",
@@ -108,7 +118,7 @@ def _verbose(rng: Random, facts: Facts) -> str:
     ]
     for i, (item, price) in enumerate(zip(goods, prices, strict=True)):
         dollars = f"{NUMBERS[price]} {'dollar' if price == 1 else 'dollars'}"
-        told.append(
+        texts.append(
             sentence(
                 rng,
                 f"the {ORDINALS[i]} line shows {item} for {dollars}.",
@@ -116,12 +126,12 @@ def _verbose(rng: Random, facts: Facts) -> str:
                 f"line number {NUMBERS[i + 1]} is {item}, priced at {dollars}.",
             )
         )
-    told.append(
+    texts.append(
         rng.choice((f"The sum at the bottom is {total} dollars.", f"In total the customer paid {total} dollars."))
     )
     dear, cheap = goods[prices.index(max(prices))], goods[prices.index(min(prices))]
-    told.append(f"The most expensive item is the {dear}, and the cheapest one is the {cheap}.")
-    return " ".join(told)
+    texts.append(f"The most expensive item is the {dear}, and the cheapest one is the {cheap}.")
+    return " ".join(texts)
 
 
 _ASIDE = re.compile(r"line number \w+")
@@ -130,13 +140,13 @@ _TOTAL = re.compile(r"\b(\d+) dollars")
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each line is mentioned once, the shares of words and of words with prices, and the sum."""
-    told = valued(answer, GOODS, _ASIDE)
+    stated = valued(answer, GOODS, _ASIDE)
     true = list(zip(facts["goods"], facts["prices"], strict=True))
-    goods = [item for item, _ in told]
+    goods = [item for item, _ in stated]
     return {
-        "count": float(len(set(goods)) == len(told) == len(true)),
+        "count": float(len(set(goods)) == len(stated) == len(true)),
         "word": overlap(goods, facts["goods"]),
-        "price": overlap(told, true),
+        "price": overlap(stated, true),
         "total": overlap(_TOTAL.findall(answer), [str(facts["total"])]),
     }
 

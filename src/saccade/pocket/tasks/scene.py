@@ -4,13 +4,13 @@ import re
 from collections import Counter
 from random import Random
 
-from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap, sentences
 from saccade.pocket.shapes import BORDER, CELL, RADIUS, Thing, label, locate, relation, render
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,
+    IMAGE_SIZE,
     NUMBERS,
     ROWS,
     SHAPES,
@@ -67,11 +67,11 @@ def _comparison(rng: Random, this: Thing, other: Thing) -> str:
 def _dense(rng: Random, facts: Facts) -> str:
     things = shuffled(rng, facts["things"])
     count = NUMBERS[len(things)]
-    told = [sentence(rng, f"{count} shapes.", f"there are {count} shapes.", f"I can see {count} shapes here.", "")]
+    texts = [sentence(rng, f"{count} shapes.", f"there are {count} shapes.", f"I can see {count} shapes here.", "")]
     for thing in things:
         colour, shape, size = thing["colour"], thing["shape"], thing["size"]
         place = f"{thing['row']} {thing['column']}"
-        told.append(
+        texts.append(
             sentence(
                 rng,
                 f"a {size} {colour} {shape}, {place}.",
@@ -86,11 +86,11 @@ def _dense(rng: Random, facts: Facts) -> str:
         )
         other = rng.choice(things)
         if other is not thing and rng.random() < 0.45:
-            told.append(_comparison(rng, thing, other))
+            texts.append(_comparison(rng, thing, other))
     tally = Counter(thing["shape"] for thing in things)
     counted = shuffled(rng, [f"{NUMBERS[n]} {plural(shape, n)}" for shape, n in tally.items()])
-    told.append(sentence(rng, "total: ", "by shape: ", "in total ") + joined(counted) + ".")
-    return " ".join(part for part in told if part)
+    texts.append(sentence(rng, "total: ", "by shape: ", "in total ") + joined(counted) + ".")
+    return " ".join(part for part in texts if part)
 
 
 def _whereabouts(rng: Random, thing: Thing) -> str:
@@ -107,7 +107,7 @@ def _whereabouts(rng: Random, thing: Thing) -> str:
 def _verbose(rng: Random, facts: Facts) -> str:
     things, ground = facts["things"], facts["background"]
     count = NUMBERS[len(things)]
-    told = [
+    texts = [
         sentence(
             rng,
             f"the image shows {count} shapes on a {ground} background.",
@@ -121,11 +121,11 @@ def _verbose(rng: Random, facts: Facts) -> str:
         if before is not None:
             beside = f"{relation(thing, before)} the {before['colour']} {before['shape']}"
             phrasings += [f"a {name} is placed {beside}, {place}.", f"next comes a {name} {place}."]
-        told.append(sentence(rng, *phrasings))
+        texts.append(sentence(rng, *phrasings))
     tally = Counter(thing["shape"] for thing in things)
     counted = joined([f"{NUMBERS[n]} {plural(shape, n)}" for shape, n in tally.items()])
-    told.append(sentence(rng, f"in total the picture contains {counted}.", f"altogether we have {counted}."))
-    return " ".join(told)
+    texts.append(sentence(rng, f"in total the picture contains {counted}.", f"altogether we have {counted}."))
+    return " ".join(texts)
 
 
 _BESIDE = re.compile(rf"(above|below|to the (left|right) of) the ({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})")
@@ -147,16 +147,16 @@ def _read_things(answer: str) -> list[tuple[str, str, str, str, str]]:
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether the count is right; shares of things with the right colour, form, size and all of them; the tally."""
-    told = _read_things(answer)
+    stated = _read_things(answer)
     keys = ("colour", "shape", "size", "row", "column")
     true = [tuple(thing[key] for key in keys) for thing in facts["things"]]
     tally = Counter(thing["shape"] for thing in facts["things"])
     return {
-        "count": float(len(told) == len(true)),
-        "colour": overlap([(t[0], *t[3:]) for t in told], [(t[0], *t[3:]) for t in true]),
-        "shape": overlap([(t[1], *t[3:]) for t in told], [(t[1], *t[3:]) for t in true]),
-        "size": overlap([t[2:] for t in told], [t[2:] for t in true]),
-        "thing": overlap(told, true),
+        "count": float(len(stated) == len(true)),
+        "colour": overlap([(t[0], *t[3:]) for t in stated], [(t[0], *t[3:]) for t in true]),
+        "shape": overlap([(t[1], *t[3:]) for t in stated], [(t[1], *t[3:]) for t in true]),
+        "size": overlap([t[2:] for t in stated], [t[2:] for t in true]),
+        "thing": overlap(stated, true),
         "tally": overlap(_TALLY.findall(answer.lower()), [(NUMBERS[n], shape) for shape, n in tally.items()]),
     }
 

@@ -11,10 +11,9 @@ from statistics import mean
 import pytest
 
 from saccade.pocket import WORLD, Sample, draw, score
-from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK
 from saccade.pocket.scoring import chance
-from saccade.pocket.words import GOODS
+from saccade.pocket.words import GOODS, IMAGE_SIZE
 from tools.pocket.batches import training_samples
 
 GRAMMARS = ("dense", "verbose")
