@@ -109,6 +109,7 @@ class Text:
         states: ``[S, d]`` after the final norm.
         streams: ``[S, d]`` as it enters every layer; the states come last.
         embeddings: ``[S, d]`` what the decoder was given.
+        prompt: tokens of the prompt.
     """
 
     ids: Tensor
@@ -116,12 +117,13 @@ class Text:
     states: Tensor
     streams: tuple[Tensor, ...]
     embeddings: Tensor
+    prompt: int
 
     @classmethod
     @torch.no_grad()
     def of(cls, name: str, inputs: Inputs, more: Sequence[int]) -> Text:
         model, given, streams = pristine(name), {}, {}
-        inputs = _extended(inputs, more)
+        prompt, inputs = inputs["input_ids"].shape[1], _extended(inputs, more)
         decoder = model.get_decoder()
 
         def keep(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
@@ -148,7 +150,7 @@ class Text:
         ids = inputs["input_ids"][0]
         entering = tuple(streams[i][0] for i in range(len(decoder.layers)))
         visual = visual_mask(model.config, ids)
-        return cls(ids, visual, states[0], (*entering, states[0]), given["embeddings"][0])
+        return cls(ids, visual, states[0], (*entering, states[0]), given["embeddings"][0], prompt)
 
 
 def _extended(inputs: Inputs, more: Sequence[int]) -> Inputs:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from heads_kit import POLICIES, kind_of_prompt, prompts, random_head, recorded, target
-from plain_eagle3 import PlainEagle3
-from published_kit import KNOWN, edit, randomised
+from released_kit import KNOWN, PlainEagle3, edit, randomised
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -155,7 +154,7 @@ def test_another_implementation_of_the_formulas_reads_the_files(tmp_path: Path) 
     export_head(head, target("llava"), tmp_path / "out", "speculators", target_name="x")
     torch.manual_seed(0)
     states, words = torch.randn(7, 192), torch.randn(7, 64)
-    plain = PlainEagle3(tmp_path / "out")
+    plain = PlainEagle3(tmp_path / "out", "llava")
     out = plain.run(plain.fuse(states), words, torch.arange(7))
     causal = torch.ones(1, 7, 7, dtype=torch.bool).tril()
     ours = head(head.fuse(states)[None], words[None], Placement(torch.arange(7)[None], causal))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from heads_kit import POLICIES, Text, prompts, recorded, target
-from published_kit import drop, edit
+from released_kit import drop, edit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
