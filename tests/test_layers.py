@@ -78,7 +78,7 @@ NAMESAKES = {
 PARTS = {
     "cli": (("cli",), 3_850),
     "serve": (("serve",), 4_000),
-    "training": (("train", "distill"), 5_030),
+    "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 4_170),
     "jobs": (("jobs", "data", "ray_cluster"), 2_610),
     "checkpoints": (("checkpoints", "evaluators"), 1_400),

@@ -104,13 +104,6 @@ class ModelSize:
         """Bytes of one entry of the KV cache over all layers."""
         return self.target.entry_bytes // self.target.dtype.itemsize * self.each
 
-    @property
-    def mixing(self) -> int:
-        """Width of the queries of all heads."""
-        text = self.target.text_config
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return int(text.num_attention_heads * dim)
-
     def picture(self, width: int, height: int) -> tuple[int, int]:
         """Visual tokens and patches of a picture, by the checkpoint's image settings."""
         if (width, height) not in self._pictures:

@@ -205,7 +205,7 @@ def test_own_settings_have_precedence_over_a_preset(shell: Shell, tmp_path: Path
         "--plan",
     ]
     before, after = shell(*made), shell(*made, "--set", "feature_cache=none")
-    assert "cached in disk" in before.out
+    assert "cached on disk" in before.out
     assert "not cached" in after.out
 
 

@@ -1,4 +1,4 @@
-"""Plan of a run: sizes, memory, and time from measured steps."""
+"""Plan of a run: sizes, memory, and time from measured steps, or memory and disk by configurations alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from saccade.distill.folder import place_of
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import build_head
 from saccade.errors import TrainingError
 from saccade.memory_plan import Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.target_model.sharding import held
@@ -20,7 +19,7 @@ from saccade.train.batches import AHEAD
 from saccade.train.draft_vlm import check_recipe, joined_config
 from saccade.train.objectives.losses import LOGITS
 from saccade.train.processes import BUCKET
-from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
+from saccade.train.recipe import DRAFT_VLM, Recipe
 from saccade.train.trainer import Trainer
 from saccade.wording import duration
 
@@ -30,106 +29,77 @@ _STEPS, _EACH = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Forecast of a run."""
+    """A run by one measured step of each stage."""
 
-    samples: int  # for training
-    apart: int  # for validation
-    epochs: float  # passes over the samples
-    word: str  # name of the drafter
-    trained: int  # number of trained weights
-    target: int  # weights of the teacher
-    bytes: tuple[int, int, int]  # in each process, of the target's weights
-    gathered: int  # bytes of a sharded target's largest layer, which is whole while it runs; 0 for other targets
-    seconds: tuple[float, ...]  # per step of each stage
-    does: tuple[str, ...]  # description of each stage
-    stages: tuple[Stage, ...]
-    processes: int
     cache: float  # bytes of the features of all samples
-    kept: tuple[str, float]  # the recipe's feature cache, and its limit in bytes per process
+    lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        weights, learning, batch, layer = (f"{b / 1e9:.2f} GB" for b in (*self.bytes, self.gathered))
-        weights += f" and {layer} for the layer that runs" if self.gathered else ""
-        memory = "memory     " + (f"of each of {self.processes} processes: " if self.processes > 1 else "")
-        total = sum(s * stage.steps for s, stage in zip(self.seconds, self.stages, strict=True))
-        lines = [
-            f"data       {self.samples} training samples, {self.epochs:.1f} epochs; {self.apart} for validation",
-            f"{self.word:10} {self.trained:,} weights; the target's {self.target:,} are frozen",
-            f"{memory}target {weights}, {self.word} with gradients and optimiser {learning}, one micro batch about "
-            f"{batch}",
-        ]
-        if self.cache:
-            lines.append(f"features   {self._features()}")
-        for number, (stage, seconds, does) in enumerate(zip(self.stages, self.seconds, self.does, strict=True), 1):
-            lines.append(
-                f"stage {number}    {stage.steps} steps, {does}, rate {stage.rate:g}; {seconds:.2f} s a step measured, "
-                f"about {duration(seconds * stage.steps)}"
-            )
-        each = "1 process" if self.processes == 1 else f"{self.processes} processes"
-        return "\n".join([*lines, f"time       about {duration(total)} on {each}, measurements not counted"])
-
-    def _features(self) -> str:
-        """Return size and place of cached features, for all processes together."""
-        where, limit = self.kept
-        words = f"{self.cache / 1e9:.2f} GB, about {self.cache / self.samples:,.0f} bytes a sample; "
-        if where == "none":
-            return words + "not cached (feature_cache=none)"
-        words += f"cached {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
-        share = min(1.0, limit * (self.processes if where == "disk" else 1) / self.cache)
-        return words if share == 1 else f"{words}, room for {share:.0%} of them; the rest is read in every epoch"
+        return "\n".join(self.lines)
 
 
 def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     """Run one step of every stage, without changing any weight, and estimate the rest.
 
-    The first step warms up the machine and is not counted.
+    The first step warms up the machine and is not counted. ``kept`` is the feature cache and its limit in bytes per
+    process, by default the recipe's.
     """
-    recipe, learner = trainer.recipe, trainer.learner
-    trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)
-    numbered = [(number, stage) for number, stage in enumerate(recipe.stages, 1) if stage.steps]
-    trainer.try_step(0, numbered[0][0])
-    seconds = []
-    for number, _ in numbered:
+    recipe, learner, target, count = trainer.recipe, trainer.learner, trainer.target, trainer.processes.count
+    stages = [(number, stage) for number, stage in enumerate(recipe.stages, 1) if stage.steps]
+    trainer.try_step(0, stages[0][0])
+    described, total = [], 0.0
+    for place, (number, stage) in enumerate(stages, 1):
         begun = time.perf_counter()
         trainer.try_step(0, number)
-        if trainer.target.device.type == "cuda":
+        if target.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    weights = list(trainer.target.model.parameters())
-    probed = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
-    state = 3 if recipe.optimiser == "adamw" else 2
-    samples = len(trainer.order)
-    summed = 0 if trainer.processes.count == 1 else 4 * min(trained, BUCKET)
+        seconds = time.perf_counter() - begun
+        total += seconds * stage.steps
+        described.append(
+            f"stage {place}    {stage.steps} steps, {learner.describe(number, stage)}, rate {stage.rate:g}; "
+            f"{seconds:.2f} s a step measured, about {duration(seconds * stage.steps)}"
+        )
+    samples, weights = len(trainer.order), list(target.model.parameters())
+    trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)
+    learning = 4 * trained * (4 if recipe.optimiser == "adamw" else 3)
+    learning += 0 if count == 1 else 4 * min(trained, BUCKET)
     batch = learner.batch_bytes(trainer.order.at(0)[: recipe.micro_batch])
-    return Plan(
-        samples=samples,
-        apart=len(trainer.apart),
-        epochs=recipe.steps * recipe.batch_size / samples,
-        word=learner.word,
-        trained=trained,
-        target=sum(w.numel() for w in weights),
-        bytes=(sum(held(w).nbytes for w in weights), 4 * trained * (1 + state) + summed, batch),
-        gathered=0 if trainer.target.shards is None else max(map(_bytes, trainer.target.layers)),
-        seconds=tuple(seconds),
-        does=tuple(learner.describe(number, stage) for number, stage in numbered),
-        stages=tuple(stage for _, stage in numbered),
-        processes=trainer.processes.count,
-        cache=samples * learner.cache_bytes(probed),
-        kept=kept or (recipe.feature_cache, recipe.cache_gb * 1e9),
-    )
+    where = ""
+    if target.shards is not None:
+        gathered = max(sum(w.nbytes for w in layer.parameters()) for layer in target.layers)
+        where = f" and {gathered / 1e9:.2f} GB for the layer that runs"
+    lines = [
+        f"data       {samples} training samples, {recipe.steps * recipe.batch_size / samples:.1f} epochs; "
+        f"{len(trainer.apart)} for validation",
+        f"{learner.word:10} {trained:,} weights; the target's {sum(w.numel() for w in weights):,} are frozen",
+        f"memory     {f'of each of {count} processes: ' if count > 1 else ''}"
+        f"target {sum(held(w).nbytes for w in weights) / 1e9:.2f} GB{where}, {learner.word} with gradients and "
+        f"optimiser {learning / 1e9:.2f} GB, one micro batch about {batch / 1e9:.2f} GB",
+    ]
+    probed = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
+    cache = samples * learner.cache_bytes(probed)
+    if cache:
+        place_kept, limit = kept or (recipe.feature_cache, recipe.cache_gb * 1e9)
+        lines.append(f"features   {_features(cache, samples, place_kept, limit, count)}")
+    each = "1 process" if count == 1 else f"{count} processes"
+    time_line = f"time       about {duration(total)} on {each}, measurements not counted"
+    return Plan(cache, (*lines, *described, time_line))
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(w.nbytes for w in module.parameters())
+def _features(cache: float, samples: int, where: str, limit: float, processes: int = 1) -> str:
+    """Size and place of the features of all samples, in words."""
+    words = f"{cache / 1e9:.2f} GB, about {cache / samples:,.0f} bytes a sample; "
+    if where == "none":
+        return words + "not cached (feature_cache=none)"
+    words += f"cached {'on' if where == 'disk' else 'in'} {where} (cache_gb={limit / 1e9:g})"
+    room = limit * (processes if where == "disk" else 1)
+    return words if room >= cache else f"{words}, room for {room / cache:.0%} of them; the rest is read in every epoch"
 
 
-KEPT, WORKED = 6, 8
-"""Float32 tensors of the logits' size that a loss retains for its backward pass (head's and teacher's, their softmax),
-and that it has at a time where it is computed in chunks, gradients included."""
-OF_TOKENS = 2
-"""The same of a loss of the answer's tokens alone, which needs no teacher."""
-VECTORS = 14
+VECTORS = 16
 """Vectors as wide as the model that a decoder layer retains per token for its backward pass."""
+COPIES = 8
+"""Float32 tensors of the logits' size that a loss has at a time: head's and teacher's, their softmax, gradients."""
 CHECKPOINTS = 3
 """Two that stay and one that is being written; each has the weights and AdamW's two moments in float32."""
 _MARK = 4
@@ -148,7 +118,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast of a run."""
+    """A run by the target's configuration and a GPU's memory."""
 
     preset: Preset  # the GPU
     settings: Mapping[str, object]  # of the preset, as a user would type them
@@ -159,11 +129,8 @@ class Forecast:
 
     @property
     def memory(self) -> float:
-        """Bytes on the GPU at most: an update comes when a micro batch is done."""
-        parts = dict(self.work.memory)
-        update = parts.pop("update")
-        standing = self.size.bytes + parts.pop(self.work.word)
-        return standing + max(sum(parts.values()), update)
+        """Bytes on the GPU at most."""
+        return self.size.bytes + sum(self.work.memory.values())
 
     @property
     def features(self) -> float:
@@ -175,42 +142,32 @@ class Forecast:
     @property
     def disk(self) -> float:
         """Bytes of the run's folder at most."""
-        weights = _MARK * self.work.trained
         kept = self.features if self.recipe.feature_cache == "disk" else 0.0
-        return CHECKPOINTS * 3 * weights + 2 * weights + kept
+        return (CHECKPOINTS * 3 + 2) * _MARK * self.work.trained + kept
 
     def __str__(self) -> str:
-        words, weights = self.work.word, self.size.weights
-        kinds = {"target": self.size.bytes, **self.work.memory}
-        parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in kinds.items() if b)
+        recipe, lengths, work = self.recipe, self.lengths, self.work
+        parts = ", ".join(f"{name} {b / 1e9:.2f}" for name, b in {"target": self.size.bytes, **work.memory}.items())
         settings = " ".join(f"--set {name}={value}" for name, value in self.settings.items())
-        epochs = self.recipe.steps * self.recipe.batch_size / self.lengths.samples
         lines = [
             f"preset     {self.preset}",
             f"settings   {settings}",
-            f"data       {self.lengths}; {epochs:.1f} epochs",
-            f"{words:10} {self.work.trained:,} weights; the target's {weights:,} are frozen",
+            f"data       {lengths}; {recipe.steps * recipe.batch_size / lengths.samples:.1f} epochs",
+            f"{work.word:10} {work.trained:,} weights; the target's {self.size.weights:,} are frozen",
             f"memory     {parts} GB; {self.preset.fits(self.memory)}",
-            f"disk       {self.disk / 1e9:.1f} GB: checkpoints {self._kept()}",
+            f"disk       {self.disk / 1e9:.1f} GB for checkpoints and what is cached on disk",
         ]
-        for number, stage in enumerate(_stages(self.recipe), 1):
-            lines.append(f"stage {number}    {stage.steps} steps of {self.recipe.batch_size} samples")
-        if self.lengths.text + self.lengths.visual >= self.recipe.max_tokens:
+        if work.cache:
+            cache, limit = work.cache * lengths.samples, recipe.cache_gb * 1e9
+            lines.append(f"features   {_features(cache, lengths.samples, recipe.feature_cache, limit)}")
+        for number, stage in enumerate((stage for stage in recipe.stages if stage.steps), 1):
+            lines.append(f"stage {number}    {stage.steps} steps of {recipe.batch_size} samples")
+        if lengths.text + lengths.visual >= recipe.max_tokens:
             lines.append(
-                f"WARNING    prompts of {self.lengths.text + self.lengths.visual:.0f} tokens leave no room for answers "
-                f"in max_tokens={self.recipe.max_tokens}; set it higher"
+                f"WARNING    prompts of {lengths.text + lengths.visual:.0f} tokens leave no room for answers in "
+                f"max_tokens={recipe.max_tokens}; set it higher"
             )
         return "\n".join(lines)
-
-    def _kept(self) -> str:
-        size = self.work.cache * self.lengths.samples
-        where = self.recipe.feature_cache
-        if not size:
-            return "alone"
-        words = f"and features; all features {size / 1e9:.1f} GB, {self.work.cache:,.0f} bytes a sample, "
-        if where == "none":
-            return words + "not cached (feature_cache=none)"
-        return words + f"{self.features / size:.0%} cached in {where} (cache_gb={self.recipe.cache_gb:g})"
 
 
 def forecast(
@@ -231,86 +188,41 @@ def forecast(
     return Forecast(preset, settings or {}, recipe, size, lengths, work)
 
 
-def _stages(recipe: Recipe) -> list[Stage]:
-    return [stage for stage in recipe.stages if stage.steps]
-
-
-def _width(recipe: Recipe) -> int:
-    """Bytes of a number in the drafter's computation; ``auto`` is bfloat16 on the GPUs of the presets."""
-    return _MARK if recipe.precision == "fp32" else 2
-
-
 def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
-    """Compute the work of a head."""
+    """Compute the work of a head; a micro batch is one of the longest samples."""
     config = HeadConfig.from_target(size.target, recipe.kind, steps=recipe.deepest, **recipe.head)
     with torch.device("meta"):
         head = build_head(config)
     trained = sum(weight.numel() for weight in head.parameters())
-    own_head = sum(w.numel() for name, w in head.named_parameters() if name.startswith("lm_head"))
-    entries = _entries(head, recipe, lengths.text, lengths.visual, lengths.answer)
-    read = len(head.layers)
-    last = 0 if len(size.target.layers) in head.layers else lengths.answer
-    shown = lengths.visual * float(recipe.head.get("keep", 1.0)) if head.is_shown_visual and head.blocks else 0.0
-    kept = lengths.tokens + lengths.answer if recipe.kind == "dream" else read * entries + last
+    width, each, keep = size.width, _width(recipe), float(recipe.head.get("keep", 1.0))
+    text, visual, _, answer = lengths.longest
+    shown = 0.0 if head.hides_visual or not head.blocks else keep
+    states = len({*head.layers, len(size.target.layers)})
+    vectors = VECTORS * width + 4 * (config.intermediate_size if head.gated else config.hidden_size)
+    layer = max(head.blocks, 1) * vectors * each
+    entries = text + answer + shown * visual if head.blocks else answer
+    passed = entries + (recipe.deepest - 1) * answer
+    attended = recipe.deepest * (entries + recipe.deepest / 2 * answer)  # by keys and values, and masks
+    retained = passed * layer + attended * (2 * config.heads * config.head_dim + answer) * each
+    if recipe.recompute:  # what leaves a step is retained, and one step is computed at a time
+        retained = passed * 3 * width * _MARK + max(entries, answer) * layer
+    retained += entries * (len(head.layers) + 2) * width * _MARK
+    logits = min(recipe.micro_batch * answer * size.lm_head // width, LOGITS)
+    read = len(head.layers) * (lengths.answer + (lengths.text + shown * lengths.visual if head.blocks else 0.0))
+    read += 0.0 if len(size.target.layers) in head.layers else lengths.answer
+    if recipe.kind == "dream":
+        read = lengths.tokens + lengths.answer
+    embedded = keep * lengths.visual if head.is_shown_visual and head.blocks else 0.0
     return Work(
         word="head",
         trained=trained,
-        memory=_head_memory(recipe, size, lengths, head, trained, own_head),
-        cache=(kept + shown) * size.width * size.each + 9 * lengths.tokens,
+        memory={
+            "head": _learning(trained, trained, each),
+            "features": (AHEAD + 1) * recipe.micro_batch * (text + visual + answer) * (states + 1) * width * size.each,
+            "micro batch": recipe.micro_batch * retained + COPIES * logits * _MARK,
+        },
+        cache=(read + embedded) * width * size.each + 9 * lengths.tokens,
     )
-
-
-def _entries(head: Head, recipe: Recipe, text: float, visual: float, answer: float) -> float:
-    """Return the entries of a sample."""
-    if not head.blocks:
-        return answer
-    return text + answer + (0.0 if head.hides_visual else visual * float(recipe.head.get("keep", 1.0)))
-
-
-def _head_memory(
-    recipe: Recipe, size: ModelSize, lengths: Lengths, head: Head, trained: int, own_head: int
-) -> dict[str, float]:
-    """Bytes by what they are; a micro batch is one of the longest samples."""
-    text, visual, _patches, answer = lengths.longest
-    rows, each, config = recipe.micro_batch, _width(recipe), head.config
-    tokens, width = text + visual + answer, size.width
-    entries = _entries(head, recipe, text, visual, answer)
-    states = len({*head.layers, len(size.target.layers)}) + 1
-    inner = config.intermediate_size if head.gated else config.hidden_size
-    vectors = (VECTORS + len(head.layers)) * width + 4 * inner + 4 * config.heads * config.head_dim
-    blocks = max(head.blocks, 1) + int(config.options.get("cross", 0))
-    passed = entries + (recipe.deepest - 1) * answer
-    mixed = sum(entries + step * answer for step in range(recipe.deepest))
-    if recipe.recompute:  # what leaves a step and its keys and values are retained, and one step is computed at a time
-        between = passed * (3 * width * _MARK + 2 * config.kv_heads * config.head_dim * each)
-        passed, mixed = max(entries, answer), entries + (recipe.deepest - 1) * answer
-    else:
-        between = 0.0
-    retained = between + passed * blocks * vectors * each
-    retained += (mixed * 2 * config.heads * config.head_dim + mixed * answer) * each if head.blocks else 0.0
-    given = entries * (len(head.layers) + 2) * width * _MARK
-    size_of_teacher = size.target.text_config.intermediate_size
-    forward = tokens * (3 * size_of_teacher + 6 * width) * size.each
-    return {
-        "head": _MARK * trained * 4 + (trained * each if each < _MARK else 0),
-        "features": (AHEAD + 1) * rows * tokens * states * width * size.each,
-        "micro batch": max(
-            rows * (given + retained) + _logits(rows * answer, size, own_head // width, recipe),
-            rows * forward,
-        ),
-        "update": _MARK * trained,
-    }
-
-
-def _logits(places: float, size: ModelSize, known: int, recipe: Recipe) -> float:
-    """Bytes of logits and what is computed of them, in chunks of `LOGITS` or of all steps at once."""
-    vocabulary = size.lm_head // size.width
-    there, own = min(places * vocabulary, LOGITS), known or vocabulary
-    share = (own + vocabulary) / (2 * vocabulary)
-    alone = recipe.objective.TERMS == ("tokens",)
-    copies = OF_TOKENS if alone else KEPT
-    times = copies * recipe.deepest if places * vocabulary <= LOGITS else max(copies, WORKED)
-    return float(times * share * there * _MARK)
 
 
 def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
@@ -318,25 +230,24 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     check_recipe(recipe)
     lm = str(recipe.head["lm"])
     small = ModelSize(lm, joined_config(size.target, lm))
-    text = small.target.text_config
-    model = small.target.model.model
-    frozen = sum(weight.numel() for weight in model.vision_tower.parameters())
-    trained, rows, each = small.weights - frozen, recipe.micro_batch, _width(recipe)
-    longest = sum(lengths.longest) - lengths.longest[2]
-    vectors = VECTORS * text.hidden_size + 4 * text.intermediate_size + 4 * small.mixing
-    kept = text.num_hidden_layers * vectors
-    if recipe.recompute:
-        kept = text.num_hidden_layers * text.hidden_size + vectors
-    vocabulary = small.lm_head // small.width
-    seen = lengths.longest[2] * 10 * small.target.config.vision_config.hidden_size * each
-    return Work(
-        word="drafter",
-        trained=trained,
-        memory={
-            "drafter": _MARK * trained * 4 + _MARK * frozen + (small.weights * each if each < _MARK else 0),
-            "micro batch": rows
-            * (longest * kept * each + lengths.longest[3] * vocabulary * OF_TOKENS * 2 * _MARK + seen),
-            "update": _MARK * trained,
-        },
-        cache=0.0,
-    )
+    text, vision = small.target.text_config, small.target.config.vision_config
+    frozen = sum(weight.numel() for weight in small.target.model.model.vision_tower.parameters())
+    trained, each = small.weights - frozen, _width(recipe)
+    prompt, visual, patches, answer = lengths.longest
+    layer = VECTORS * text.hidden_size + 4 * text.intermediate_size
+    kept = text.num_hidden_layers * (text.hidden_size if recipe.recompute else layer) + layer
+    logits = answer * small.lm_head // small.width
+    retained = (prompt + visual + answer) * kept * each + COPIES * logits * _MARK
+    retained += patches * 10 * vision.hidden_size * each
+    memory = {"drafter": _learning(trained, small.weights, each), "micro batch": recipe.micro_batch * retained}
+    return Work("drafter", trained, memory, cache=0.0)
+
+
+def _width(recipe: Recipe) -> int:
+    """Bytes of a number in the drafter's computation; ``auto`` is bfloat16 on the GPUs of the presets."""
+    return _MARK if recipe.precision == "fp32" else 2
+
+
+def _learning(trained: int, weights: int, each: int) -> float:
+    """Bytes of weights, gradients and AdamW's moments, and of weights in the format of the computation."""
+    return _MARK * (3 * trained + weights) + (weights * each if each < _MARK else 0)
