@@ -20,7 +20,7 @@ import saccade
 from doc_pages import PAGES, README, ROOT, blocks, commands, load, media
 from processes import exit_code_of, run_anew
 from saccade.cli import app, main
-from saccade.cli.arguments import with_local_ray
+from saccade.cli.option_groups import with_local_ray
 from saccade.methods import METHODS
 from tools.docs import notebook
 from tools.docs.__main__ import generated

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import saccade
-from saccade.cli import arguments
+from saccade.cli import option_groups
 from saccade.draft.heads.store import kind_at
 from saccade.errors import InputError, SaccadeError
 from saccade.train.recipe import read_recipe
@@ -40,7 +40,7 @@ def test_a_recipe_is_valid_and_its_command_says_the_same(name: str) -> None:
     words = shlex.split(plan.command("models", "pocket", "float32"))
     assert words[:3] == ["saccade", "train", plan.kind]
     given = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-    assert read_recipe(plan.kind).with_settings(arguments.settings(given)) == plan.recipe
+    assert read_recipe(plan.kind).with_settings(option_groups.settings(given)) == plan.recipe
 
 
 def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:

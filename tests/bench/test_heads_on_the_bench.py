@@ -232,7 +232,7 @@ def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyP
     ]
     result = CliRunner().invoke(app, [*small, "--head", "a=b", "--head", "c"])
     assert result.exit_code == 0, result.output
-    assert asked["heads"] == ["a=b", "c"]
+    assert asked["heads"] == {"a": "b", "c": "c"}
     assert "Method text-only: eagle2" in result.stdout
     assert "head=text-only" in result.stdout
     assert "Missing: Method visual-and-text: No head is named 'eagle2'" in result.stdout

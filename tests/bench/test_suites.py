@@ -14,7 +14,7 @@ from saccade.bench.preparing import prepare
 from saccade.bench.questions import gather
 from saccade.bench.suites import BASELINE, parse
 from saccade.cli.bench import choose_suite
-from saccade.cli.data_options import DataOptions, tasks_of
+from saccade.cli.datasets import DataOptions, tasks_of
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt

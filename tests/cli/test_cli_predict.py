@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from saccade import theory
-from saccade.cli.predict import predict
+from saccade.cli.methods import predict
 from saccade.errors import InputError
 
 app = typer.Typer()

@@ -14,7 +14,8 @@ from rich.table import Table
 from checkpoints import ready
 from saccade import load
 from saccade.bench import metrics
-from saccade.cli import screen, tune
+from saccade.cli import bench, screen
+from saccade.cli.option_groups import PairOptions
 from saccade.errors import InputError
 from saccade.methods import needs, options
 from saccade.profile import Profile, read_profile
@@ -83,7 +84,7 @@ def test_the_fastest_wins_and_plain_decoding_where_none_is_faster(
     )
     monkeypatch.setattr(metrics, "by_method", lambda records: results(**speedups))
     run: Any = SimpleNamespace(records=[], header=SimpleNamespace(environment={"threads": 1}))
-    profile = tune.choose(prepared, run, "T", None, ["a=b"])
+    profile = bench.choose(prepared, run, PairOptions(target="T", head=["a=b"]))
     assert (profile.method, profile.options, profile.heads) == (method, given, {"a": "b"})
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from isolated import ISOLATED, isolated
 from saccade import ray_cluster
-from saccade.cli.arguments import with_local_ray
+from saccade.cli.option_groups import with_local_ray
 from saccade.errors import SaccadeError
 from saccade.jobs.actors import HOPELESS, Actors, Hello
 from saccade.resumable import Finished, Pending

@@ -286,10 +286,10 @@ def test_heads_on_the_command_line_have_one_name_each(tmp_path: Path, monkeypatc
     monkeypatch.setattr("saccade.vlm.load", lambda *given, **options: asked.update(options, given=given))
     odd = tmp_path / "a=b"
     odd.mkdir()
-    screen.load_models("pocket", "d", None, heads=["runs/mine/", "x=runs/other", str(odd)])
+    screen.load_models("pocket", "d", None, heads=screen.heads_by_name(["runs/mine/", "x=runs/other", str(odd)]))
     assert asked == {
         "given": ("pocket", "d", None),
         "heads": {"mine": "runs/mine/", "x": "runs/other", "a=b": str(odd)},
     }
     with pytest.raises(InputError, match=r"Two heads are named 'best'.*--head NAME=FOLDER"):
-        screen.load_models("some/model", None, None, heads=["a/best", "b/best"])
+        screen.heads_by_name(["a/best", "b/best"])

@@ -14,21 +14,18 @@ from saccade.cli import (
     batch,
     bench,
     chat,
+    checkpoints,
     datasets,
     demo,
     distill,
     doctor,
-    export,
     generate,
-    inspect,
     methods,
-    predict,
     report,
     serve,
     train,
-    tune,
 )
-from saccade.cli.arguments import with_local_ray
+from saccade.cli.option_groups import with_local_ray
 from saccade.errors import SaccadeError
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep; spinning ones starve on busy cores
@@ -39,23 +36,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("batch")(batch.batch)
-app.command("serve")(serve.serve)
-app.command("methods")(methods.methods)
-app.command("bench")(bench.bench)
-app.command("datasets")(datasets.datasets)
-app.command("tune")(tune.tune)
-app.command("report")(report.report)
-app.command("compare")(report.compare)
-app.command("distill")(distill.distill)
-app.command("train")(train.train)
-app.command("inspect")(inspect.inspect)
-app.command("export")(export.export)
-app.command("predict")(predict.predict)
-app.command("doctor")(doctor.doctor)
+for command in (
+    demo.demo,
+    generate.generate,
+    chat.chat,
+    batch.batch,
+    serve.serve,
+    methods.methods,
+    bench.bench,
+    datasets.datasets,
+    bench.tune,
+    report.report,
+    report.compare,
+    distill.distill,
+    train.train,
+    checkpoints.inspect,
+    checkpoints.export,
+    methods.predict,
+    doctor.doctor,
+):
+    app.command(command.__name__)(command)
 
 
 @app.callback(invoke_without_command=True)

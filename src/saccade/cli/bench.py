@@ -1,127 +1,115 @@
-"""`saccade bench`: fair comparisons that anyone can rerun."""
+"""`saccade bench`, fair comparisons that anyone can rerun, and `saccade tune`, the fastest method as a profile."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from saccade.cli import arguments as args
 from saccade.cli import completion, screen
-from saccade.cli import data_options as of
-from saccade.cli.option_groups import Placing, spread
-from saccade.errors import InputError
+from saccade.cli.datasets import DataOptions, tasks_of
+from saccade.cli.option_groups import PairOptions, group, option, spread
+from saccade.errors import InputError, SaccadeError
 from saccade.files import check_folder
+from saccade.profile import Profile, is_profile
 from saccade.wording import count, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from saccade.bench.metrics import MethodResult
     from saccade.bench.preparing import Prepared
     from saccade.bench.questions import Gathered
     from saccade.bench.records import Run
-    from saccade.bench.runner import Progress, Spent
+    from saccade.bench.runner import Spent
     from saccade.bench.suites import Suite
 
-_SIZES = "Size"
+_CLEAR = 1.02
+"""Speed over plain decoding below which plain decoding is chosen."""
+
+
+@group("Size")
+class SizeOptions:
+    """Sizes in place of the suite's own."""
+
+    per_task: int | None = option(None, "Prompts of every task.")
+    repeats: int | None = option(None, "Timed answers per prompt and method.")
+    turns: int | None = option(None, "User turns per conversation.")
+    max_new_tokens: int | None = option(None, "Longest answer.", "-n")
+    seed: int | None = option(None, "Seed of pictures and sampling.")
+
+
+@group("Scores")
+class ScoreOptions:
+    """Grading of answers."""
+
+    scorer: str | None = option(
+        None,
+        "Score of the answers: match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own as MODULE:FUNCTION, "
+        "called with answer, reference and row.",
+        metavar="NAME",
+    )
+    judge: str | None = option(
+        None,
+        "Let a model behind an OpenAI-compatible endpoint grade the answers once they are all there: url, model, "
+        "key_env, template, low, high, pictures.",
+        metavar="FILE.toml",
+    )
 
 
 @spread
 def bench(
     *,
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            "--suite",
-            "-s",
-            metavar="NAME",
-            autocompletion=completion.suites,
-            help="A built-in suite, or the path of a .toml or .yaml file; without it, list the built-in suites.",
-        ),
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods",
-            metavar="A,B,C",
-            autocompletion=completion.several_methods,
-            help="Only these: the suite's own labels, or `saccade methods`, also with options and a label of yours, "
-            "such as `small=sage:total=25`.",
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks",
-            metavar="A,B,C",
-            autocompletion=completion.tasks,
-            help="Only these: the suite's own, tasks of the pocket world, or names of `saccade datasets`.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="FILE",
-            help="Use your own prompts instead: JSON lines with LLaVA conversations, OpenAI messages, or questions "
-            "with turns (Spec-Bench, MMSpec).",
-        ),
-    ] = None,
-    dataset: of.Datasets = None,
-    reading: of.DataOptions,
-    scorer: Annotated[
-        str | None,
-        typer.Option(
-            "--scorer",
-            metavar="NAME",
-            help="Score of the answers: match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own as "
-            "MODULE:FUNCTION, called with answer, reference and row.",
-            rich_help_panel="Scores",
-        ),
-    ] = None,
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            "--judge",
-            metavar="FILE.toml",
-            help="Let a model behind an OpenAI-compatible endpoint grade the answers once they are all there: url, "
-            "model, key_env, template, low, high, pictures.",
-            rich_help_panel="Scores",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="FOLDER",
-            help="Folder of the records, `runs/NAME` by default. A run of the same configuration resumes; other "
-            "content is an error.",
-        ),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Show the planned run and its duration.")] = False,
-    per_task: Annotated[int | None, typer.Option(help="Prompts of every task.", rich_help_panel=_SIZES)] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="Timed answers per prompt and method.", rich_help_panel=_SIZES)
-    ] = None,
-    turns: Annotated[int | None, typer.Option(help="User turns per conversation.", rich_help_panel=_SIZES)] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "-n", help="Longest answer.", rich_help_panel=_SIZES)
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of pictures and sampling.", rich_help_panel=_SIZES)] = None,
-    target: args.Target = None,
-    drafter: args.Drafter = None,
-    head: args.Heads = None,
-    placing: Placing,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as one JSON object instead of tables.")
-    ] = False,
+    suite: str | None = option(
+        None,
+        "A built-in suite, or the path of a .toml or .yaml file; without it, list the built-in suites.",
+        "-s",
+        metavar="NAME",
+        autocompletion=completion.suites,
+    ),
+    methods: str | None = option(
+        None,
+        "Only these: the suite's own labels, or `saccade methods`, also with options and a label of yours, such as "
+        "`small=sage:total=25`.",
+        metavar="A,B,C",
+        autocompletion=completion.several_methods,
+    ),
+    tasks: str | None = option(
+        None,
+        "Only these: the suite's own, tasks of the pocket world, or names of `saccade datasets`.",
+        metavar="A,B,C",
+        autocompletion=completion.tasks,
+    ),
+    data: Path | None = option(
+        None,
+        "Use your own prompts instead: JSON lines with LLaVA conversations, OpenAI messages, or questions with turns "
+        "(Spec-Bench, MMSpec).",
+        metavar="FILE",
+    ),
+    dataset: list[str] | None = option(
+        None,
+        "Use the questions of a data set instead: a name of `saccade datasets`, a hub id, or a folder or file "
+        "(Parquet, JSON, CSV). May be repeated.",
+        metavar="NAME",
+        autocompletion=completion.datasets,
+        rich_help_panel="Data sets",
+    ),
+    reading: DataOptions,
+    scores: ScoreOptions,
+    sizes: SizeOptions,
+    out: Path | None = option(
+        None,
+        "Folder of the records, `runs/NAME` by default. A run of the same configuration resumes; other content is an "
+        "error.",
+        metavar="FOLDER",
+    ),
+    plan: bool = option(False, "Show the planned run and its duration."),
+    as_json: bool = option(False, "Print the results as one JSON object instead of tables.", "--json"),
+    models: PairOptions,
 ) -> None:
     """Compare methods with plain decoding: same models, same prompts, methods in turn, every answer recorded.
 
@@ -141,36 +129,21 @@ def bench(
     `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
     if suite is None:
-        _list(data, dataset, methods, tasks, target, drafter, out, plan)
+        if any((data, dataset, methods, tasks, models.target, models.drafter, out, plan)):
+            raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
+        _list_suites()
         return
-    sizes = {
-        "per_task": per_task,
-        "repeats": repeats,
-        "turns": turns,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-    }
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    reading = replace(reading, extra={"--scorer": scorer, "--judge": judge})
-    chosen = choose_suite(suite, methods, tasks, data, sizes)
+    given = {name: size for name, size in asdict(sizes).items() if size is not None}
+    chosen = choose_suite(suite, methods, tasks, data, given)
     if dataset and (data is not None or tasks is not None):
         raise InputError("--dataset replaces the suite's tasks; leave out --data and --tasks.")
-    chosen = chosen.with_(tasks=of.tasks_of(chosen.tasks, dataset or [], reading, sizes))
-    from saccade.bench.judge import from_file
-    from saccade.bench.preparing import prepare
+    chosen = chosen.with_(tasks=tasks_of(chosen.tasks, dataset or [], reading, given, scores.scorer))
+    if scores.judge:
+        from saccade.bench.judge import from_file
 
-    chosen = chosen.with_(judge=from_file(judge)) if judge else chosen
+        chosen = chosen.with_(judge=from_file(scores.judge))
     folder = out or Path("runs") / chosen.name
-    gathered = gather(chosen, folder)
-    name = target or "pocket"
-    vlm = screen.load_models(
-        name,
-        drafter,
-        None,
-        heads=head or [],
-        **placing.models(),
-    )
-    prepared = prepare(chosen, vlm, (name, drafter), {"command": command()}, gathered)
+    prepared = _prepared(chosen, folder, models.or_pocket())
     if plan:
         _plan(prepared, folder)
     else:
@@ -178,25 +151,21 @@ def bench(
         show(run, spent, as_json)
 
 
-def _list(*named: object) -> None:
-    """Print the built-in suites, unless a run was asked for."""
+def _list_suites() -> None:
     from saccade.bench import suites
 
-    if any(named):
-        raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
-    console = screen.out()
     for name in suites.NAMES:
         suite = suites.load(name)
-        console.print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
-        console.print(f"    {suite.title}", markup=False, soft_wrap=True)
-    console.print("Run one with `saccade bench --suite NAME`; add --plan to see its plan.", markup=False)
+        screen.out().print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
+        screen.show(f"    {suite.title}")
+    screen.show("Run one with `saccade bench --suite NAME`; add --plan to see its plan.")
 
 
 def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:
     from saccade.bench.suites import TaskEntry, choose_methods, choose_tasks, load
 
     suite = load(name).with_(**sizes)
-    if "per_task" in sizes:  # said here, it replaces what the suite says of a task
+    if "per_task" in sizes:  # given here, it replaces what the suite says of a task
         suite = suite.with_(tasks=tuple(replace(task, count=task.count and suite.per_task) for task in suite.tasks))
     if data is not None:
         if tasks is not None:
@@ -209,22 +178,21 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
     return suite
 
 
-def gather(suite: Suite, folder: Path) -> Gathered:
-    """Gather a suite's questions; what is wrong with them, or with the folder, shows before models are loaded."""
+def _names(words: str) -> list[str]:
+    return [name.strip() for name in words.split(",") if name.strip()]
+
+
+def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
+    """Gather a suite's questions and load the models; what is wrong with questions or folder shows before."""
+    from saccade.bench.preparing import prepare
+    from saccade.bench.questions import gather
+
     check_folder(folder, InputError, "give another --out folder")
     with screen.waiting("Reading the prompts"):
-        from saccade.bench import questions
-
-        return questions.gather(suite)
-
-
-def command() -> str:
-    """Return the command line of this process, which the report shows as the way to repeat a run."""
-    return shlex.join(["saccade", *sys.argv[1:]])
-
-
-def _names(given: str) -> list[str]:
-    return [name.strip() for name in given.split(",") if name.strip()]
+        gathered: Gathered = gather(suite)
+    vlm = models.load()
+    command = shlex.join(["saccade", *sys.argv[1:]])
+    return prepare(suite, vlm, (models.named(), models.drafter), {"command": command}, gathered)
 
 
 def _plan(prepared: Prepared, folder: Path) -> None:
@@ -235,30 +203,24 @@ def _plan(prepared: Prepared, folder: Path) -> None:
     suite, earlier = prepared.suite, earlier_run(folder, prepared)
     with screen.waiting("Timing one plain answer per task"):
         expected = estimate(prepared)
-    console = screen.out()
-
-    def line(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
-    line(f"Suite {suite.name}: {suite.title}")
-    for text in (suite.mirrors and f"Mirrors {suite.mirrors}", suite.note):
-        if text:
-            line(text)
-    line("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
+    screen.show(f"Suite {suite.name}: {suite.title}")
+    screen.show(*(text for text in (suite.mirrors and f"Mirrors {suite.mirrors}", suite.note) if text))
+    screen.show("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
     for method in prepared.config()["methods"]:
         chosen = {**method["options"], **({"head": method["head"]} if method["head"] else {})}
         options = " ".join(f"{k}={v}" for k, v in chosen.items())
-        line(f"Method {method['label']}: {method['name']} {options}".rstrip())
-    for reason in prepared.missing:
-        line(f"Missing: {reason}")
+        screen.show(f"Method {method['label']}: {method['name']} {options}".rstrip())
+    screen.show(*(f"Missing: {reason}" for reason in prepared.missing))
     decoding = " ".join(f"{k}={v}" for k, v in suite.sampling.items()) or "greedy"
-    line(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
+    screen.show(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
     done = f", {len(earlier.records)} of them finished" if earlier else ""
     traced = count(expected.traced, "more answer")
     if suite.judge:
-        line(judging(suite.judge, expected.answers, len(stored_scores(folder))))
-    line(f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees")
-    line(f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding")
+        screen.show(judging(suite.judge, expected.answers, len(stored_scores(folder))))
+    screen.show(
+        f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees",
+        f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding",
+    )
 
 
 def judging(table: Mapping[str, Any], answers: int, there: int) -> str:
@@ -271,22 +233,21 @@ def judging(table: Mapping[str, Any], answers: int, there: int) -> str:
 
 
 def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
+    """Run a suite behind a bar, which is drawn between answers only, outside the timed sections."""
     from saccade.bench.grading import JUDGE
     from saccade.bench.records import SCORES, stored_scores
     from saccade.bench.runner import Mismatch, Runner
 
     if prepared.suite.judge:
         screen.note(judging(prepared.suite.judge, prepared.answers, len(stored_scores(folder))))
+    stopped = f"Stopped. The answers so far are in {folder}; the same command resumes the run."
     try:
-        with _progress() as update:
-            runner = Runner(prepared, folder, update)
+        with screen.progress("", stopped, live=False) as bar:
+            runner = Runner(prepared, folder, lambda progress: bar(progress.done, progress.total, progress.doing))
             run = runner.run()
     except Mismatch as problem:
         print(f"saccade: {problem}", file=sys.stderr)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        screen.note(f"Stopped. The answers so far are in {folder}; the same command resumes the run.")
-        raise
     grades = [scores for (by, _, _), scores in stored_scores(folder).items() if by == JUDGE]
     if not all(grades):
         without = sum(not scores for scores in grades)
@@ -295,29 +256,6 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
             f"{folder / SCORES}, hold no number of its range."
         )
     return run, runner.spent
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """Progress bar on stderr, drawn between answers only, outside the timed sections."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("")
-
-        def update(progress: Progress) -> None:
-            bar.update(task, completed=progress.done, total=progress.total, description=progress.doing)
-            bar.refresh()
-
-        yield update
 
 
 def show(run: Run, spent: Spent, as_json: bool) -> None:
@@ -329,21 +267,87 @@ def show(run: Run, spent: Spent, as_json: bool) -> None:
         words = {"headline": headline(run), "cautions": list(cautions(run))}
         print(json.dumps({"run": str(run.folder), **words, "methods": results}))
         return
-    console = screen.out()
     if first := headline(run):
-        console.print(f"{first}\n", markup=False, soft_wrap=True)
+        screen.show(f"{first}\n")
     for part in terminal(run):
-        console.print(part)
-        console.print()
-    for remark in remarks(run):
-        console.print(remark, markup=False, soft_wrap=True)
+        screen.out().print(part, "")
+    screen.show(*remarks(run))
     if spent.total:
-        console.print(
-            f"{duration(spent.total)}, of which {spent.harness:.1%} is overhead of the harness.",
-            soft_wrap=True,
+        screen.show(f"{duration(spent.total)}, of which {spent.harness:.1%} is overhead of the harness.")
+    screen.show(f"The run is in {run.folder}; open it with `saccade report {run.folder}`.")
+
+
+@spread
+def tune(
+    *,
+    data: Path | None = option(
+        None, "Prompts of your own as JSON lines; by default pictures of the pocket world.", metavar="FILE"
+    ),
+    per_task: int = option(4, "Prompts (of every task, without --data)."),
+    max_new_tokens: int = option(128, "Longest answer.", "-n"),
+    save: Path = option("saccade.toml", "Profile to write.", metavar="FILE"),
+    out: Path = option("runs/tune", "Where the answers are kept.", metavar="FOLDER"),
+    models: PairOptions,
+) -> None:
+    """Measure lossless methods and draft lengths on your machine and prompts, and write the fastest to a profile.
+
+    Methods take turns on every prompt; the fastest by the median of the ratios to plain decoding wins. Stop at any
+    time: the same command resumes. The profile is a target: `saccade generate -t saccade.toml ...`, `saccade serve`,
+    `chat`, `bench`, and `saccade.load("saccade.toml")` read it.
+
+    Examples:
+
+    `saccade tune -t pocket`
+
+    `saccade tune -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
+    """
+    models = models.or_pocket()
+    if is_profile(models.named()):
+        raise InputError(
+            f"{models.target} is a profile, the outcome of `saccade tune`; give the checkpoint that it names."
         )
-    console.print(
-        f"The run is in {run.folder}; open it with `saccade report {run.folder}`.",
-        markup=False,
-        soft_wrap=True,
+    if save.suffix != ".toml":
+        raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
+    suite = choose_suite("tune", None, None, data, {"per_task": per_task, "max_new_tokens": max_new_tokens})
+    prepared = _prepared(suite, out, models)
+    run, spent = run_suite(prepared, out)
+    show(run, spent, as_json=False)
+    profile = choose(prepared, run, models)
+    profile.write(save)
+    chosen = " ".join(f"{key}={value}" for key, value in profile.options.items())
+    screen.show(f"Fastest: {profile.method} {chosen}".rstrip() + f"; written to {save}.")
+
+
+def choose(prepared: Prepared, run: Run, models: PairOptions) -> Profile:
+    """Return the profile of the fastest method of a run of the suite ``tune``."""
+    from saccade.bench.metrics import by_method
+    from saccade.methods import needs, options
+
+    results = {label: result for label, result in by_method(run.records).items() if result.lossless}
+    if not results:
+        raise SaccadeError("The run has no answers to choose by; give more prompts.")
+    best = max(results, key=lambda label: _speed(results[label]))
+    if _speed(results[best]) < _CLEAR:
+        best = "plain"
+    entry = next(method for method in prepared.config()["methods"] if method["label"] == best)
+    settings = {method.label: method.options for method in prepared.suite.methods}[best]
+    measured = {
+        "speedup": round(_speed(results[best]), 3),
+        "prompts": results[best].prompts,
+        **{key: str(value) for key, value in run.header.environment.items()},
+    }
+    is_unused = needs(options(entry["name"], settings)) == "nothing"
+    return Profile(
+        models.named(),
+        entry["name"],
+        None if is_unused else models.drafter,
+        screen.heads_by_name(models.head or []),
+        entry["head"],
+        dict(settings),
+        measured,
+        prepared.vlm.target.exact,
     )
+
+
+def _speed(result: MethodResult) -> float:
+    return 1.0 if result.speedup is None else result.speedup.value

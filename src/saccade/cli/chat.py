@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from saccade.cli import arguments as args
 from saccade.cli import screen
-from saccade.cli.option_groups import Decoding, Placing, spread
+from saccade.cli.option_groups import DecodingOptions, MarkOptions, ModelOptions, option, spread
 from saccade.cli.remote import RemoteChat
 from saccade.errors import InputError, SaccadeError
 
@@ -28,59 +25,43 @@ HELP = """\
 @spread
 def chat(
     *,
-    target: args.Target = None,
-    image: Annotated[
-        list[str] | None,
-        typer.Option("--image", "-i", metavar="FILE", help="Image for the first message; may be repeated."),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    drafter: args.Drafter = None,
-    method: args.MethodName = None,
-    set_: args.Settings = None,
-    placing: Placing,
-    decoding: Decoding,
-    text_as_text: args.TextAsText = False,
-    marks: args.Marks = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Talk to a server instead, such as http://127.0.0.1:8000/v1; --target and --method then name its "
-            "models and methods, and SACCADE_API_KEY has its key.",
-        ),
-    ] = None,
+    image: list[str] | None = option(None, "Image for the first message; may be repeated.", "-i", metavar="FILE"),
+    system: str | None = option(None, "System message."),
+    shown: MarkOptions,
+    url: str | None = option(
+        None,
+        "Talk to a server instead, such as http://127.0.0.1:8000/v1; --target and --method then name its models and "
+        "methods, and SACCADE_API_KEY has its key.",
+        metavar="URL",
+    ),
+    models: ModelOptions,
+    decoding: DecodingOptions,
 ) -> None:
     """Chat with a model about images and videos.
 
     Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
     """
-    settings = args.settings(set_)
     screen.check_media(image or [], [])
-    options = {"seed": decoding.seed, **decoding.options()}
     talker: _Local | RemoteChat
     if url is not None:
-        if drafter is not None or settings or text_as_text or placing != Placing():
+        if shown.text_as_text or models != ModelOptions(target=models.target, method=models.method):
             raise InputError(
-                "--drafter, --set, --text-as-text and options of devices, number formats and --exact are for models "
-                "loaded here; leave them out with --url."
+                "--drafter, --head, --set, --text-as-text and options of devices, number formats and --exact are for "
+                "models loaded here; leave them out with --url."
             )
-        talker = RemoteChat(url, target, method, system, options, marks)
+        options = {"seed": decoding.seed, **decoding.options()}
+        talker = RemoteChat(url, models.target, models.method, system, options, shown.marks)
         screen.note(f"{url}. /help lists commands, Ctrl-D leaves.")
     else:
         from saccade.target_model.lean import caveat
 
-        decoding.check()
-        vlm = screen.load_models(
-            target or "pocket",
-            drafter,
-            method,
-            **placing.models(),
-            **settings,
-        )
-        talker = _Local(vlm, system, {"text_as_text": text_as_text, **options}, marks)
-        screen.note(f"{target or 'pocket'} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
-        if said := caveat(vlm.target, vlm.lossless):
-            screen.note(said)
+        options = {"text_as_text": shown.text_as_text, "seed": decoding.seed, **decoding.checked()}
+        models = models.or_pocket()
+        vlm = models.load()
+        talker = _Local(vlm, system, options, shown.marks)
+        screen.note(f"{models.target} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
+        if warning := caveat(vlm.target, vlm.lossless):
+            screen.note(warning)
     talk = _Talk(talker, image or [])
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
@@ -140,7 +121,9 @@ class _Talk:
         if not line:
             return
         if not line.startswith("/"):
-            screen.note(self._send(line))
+            images, videos = self._images, self._videos
+            self._images, self._videos = [], []  # even if they are refused, or every later message would fail
+            screen.note(self._talker.send(line, images, videos))
         elif name in ("/image", "/video"):
             self._attach(name, argument.strip().strip("'\""))
         elif line == "/reset":
@@ -151,11 +134,6 @@ class _Talk:
             screen.note(HELP)
         else:
             raise InputError(f"{line} is not a command; /help lists the commands.")
-
-    def _send(self, text: str) -> str:
-        images, videos = self._images, self._videos
-        self._images, self._videos = [], []  # even if they are refused, or every later message would fail
-        return self._talker.send(text, images, videos)
 
     def _attach(self, name: str, file: str) -> None:
         if not file:

@@ -6,12 +6,10 @@ import os
 import random
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from saccade.cli import arguments as args
 from saccade.cli import screen
+from saccade.cli.option_groups import option, spread
 from saccade.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,23 +32,20 @@ TIE = 4
 """Relative roundings within which two logits count as equal: every layer adds one of its own."""
 
 
+@spread
 def demo(
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="chart, line or scene, by default one of these at random; also caption, count, detail, document, "
-            "existence, prose, receipt, report or vet."
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the picture; by default a new one per run.")] = None,
-    method: Annotated[
-        str, typer.Option("--method", "-m", help="See `saccade methods`; a chain has 7 tokens.")
-    ] = "chain",
-    save: Annotated[Path, typer.Option(metavar="FILE", help="File to save the picture as.")] = Path("saccade-demo.png"),
-    repeats: Annotated[int, typer.Option(help="Timed runs per method; medians are shown.")] = 2,
-    dtype: args.Dtype = "auto",
-    threads: args.Threads = None,
-    exact: args.Exact = False,
+    task: str | None = option(
+        None,
+        "chart, line or scene, by default one of these at random; also caption, count, detail, document, existence, "
+        "prose, receipt, report or vet.",
+    ),
+    seed: int | None = option(None, "Seed of the picture; by default a new one per run."),
+    method: str = option("chain", "See `saccade methods`; a chain has 7 tokens.", "-m"),
+    save: Path = option("saccade-demo.png", "File to save the picture as.", metavar="FILE"),
+    repeats: int = option(2, "Timed runs per method; medians are shown."),
+    dtype: str = option("auto", "Of the target: float32, bfloat16, float16, or auto: float32 on a CPU."),
+    threads: int | None = option(None, "CPU threads; by default one."),
+    exact: bool = option(False, "Exact mode: in every number format, tokens are those of plain decoding."),
 ) -> None:
     """Draw a picture, answer a question about it, and compare time and tokens with plain decoding.
 

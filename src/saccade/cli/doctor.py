@@ -5,34 +5,15 @@ from __future__ import annotations
 import json
 import platform
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from saccade.cli import screen
+from saccade.cli.option_groups import option, spread
 
-PACKAGES = (
-    "saccade",
-    "torch",
-    "transformers",
-    "safetensors",
-    "pillow",
-    "numpy",
-    "accelerate",
-    "tensorboard",
-    "av",
-    "matplotlib",
-    "jinja2",
-    "fastapi",
-    "uvicorn",
-    "prometheus-client",
-    "llguidance",
-    "xgrammar",
-    "pyarrow",
-    "datasets",
-    "ray",
-)
 _SERVER = "saccade serve (pip install 'saccade[serve]')"
 _GRAMMARS = "constrain answers to JSON or a grammar (pip install 'saccade[grammar]')"
 _REPORTS = "draw reports (pip install 'saccade[report]')"
+REQUIRED = ("saccade", "torch", "transformers", "safetensors", "pillow", "numpy")
 OPTIONAL = {
     "accelerate": "spread a model over devices, and train (pip install 'saccade[train]')",
     "tensorboard": "curves of training (pip install 'saccade[train]')",
@@ -50,7 +31,8 @@ OPTIONAL = {
 }
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+@spread
+def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) -> None:
     """Show installed packages, devices, built-in models, and the model families that work here.
 
     A family works when the installed transformers has it; `video` needs PyAV for files.
@@ -59,22 +41,16 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     if as_json:
         print(json.dumps(report))
         return
-    from saccade.cli.screen import out
-
-    console = out()
-    console.print(f"python {report['python']} on {report['platform']}", markup=False, soft_wrap=True)
+    screen.show(f"python {report['python']} on {report['platform']}")
     for name, version in report["packages"].items():
         why = f"  (optional: {OPTIONAL[name]})" if name in OPTIONAL else ""
-        console.print(f"  {name:<17} {version or 'not installed'}{why}", markup=False, soft_wrap=True)
-    console.print("devices")
-    for device in report["devices"]:
-        console.print(f"  {device}", markup=False, soft_wrap=True)
-    console.print("built-in models (`-t pocket`)")
-    console.print(f"  {', '.join(report['pocket'])}", markup=False, soft_wrap=True)
-    console.print("families (any other decoder of transformers is checked at load)")
+        screen.show(f"  {name:<17} {version or 'not installed'}{why}")
+    screen.show("devices", *(f"  {device}" for device in report["devices"]))
+    screen.show("built-in models (`-t pocket`)", f"  {', '.join(report['pocket'])}")
+    screen.show("families (any other decoder of transformers is checked at load)")
     for name, family in report["families"].items():
         state = "works" if family["works"] else "needs a newer transformers"
-        console.print(f"  {name:<16} {family['name']:<28} {state}", markup=False, soft_wrap=True)
+        screen.show(f"  {name:<16} {family['name']:<28} {state}")
 
 
 def examine() -> dict[str, Any]:
@@ -94,7 +70,7 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
         "devices": devices,
         "pocket": [
             *(path.name for path in (target_path(), draft_path()) if path.is_dir()),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from saccade.cli import arguments as args
 from saccade.cli import screen
-from saccade.cli.option_groups import Decoding, Placing, spread
+from saccade.cli.option_groups import DecodingOptions, MarkOptions, ModelOptions, option, spread
 from saccade.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,28 +18,21 @@ if TYPE_CHECKING:
 
 @spread
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The question; `-` reads it from standard input.")],
+    prompt: str = typer.Argument(help="The question; `-` reads it from standard input."),
+    image: list[str] | None = option(
+        None, "Image of the prompt (file or data URI); may be repeated.", "-i", metavar="FILE"
+    ),
+    video: list[str] | None = option(
+        None, "Video of the prompt (needs the video extra); may be repeated.", "-v", metavar="FILE"
+    ),
+    num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's setting."),
+    as_json: bool = option(
+        False, "Print one JSON object: models, method and its options, text, tokens, marks, statistics.", "--json"
+    ),
     *,
-    target: args.Target = None,
-    image: args.Images = None,
-    video: args.Videos = None,
-    num_frames: Annotated[
-        int | None, typer.Option(help="Frames sampled from a video; by default the checkpoint's setting.")
-    ] = None,
-    drafter: args.Drafter = None,
-    method: args.MethodName = None,
-    set_: args.Settings = None,
-    placing: Placing,
-    decoding: Decoding,
-    text_as_text: args.TextAsText = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one JSON object: models, method and its options, text, tokens, marks, statistics.",
-        ),
-    ] = False,
-    marks: args.Marks = False,
+    shown: MarkOptions,
+    models: ModelOptions,
+    decoding: DecodingOptions,
 ) -> None:
     """Answer one question about images, videos or text.
 
@@ -56,43 +48,29 @@ def generate(
     """
     from saccade.inputs.chat import check_unicode
 
-    if target is None:
-        raise InputError(
-            "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
-            "built-in pair."
-        )
-    if prompt == "-" and placing.device == "tp":
+    target = models.named()
+    if prompt == "-" and models.device == "tp":
         raise InputError("Standard input cannot be read by several processes; give the question as an argument.")
     question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not question.strip():
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
     check_unicode(question)
-    decoded = decoding.options()
-    settings = args.settings(set_)
     images, videos = image or [], video or []
     screen.check_media(images, videos)
-    decoding.check()
-    vlm = screen.load_models(
-        target,
-        drafter,
-        method,
-        **placing.models(),
-        **settings,
-    )
-    stream = vlm.stream(
-        question, images, videos, seed=decoding.seed, num_frames=num_frames, text_as_text=text_as_text, **decoded
-    )
+    options = {"seed": decoding.seed, "num_frames": num_frames, **decoding.checked()}
+    vlm = models.load()
+    stream = vlm.stream(question, images, videos, text_as_text=shown.text_as_text, **options)
     if as_json:
         output = screen.finish(stream, lambda _: None)
-        print(json.dumps({"target": target, **_configuration(vlm, drafter), **output.as_dict()}))
+        print(json.dumps({"target": target, **_configuration(vlm, models.drafter), **output.as_dict()}))
     else:
-        output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), marks))
+        output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), shown.marks))
         screen.note(screen.summary(output, vlm.method))
     if output.finish_reason == "interrupted":
         raise typer.Exit(130)
 
 
-def _configuration(vlm: VLM, given: str | None) -> dict[str, Any]:
+def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
     """Return the drafter's folder or hub id, its head's name, every option of the method, and the dtypes."""
     from saccade import methods
     from saccade.loading import name_of
@@ -100,20 +78,17 @@ def _configuration(vlm: VLM, given: str | None) -> dict[str, Any]:
 
     drafter, draft_dtype = None, None
     if vlm.head is not None:
-        drafter = given or str(head_path(vlm.head.kind))
-        draft_dtype = _name(next(vlm.head.parameters()).dtype)
+        drafter = named or str(head_path(vlm.head.kind))
+        draft_dtype = next(vlm.head.parameters()).dtype
     elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
-        drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
+        drafter = name_of(vlm.draft_model.model)
+        draft_dtype = vlm.draft_model.dtype
     return {
         "drafter": drafter,
         "head": vlm.head_name,
         "method": vlm.method,
         "options": vlm.options,
-        "dtype": _name(vlm.target.dtype),
-        "draft_dtype": draft_dtype,
+        "dtype": str(vlm.target.dtype).removeprefix("torch."),
+        "draft_dtype": draft_dtype and str(draft_dtype).removeprefix("torch."),
         "exact": vlm.target.exact,
     }
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,39 +1,71 @@
-"""Options that several commands take together, as dataclasses, and the decorator that gives them to a command."""
+"""Options as dataclasses: each is declared once, and a command that takes the dataclass takes all of its options."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_type_hints
 
-from typer.models import ParameterInfo
+import typer
+from typer.models import OptionInfo
 
-from saccade.cli import arguments as args
+from saccade.cli import completion, screen
 from saccade.errors import InputError
+from saccade.wording import parse_value
+
+if TYPE_CHECKING:
+    from saccade.ray_cluster import Places
+    from saccade.resumable import Worker
+    from saccade.vlm import VLM
+
+T = TypeVar("T")
+
+
+def option(default: Any, words: str, *names: str, **settings: Any) -> Any:
+    """Declare an option with its help, as the default of a parameter of a command, or of a field of a group.
+
+    Its long name is that of the parameter unless ``names`` has one.
+    """
+    return typer.Option(default, *names, help=words, **settings)
+
+
+@dataclass_transform(frozen_default=True)
+def group(panel: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass of options, which are a panel of the help."""
+
+    def made(kind: type[T]) -> type[T]:
+        options = {name: value for name, value in vars(kind).items() if isinstance(value, OptionInfo)}
+        for name, value in options.items():
+            value.rich_help_panel = value.rich_help_panel or panel
+            setattr(kind, name, value.default)
+        kind.OPTIONS = {**getattr(kind, "OPTIONS", {}), **options}  # type: ignore[attr-defined]
+        return dataclass(frozen=True)(kind)
+
+    return made
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace every parameter of a dataclass type by one option per field, since Typer knows single options alone.
-
-    Fields whose type is not annotated with an option keep their defaults. Parameters behind a group are best
-    keyword-only, so that it needs no default.
-    """
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: options_of(hint) for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
+    """Replace every parameter of a command that is a group by the group's options."""
+    hints = get_type_hints(command)
+    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "OPTIONS")}
+    parameters = list[inspect.Parameter]()
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:
-            parameters += groups[name]
+            types = get_type_hints(groups[name])
+            parameters += [_parameter(each, value, types[each]) for each, value in groups[name].OPTIONS.items()]
         else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(_parameter(name, parameter.default, hints[name]))
 
     @functools.wraps(command)
-    def spread_command(**given: Any) -> None:
-        for name, options in groups.items():
-            given[name] = hints[name](**{option.name: given.pop(option.name) for option in options})
-        command(**given)
+    def spread_command(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{each: values.pop(each) for each in kind.OPTIONS})
+        command(**values)
 
     del spread_command.__wrapped__
     spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -41,75 +73,287 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return spread_command
 
 
-def options_of(group: Any) -> list[inspect.Parameter]:
-    """Return the fields of a dataclass that are options, as parameters of a command."""
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
-        for each in fields(group)
-        if _is_option(hints[each.name])
-    ]
+def _parameter(name: str, value: Any, hint: Any) -> inspect.Parameter:
+    if isinstance(value, OptionInfo) and not any(each.startswith("--") for each in value.param_decls or ()):
+        value.param_decls = (f"--{name.rstrip('_').replace('_', '-')}", *(value.param_decls or ()))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
-def _is_option(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and any(isinstance(each, ParameterInfo) for each in get_args(hint)[1:])
+def settings(pairs: list[str] | None) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans."""
+    split = split_pairs(pairs, "--set", "NAME=VALUE, such as gamma=7,")
+    return {name.replace("-", "_"): parse_value(value) for name, value in split.items()}
 
 
-@dataclass(frozen=True)
-class Placing:
-    """Number format, device and threads of the models."""
-
-    dtype: args.Dtype = "auto"
-    draft_dtype: args.DraftDtype = None
-    device: args.DeviceMap = None
-    threads: args.Threads = None
-    exact: args.Exact = False
-
-    def models(self) -> dict[str, Any]:
-        """Return them as arguments of `saccade.load`."""
-        given = asdict(self)
-        return {"device_map": given.pop("device"), **given}
+def split_pairs(pairs: Sequence[str] | None, name: str, form: str) -> dict[str, str]:
+    """Split ``KEY=VALUE`` pairs of an option."""
+    values = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InputError(f"{name} takes {form} not {pair!r}.")
+        values[key] = value
+    return values
 
 
-@dataclass(frozen=True)
-class Decoding:
+_SPLITTING = {"tp": "generate", "fsdp": "train"}
+"""Devices that mean several processes which share the target, each with the command that has it."""
+
+
+def _device(context: typer.Context, device: str | None) -> str | None:
+    """Check that the command can share its target with other processes, of which the first one alone prints."""
+    if device in _SPLITTING:
+        name = context.command.name
+        if name != _SPLITTING[device]:
+            raise InputError(
+                f"The device {device} splits the target over processes, which `saccade {name}` cannot use; give "
+                f"another device, or use `saccade {_SPLITTING[device]}` or the Python API."
+            )
+        if device == "tp" and os.environ.get("RANK", "0") != "0":
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            screen.be_quiet()
+    return device
+
+
+@group("Models")
+class TargetOptions:
+    """The target, its number format, device and threads."""
+
+    target: str | None = option(
+        None,
+        "Checkpoint folder or hub id of the target; `pocket` is the built-in pair; a profile of `saccade tune` brings "
+        "its drafter and method.",
+        "-t",
+        metavar="PATH",
+        autocompletion=completion.checkpoints,
+    )
+    dtype: str = option(
+        "auto",
+        "Of the target: float32, bfloat16, float16, or auto: as stored, but on a CPU float32 for `pocket` and where "
+        "the stored format is not faster.",
+        autocompletion=completion.formats,
+    )
+    device: str | None = option(
+        None,
+        "Device of the target: cpu, cuda, cuda:1, auto to spread it over several (needs accelerate), tp to split it "
+        "over the processes that torchrun started (in `generate`), or fsdp to shard it over them (in `train`); by "
+        "default a CUDA GPU if there is one, except for `pocket`.",
+        callback=_device,
+    )
+    threads: int | None = option(
+        None, "CPU threads; by default one for a small target, else as many as cores are idle (`train`: all)."
+    )
+
+    def named(self) -> str:
+        """Return the target, which must be named."""
+        if self.target is None:
+            raise InputError(
+                "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
+                "built-in pair."
+            )
+        return self.target
+
+    def or_pocket(self) -> Self:
+        """Return these options with the built-in pair where no target is named."""
+        return replace(self, target=self.target or "pocket")
+
+
+@group("Models")
+class PairOptions(TargetOptions):
+    """Target, drafter and heads."""
+
+    drafter: str | None = option(
+        None,
+        "A smaller checkpoint with the same tokenizer, or the folder or hub id of a trained head; `pocket` is the "
+        "built-in draft model.",
+        "-d",
+        metavar="PATH",
+        autocompletion=completion.checkpoints,
+    )
+    head: list[str] | None = option(
+        None,
+        "A trained head beside the drafter: its folder or hub id, named NAME or like the folder; may be repeated. With "
+        "`pocket` the shipped heads are loaded too, except those of a name or kind given here.",
+        metavar="[NAME=]FOLDER",
+    )
+    draft_dtype: str | None = option(
+        None,
+        "Of the drafter; by default as stored, but float32 for a small one on a CPU.",
+        autocompletion=completion.formats,
+    )
+    exact: bool = option(
+        False,
+        "Exact mode: in every number format, greedy answers of all lossless methods are the tokens of plain decoding "
+        "in this mode. Takes longer.",
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `saccade.load`."""
+        return {
+            "target": self.named(),
+            "drafter": self.drafter,
+            "method": None,
+            "heads": screen.heads_by_name(self.head or []),
+            "dtype": self.dtype,
+            "draft_dtype": self.draft_dtype,
+            "device_map": self.device,
+            "threads": self.threads,
+            "exact": self.exact,
+        }
+
+    def load(self) -> VLM:
+        """Load the models."""
+        models = self.arguments()
+        return screen.load_models(models.pop("target"), models.pop("drafter"), models.pop("method"), **models)
+
+
+@group("Models")
+class ModelOptions(PairOptions):
+    """Target, drafter, heads, and the method with its options."""
+
+    method: str | None = option(
+        None,
+        "See `saccade methods`. By default `auto` with a draft model (`chain` with options that it lacks), a head's "
+        "own method with a head, `prompt-lookup` without a drafter.",
+        "-m",
+        autocompletion=completion.methods,
+    )
+    set_: list[str] | None = option(
+        None,
+        "Override one of the method's options, for example `--set gamma=7`; may be repeated.",
+        metavar="NAME=VALUE",
+        autocompletion=completion.settings,
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options of the method."""
+        return settings(self.set_)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `saccade.load`."""
+        return {**super().arguments(), "method": self.method, **self.settings}
+
+
+@group("Decoding")
+class DecodingOptions:
     """Length and sampling of answers."""
 
-    max_new_tokens: args.MaxNewTokens = None
-    sample: args.Sample = False
-    temperature: args.Temperature = None
-    top_p: args.TopP = None
-    top_k: args.TopK = None
-    min_p: args.MinP = None
-    repetition_penalty: args.RepetitionPenalty = None
-    stop: args.Stop = None
-    seed: args.Seed = None
+    max_new_tokens: int | None = option(None, "Most tokens of an answer.", "-n")
+    sample: bool = option(False, "Sample instead of greedy decoding.")
+    temperature: float | None = option(
+        None, "Below 1 sharpens, above 1 flattens; implies --sample, except 0: greedy decoding."
+    )
+    top_p: float | None = option(None, "Keep the likeliest tokens up to this mass; implies --sample.")
+    top_k: int | None = option(None, "Keep this many of the likeliest tokens; implies --sample.")
+    min_p: float | None = option(None, "Keep tokens at least this likely, relative to the likeliest; implies --sample.")
+    repetition_penalty: float | None = option(None, "Above 1 discourages repetition.")
+    stop: list[str] | None = option(None, "End the answer after this string; may be repeated.")
+    seed: int | None = option(None, "Seed of sampling.")
 
-    def options(self) -> dict[str, Any]:
-        """Return the given generation options, seed left out; the checkpoint fills the others.
-
-        Temperature 0 is greedy decoding.
-        """
-        is_greedy = self.temperature == 0
-        if is_greedy and self.sample:
-            raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
-        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        others = {
-            "max_new_tokens": self.max_new_tokens,
-            "repetition_penalty": self.repetition_penalty,
-            "stop_strings": self.stop or None,
-        }
-        found = {name: value for name, value in others.items() if value is not None}
-        if is_greedy:
-            return {**found, "do_sample": False}
-        drawn = {name: value for name, value in sampling.items() if value is not None}
-        return {**found, **drawn, **({"do_sample": True} if self.sample or drawn else {})}
-
-    def check(self) -> None:
-        """Check what needs no model, before one is loaded."""
+    def checked(self) -> dict[str, Any]:
+        """Return the generation options, seed left out; what needs no model is checked before one is loaded."""
         from saccade.engine.generation import check_given
         from saccade.inputs.processor import seeds_of
 
-        check_given(self.options())
+        options = self.options()
+        check_given(options)
         if self.seed is not None:
             seeds_of(self.seed, 1)
+        return options
+
+    def options(self) -> dict[str, Any]:
+        """Return the generation options, seed left out; the checkpoint fills those that are not set."""
+        names = ("max_new_tokens", "repetition_penalty", "temperature", "top_p", "top_k", "min_p")
+        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.stop:
+            options["stop_strings"] = self.stop
+        sampling = {"temperature", "top_p", "top_k", "min_p"}
+        if self.temperature == 0:
+            if self.sample:
+                raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
+            options = {name: value for name, value in options.items() if name not in sampling}
+            options["do_sample"] = False
+        elif self.sample or sampling & options.keys():
+            options["do_sample"] = True
+        return options
+
+
+@group()
+class MarkOptions:
+    """Text and marks of an answer."""
+
+    text_as_text: bool = option(
+        False, "Encode control tokens and placeholders in the messages, such as `</s>` or `<image>`, as ordinary text."
+    )
+    marks: bool = option(
+        False,
+        "Mark accepted draft tokens: green, or yellow where a lossy rule accepted one in place of the target's own; "
+        "without colours between ‹ and ›, and between « and ».",
+    )
+
+
+@group("Several machines")
+class RayOptions:
+    """Ray's cluster."""
+
+    ray: str | None = option(
+        None,
+        "Run on Ray (`pip install 'saccade[ray]'`): without an address on this machine, `auto` or HOST:PORT is a "
+        "cluster, which belongs in a network of its own.",
+        metavar="[ADDRESS]",
+    )
+
+    def check(self, name: str, value: int | None) -> None:
+        """Raise InputError where an option for Ray is given without ``--ray``."""
+        if self.ray is None and value is not None:
+            raise InputError(f"{name} is for engines on Ray; give --ray with it, or leave it out.")
+
+
+@group("Several machines")
+class ActorOptions(RayOptions):
+    """Engines of a batch job on Ray."""
+
+    actors: int | None = option(
+        None, "Engines on Ray: by default one per GPU, without GPUs one per machine.", metavar="N"
+    )
+
+    @contextmanager
+    def started(
+        self, models: ModelOptions, kind: Any, arguments: Callable[[Places], tuple[Any, ...]], ahead: int
+    ) -> Iterator[Worker]:
+        """Start actors that load the models; mistakes show before."""
+        from saccade.jobs.actors import ActorModels, actors
+        from saccade.ray_cluster import connected, places
+        from saccade.vlm import check
+
+        screen.quiet_libraries()
+        check(**models.arguments())
+        loading = ActorModels(models.arguments(), models.settings)
+        with connected(str(self.ray), self.actors) as cluster:
+            with_gpu = models.device != "cpu" and models.target != "pocket"
+            room = places(cluster, self.actors, models.threads, with_gpu=with_gpu)
+            with actors(cluster, room, loading, kind, arguments(room), ahead=ahead) as worker:
+                yield worker
+
+
+def preset_option() -> Any:
+    """Declare `--preset`."""
+    return option(
+        None,
+        "Settings for one GPU of this memory: batch sizes, precision, the longest sample, the place of cached "
+        "features. What you give yourself has precedence; --plan shows them.",
+        metavar="24gb|80gb",
+        autocompletion=completion.presets,
+    )
+
+
+def with_local_ray(arguments: Sequence[str]) -> list[str]:
+    """Give ``--ray`` its value where it has none: typer knows no options whose value may be left out."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    for number in range(end):
+        follower = words[number + 1 : number + 2]
+        if words[number] == "--ray" and (not follower or follower[0].startswith("-")):
+            words[number] = "--ray=local"
+    return words

@@ -6,11 +6,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from saccade.cli import screen
+from saccade.cli.option_groups import option, spread
 from saccade.errors import InputError
 from saccade.files import write_file
 from saccade.wording import count
@@ -22,25 +23,15 @@ if TYPE_CHECKING:
 
     from saccade.bench.compare import Change, Comparison
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders made by `saccade bench`.")]
 
-
+@spread
 def report(
-    runs: Runs,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="The page; `report.html` in the first run's folder by default.",
-        ),
-    ] = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option("--markdown", metavar="FILE", help="The tables; beside the page by default, ending in .md."),
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=0, help="Most prompts per run in the token view.")] = 4,
+    runs: list[Path] = typer.Argument(metavar="RUN...", help="Folders made by `saccade bench`."),
+    out: Path | None = option(
+        None, "The page; `report.html` in the first run's folder by default.", "-o", metavar="FILE"
+    ),
+    markdown: Path | None = option(None, "The tables; beside the page by default, ending in .md.", metavar="FILE"),
+    prompts: int = option(4, "Most prompts per run in the token view.", min=0),
 ) -> None:
     """Write one self-contained HTML page (no network), and its tables as Markdown.
 
@@ -54,29 +45,24 @@ def report(
     with screen.waiting("Drawing"):
         content = pages.load(runs)
         page, tables = pages.html(content, prompts), pages.markdown_tables(content)
-    _tell([problem for one in content for problem in one.run.problems])
+    _warn([problem for one in content for problem in one.run.problems])
     out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
     for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
         write_file(path, text, advice="choose another file with --out")
         print(path)
 
 
+@spread
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Folder made by `saccade bench`: before.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one: after.")],
-    absolute: Annotated[
-        bool,
-        typer.Option(
-            "--absolute",
-            help="Judge seconds instead of seconds relative to plain decoding. Then a slower machine shows too.",
-        ),
-    ] = False,
-    level: Annotated[float, typer.Option(help="Confidence of all verdicts together, between 0.5 and 1.")] = 0.95,
-    margin: Annotated[float, typer.Option(help="Share of time below which a difference does not count.")] = 0.02,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    fail_if_slower: Annotated[
-        bool, typer.Option("--fail-if-slower", help="Exit with code 1 when a method became slower.")
-    ] = False,
+    a: Path = typer.Argument(metavar="A", help="Folder made by `saccade bench`: before."),
+    b: Path = typer.Argument(metavar="B", help="Another one: after."),
+    absolute: bool = option(
+        False, "Judge seconds instead of seconds relative to plain decoding. Then a slower machine shows too."
+    ),
+    level: float = option(0.95, "Confidence of all verdicts together, between 0.5 and 1."),
+    margin: float = option(0.02, "Share of time below which a difference does not count."),
+    as_json: bool = option(False, "Print one JSON object.", "--json"),
+    fail_if_slower: bool = option(False, "Exit with code 1 when a method became slower."),
 ) -> None:
     """Show what changed from run A to run B, and whether it exceeds the noise.
 
@@ -94,31 +80,31 @@ def compare(
     from saccade.bench.records import read
 
     before, after = read(a), read(b)
-    _tell([*before.problems, *after.problems])
-    found = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
-    if not found.changes:
+    _warn([*before.problems, *after.problems])
+    changes = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
+    if not changes.changes:
         raise InputError(f"The runs in {a} and {b} have no method in common; there is nothing to compare.")
     if as_json:
-        print(json.dumps({"a": str(a), "b": str(b), **asdict(found), "slower": found.slower}))
+        print(json.dumps({"a": str(a), "b": str(b), **asdict(changes), "slower": changes.slower}))
     else:
-        console = screen.out()
-        console.print(_changes(found))
-        for line in _remarks(found):
-            console.print(line, markup=False, soft_wrap=True)
-    if fail_if_slower and found.slower:
+        screen.out().print(_table(changes))
+        screen.show(*_remarks(changes))
+    if fail_if_slower and changes.slower:
         raise typer.Exit(1)
 
 
-def _changes(found: Comparison) -> Table:
+def _table(comparison: Comparison) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("", "verdict", "seconds B/A", *(["relative to plain"] if found.relative else [])):
-        table.add_column(heading, no_wrap=True, justify="right" if "B/A" in heading or " to " in heading else "left")
-    for change in found.changes:
-        ratios = [change.time, change.relative] if found.relative else [change.time]
+    table.add_column("", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for heading in ("seconds B/A", "relative to plain") if comparison.relative else ("seconds B/A",):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for change in comparison.changes:
+        ratios = [change.time, change.relative] if comparison.relative else [change.time]
         cells = ["-" if ratio is None else str(ratio) for ratio in ratios]
         table.add_row(*map(escape, [change.method, change.verdict, *cells]))
     return table
@@ -133,38 +119,38 @@ def _answers(change: Change) -> Iterator[str]:
             yield f"{name} {values[0]:.3f} in A, {values[1]:.3f} in B"
 
 
-def _remarks(found: Comparison) -> Iterator[str]:
+def _remarks(comparison: Comparison) -> Iterator[str]:
     """Yield the sentences below the table."""
-    prompts = {(c.prompts, c.paired) for c in found.changes}
-    for number, paired in sorted(prompts):
+    changes = comparison.changes
+    for number, paired in sorted({(change.prompts, change.paired) for change in changes}):
         how = "each compared with itself" if paired else "NOT the same in both runs: compared as two samples"
         yield f"{count(number, 'prompt')}, {how}."
-    measure = "time per token relative to plain decoding of the same run" if found.relative else "time per token"
+    measure = "time per token relative to plain decoding of the same run" if comparison.relative else "time per token"
     yield (
-        f"Judged by {measure}; all verdicts hold together with {found.level:.0%} confidence; differences below "
-        f"{found.margin:.0%} do not count."
+        f"Judged by {measure}; all verdicts hold together with {comparison.level:.0%} confidence; differences below "
+        f"{comparison.margin:.0%} do not count."
     )
-    if any(change.verdict == "too few prompts" for change in found.changes):
-        yield f"Verdicts on so many methods need {found.fewest} prompts; run more prompts, or fewer methods."
-    alike = [c for c in found.changes if c.answers and not any(_answers(c))]
+    if any(change.verdict == "too few prompts" for change in changes):
+        yield f"Verdicts on so many methods need {comparison.fewest} prompts; run more prompts, or fewer methods."
+    alike = [change for change in changes if change.answers and not any(_answers(change))]
     if alike:
-        yield f"Same tokens, acceptance and scores in both runs: {', '.join(c.method for c in alike)}."
-    for change in found.changes:
+        yield f"Same tokens, acceptance and scores in both runs: {', '.join(change.method for change in alike)}."
+    for change in changes:
         if change not in alike:
             yield f"{change.method}: {'; '.join(_answers(change)) or 'no answer to the same prompt'}."
-    plain = next((c for c in found.changes if c.verdict == "yardstick" and c.time is not None), None)
-    if plain is not None and plain.time is not None and abs(plain.time.value - 1) > found.margin:
+    plain = next((change.time for change in changes if change.verdict == "yardstick"), None)
+    if plain is not None and abs(plain.value - 1) > comparison.margin:
         yield (
-            f"Plain decoding itself took {plain.time.value:.2f} times as long in B: another machine or load, or code "
-            "that all methods share; --absolute judges seconds."
+            f"Plain decoding itself took {plain.value:.2f} times as long in B: another machine or load, or code that "
+            "all methods share; --absolute judges seconds."
         )
-    for run, methods in found.only.items():
+    for run, methods in comparison.only.items():
         if methods:
             yield f"Only in {run}: {', '.join(methods)}."
-    for name, before, after in found.settings:
+    for name, before, after in comparison.settings:
         yield f"Differs: {name}: {before} in A, {after} in B."
 
 
-def _tell(problems: Sequence[str]) -> None:
+def _warn(problems: Sequence[str]) -> None:
     for problem in problems:
         print(f"saccade: {problem}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Terminal output of the commands: spinners, marked tokens, a summary."""
+"""Terminal output of the commands: notes, progress, marked tokens, a summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -33,6 +32,12 @@ def out() -> Console:
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
 
 
+def show(*lines: str) -> None:
+    """Print lines on stdout."""
+    for line in lines:
+        out().print(line, markup=False, soft_wrap=True)
+
+
 def note(words: str, style: str = "dim") -> None:
     """Print a note on stderr, beside the answer on stdout."""
     _notes.print(words, style=style, markup=False, soft_wrap=True)
@@ -53,46 +58,50 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr with the time left; yields its update of (done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=_notes, disable=not _notes.is_terminal, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 LOG_SECONDS = 60.0
 """Time between the lines that stand for a bar where stderr is no terminal."""
 
 
 @contextmanager
-def long_progress(first: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar of a run of hours on stderr with the time left; yields its update of (done, total, description).
+def progress(what: str, stopped: str = "", live: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a bar with the time left on stderr; a line once a minute where that is no terminal.
 
-    Where stderr is not a terminal, a line once a minute stands for the bar.
+    Yields its update of (done, total, words). After Ctrl-C ``stopped`` is printed. Without ``live`` nothing is drawn
+    between updates.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _logged()
-        return
     words = TextColumn("{task.description}", markup=False)
     columns = (BarColumn(), MofNCompleteColumn(), words, TimeRemainingColumn())
     period = 600  # seconds of the estimate; one batch can take minutes
-    with Progress(*columns, console=console, transient=True, speed_estimate_period=period) as bar:
-        task = bar.add_task(first, total=None)
-        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+    is_shown = _notes.is_terminal
+    bar = Progress(*columns, console=_notes, auto_refresh=live, transient=True, speed_estimate_period=period)
+    task = bar.add_task(what, total=None)
+    log = _log()
+
+    def update(done: int, total: int, text: str = what) -> None:
+        if is_shown:
+            bar.update(task, completed=done, total=total, description=text, refresh=not live)
+        else:
+            log(done, total, text)
+
+    try:
+        if is_shown:
+            with bar:
+                yield update
+        else:
+            yield update
+    except KeyboardInterrupt:
+        if stopped:
+            note(stopped)
+        raise
 
 
-def _logged() -> Callable[[int, int, str], None]:
+def _log() -> Callable[[int, int, str], None]:
     began = last = time.monotonic()
     before: int | None = None
 
-    def update(done: int, total: int, text: str) -> None:
+    def log(done: int, total: int, text: str) -> None:
         nonlocal last, before
         before = done if before is None else before
         now = time.monotonic()
@@ -101,7 +110,7 @@ def _logged() -> Callable[[int, int, str], None]:
             left = duration((total - done) * (now - began) / (done - before))
             note(f"{done} of {total}, {text}, about {left} left")
 
-    return update
+    return log
 
 
 def check_media(images: list[str], videos: list[str]) -> None:
@@ -114,9 +123,7 @@ def check_media(images: list[str], videos: list[str]) -> None:
         read_source(video, "video")
 
 
-def load_models(
-    target: str, drafter: str | None, method: str | None, *, heads: list[str] | None = None, **options: Any
-) -> VLM:
+def load_models(target: str, drafter: str | None, method: str | None, **options: Any) -> VLM:
     """Call `saccade.load` behind a spinner."""
     if not sys.warnoptions:
         _show_own_warnings()
@@ -124,8 +131,6 @@ def load_models(
         from saccade import load
 
         quiet_libraries()
-        if heads:
-            options["heads"] = heads_by_name(heads)
         return load(target, drafter, method, **options)
 
 
@@ -144,7 +149,7 @@ def _show_own_warnings() -> None:
     shown: set[tuple[str, int]] = set()
     before = warnings.showwarning
 
-    def show(
+    def show_once(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -158,61 +163,54 @@ def _show_own_warnings() -> None:
             shown.add((filename, lineno))  # not the text: it may count things that differ per image
             note(f"saccade: {message}", "yellow")
 
-    warnings.showwarning = show
+    warnings.showwarning = show_once
 
 
-def heads_by_name(given: list[str]) -> dict[str, str]:
+def heads_by_name(heads: list[str]) -> dict[str, str]:
     """Return the folders by name, of FOLDER or NAME=FOLDER each."""
-    found: dict[str, str] = {}
-    for text in given:
+    named: dict[str, str] = {}
+    for text in heads:
         name, equals, folder = text.partition("=")
         if not (equals and name and folder) or Path(text).is_dir():
             name, folder = Path(text).expanduser().resolve().name, text
-        if name in found:
+        if name in named:
             raise InputError(f"Two heads are named {name!r}; give one of them another name: --head NAME=FOLDER.")
-        found[name] = folder
-    return found
+        named[name] = folder
+    return named
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Style of the tokens of one mark: a colour, or brackets where the terminal has no colours."""
-
-    colour: str = ""
-    opens: str = ""
-    closes: str = ""
-
-
-_OWN, _ACCEPTED, _LOOSENED = _Look(), _Look("green", "‹", "›"), _Look("yellow", "«", "»")
-_LOOKS: dict[Mark, _Look] = {"target": _OWN, "draft": _ACCEPTED, "loose": _LOOSENED, "shifted": _LOOSENED}
+_PLAIN, _LOOSE = ("", "", ""), ("yellow", "«", "»")
+_LOOKS: dict[Mark, tuple[str, str, str]] = {
+    "target": _PLAIN,
+    "draft": ("green", "‹", "›"),
+    "loose": _LOOSE,
+    "shifted": _LOOSE,
+}
+"""Colour of the tokens of a mark, and the brackets around them where the terminal has no colours."""
 
 
 class MarkPrinter:
-    """Printer of text that marks accepted draft tokens.
-
-    With colours, accepted draft tokens are green, loosely accepted ones yellow; without, they are enclosed in ‹ and ›,
-    and in « and ».
-    """
+    """Printer of text in which drafted tokens are marked by colours, or by brackets where there are none."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._colours = bool(console.color_system) and not console.no_color
-        self._look = _OWN
+        self._has_colours = bool(console.color_system) and not console.no_color
+        self._look = _PLAIN
 
     def put(self, text: str, mark: Mark) -> None:
         """Print a token's text."""
         look = _LOOKS[mark]
-        if self._colours and look.colour:
-            self._console.print(Text(text, style=look.colour), end="", soft_wrap=True)
+        if self._has_colours and look != _PLAIN:
+            self._console.print(Text(text, style=look[0]), end="", soft_wrap=True)
             return
-        if text and look != self._look and not self._colours:
-            self._write(self._look.closes + look.opens)
+        if text and look != self._look and not self._has_colours:
+            self._write(self._look[2] + look[1])
             self._look = look
         self._write(text)
 
     def finish(self) -> None:
         """End the line."""
-        self._write(self._look.closes + "\n")
+        self._write(self._look[2] + "\n")
 
     def _write(self, text: str) -> None:
         self._console.file.write(text)
@@ -289,6 +287,16 @@ def _stop_between_steps() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+ENDS = {
+    "eos": "complete",
+    "stop": "ended by a stop string",
+    "length": "cut at the limit",
+    "interrupted": "interrupted",
+    "visual": "cut before a placeholder of an image",
+}
+"""Finish reasons in words."""
+
+
 def summary(output: Output, method: str) -> str:
     """Return one line of statistics."""
     stats, times = output.stats, output.stats.times
@@ -299,13 +307,5 @@ def summary(output: Output, method: str) -> str:
         parts.append(f"{stats.decoded_tokens / times.decode:.0f} tokens/s after prefill")
         parts.append(f"block efficiency {stats.block_efficiency:.2f}")
     parts.append(f"method {method}" + ("" if output.lossless else " (lossy)"))
-    parts.append(_ENDS[output.finish_reason])
+    parts.append(ENDS[output.finish_reason])
     return " · ".join(parts)
-
-
-_ENDS = {
-    "eos": "complete",
-    "stop": "ended by a stop string",
-    "length": "cut at the limit",
-    "interrupted": "interrupted",
-}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
-from saccade.cli import arguments as args
 from saccade.cli import completion, screen
+from saccade.cli.option_groups import TargetOptions, group, option, preset_option, settings, spread
 from saccade.errors import InputError, TrainingError
 from saccade.files import check_folder
 from saccade.wording import count
@@ -19,93 +19,64 @@ if TYPE_CHECKING:
     from saccade.train.recipe import Recipe
 
 
+@group()
+class TrainerOptions:
+    """Start, cache and log of a run: arguments of `saccade.train.trainer.Trainer`."""
+
+    begin: str | None = option(
+        None,
+        "Start from the weights of a trained head, a folder or hub id, or of a run's checkpoint "
+        "(RUN/checkpoints/step-N) instead of fresh ones; options without a --set are that head's.",
+        "--from",
+        metavar="HEAD",
+    )
+    features: Path | None = option(
+        None,
+        "Cache the target's states here, for this run and for any other of the same target and answers whose head "
+        "reads the same layers (eagle2, hivis, msd, vispec, medusa and hydra do); up to `cache_gb`, and kept "
+        "afterwards. By default a cache belongs to its run (`feature_cache`).",
+        metavar="FOLDER",
+    )
+    any_target: bool = option(False, "Take answers that were distilled from another target.")
+    wandb: str | None = option(
+        None, "Log to this project of Weights & Biases, too; WANDB_MODE=offline keeps it here.", metavar="PROJECT"
+    )
+
+
+@spread
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE",
-            autocompletion=completion.recipes,
-            help="The kind of head (`eagle2`, `hivis`, `dream`, ...), `draft-vlm`, or the path of a .toml file.",
-        ),
-    ],
-    data: Annotated[
-        Path,
-        typer.Option("--data", metavar="FILE", help="Answers of the target, as `saccade distill` writes them."),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", metavar="FOLDER", help="Folder of checkpoints, log and the trained head."),
-    ],
-    target: args.Target = None,
-    begin: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="HEAD",
-            help="Start from the weights of a trained head, a folder or hub id, or of a run's checkpoint "
-            "(RUN/checkpoints/step-N) instead of fresh ones; options without a --set are that head's.",
-        ),
-    ] = None,
-    lm: Annotated[
-        str | None,
-        typer.Option(
-            "--lm",
-            metavar="MODEL",
-            help="`draft-vlm` only: the language model to start from, of the target's tokenizer; or "
-            "LAYERSxWIDTH for an untrained one.",
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Override one of the recipe's numbers, for example `batch_size=8`, `stage2.steps=0` or "
-            "`head.text_only=true`; may be repeated.",
-        ),
-    ] = None,
-    features: Annotated[
-        Path | None,
-        typer.Option(
-            "--features",
-            metavar="FOLDER",
-            help="Cache the target's states here, for this run and for any other of the same target and answers whose "
-            "head reads the same layers (eagle2, hivis, msd, vispec, medusa and hydra do); up to `cache_gb`, and kept "
-            "afterwards. By default a cache belongs to its run (`feature_cache`).",
-        ),
-    ] = None,
-    preset: args.Preset = None,
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan",
-            help="Time a few steps, estimate the run, and stop. With --preset nothing is run: memory and disk "
-            "on its GPU are computed from the target's configuration, so that neither weights nor a GPU nor answers "
-            "need be there.",
-        ),
-    ] = False,
-    resume: Annotated[
-        str,
-        typer.Option(help="`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."),
-    ] = "never",
-    on_bad_line: Annotated[
-        str,
-        typer.Option("--on-bad-line", help="`stop` at the first line that cannot be used, or `skip` them."),
-    ] = "stop",
-    any_target: Annotated[
-        bool, typer.Option("--any-target", help="Take answers that were distilled from another target.")
-    ] = False,
-    wandb: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PROJECT", help="Log to this project of Weights & Biases, too; WANDB_MODE=offline keeps it here."
-        ),
-    ] = None,
-    dtype: args.Dtype = "auto",
-    device: args.DeviceMap = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; by default torch's choice: all physical cores.")
-    ] = None,
+    recipe: str = typer.Argument(
+        metavar="RECIPE",
+        autocompletion=completion.recipes,
+        help="The kind of head (`eagle2`, `hivis`, `dream`, ...), `draft-vlm`, or the path of a .toml file.",
+    ),
+    data: Path = option(..., "Answers of the target, as `saccade distill` writes them.", metavar="FILE"),
+    out: Path = option(..., "Folder of checkpoints, log and the trained head.", "-o", metavar="FOLDER"),
+    set_: list[str] | None = option(
+        None,
+        "Override one of the recipe's numbers, for example `batch_size=8`, `stage2.steps=0` or `head.text_only=true`; "
+        "may be repeated.",
+        metavar="NAME=VALUE",
+    ),
+    lm: str | None = option(
+        None,
+        "`draft-vlm` only: the language model to start from, of the target's tokenizer; or LAYERSxWIDTH for an "
+        "untrained one.",
+        metavar="MODEL",
+    ),
+    preset: str | None = preset_option(),
+    plan: bool = option(
+        False,
+        "Time a few steps, estimate the run, and stop. With --preset nothing is run: memory and disk on its GPU are "
+        "computed from the target's configuration, so that neither weights nor a GPU nor answers need be there.",
+    ),
+    resume: str = option(
+        "never", "`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."
+    ),
+    on_bad_line: str = option("stop", "`stop` at the first line that cannot be used, or `skip` them."),
+    *,
+    chosen: TrainerOptions,
+    models: TargetOptions,
 ) -> None:
     """Train a drafter head, or a draft VLM, for a target on the target's own answers.
 
@@ -131,11 +102,7 @@ def train(
     `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
     answers -o head`
     """
-    if target is None:
-        raise InputError(
-            "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
-            "built-in one."
-        )
+    target = models.named()
     for name, value, choices in (
         ("--resume", resume, ("auto", "never")),
         ("--on-bad-line", on_bad_line, ("stop", "skip")),
@@ -148,37 +115,29 @@ def train(
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
 
-    chosen = read_recipe(recipe)
-    fitted = {} if preset is None else memory_plan.preset(preset).training(chosen.kind)
-    shared = {} if features is None else {"feature_cache": "disk"}
-    chosen = chosen.with_settings({**fitted, **args.settings(settings), **shared})
+    steps = read_recipe(recipe)
+    fitted = {} if preset is None else memory_plan.preset(preset).training(steps.kind)
+    shared = {} if chosen.features is None else {"feature_cache": "disk"}
+    steps = steps.with_settings({**fitted, **settings(set_), **shared})
     if lm is not None:
-        if chosen.kind != "draft-vlm":
-            raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {chosen.kind} head.")
-        chosen = chosen.with_settings({"head.lm": lm})
+        if steps.kind != "draft-vlm":
+            raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {steps.kind} head.")
+        steps = steps.with_settings({"head.lm": lm})
     if plan and preset is not None:
         from saccade.train.plan import forecast
 
         screen.quiet_libraries()
         where = target_path() if target == "pocket" else target
-        print(forecast(chosen, where, data, memory_plan.preset(preset), fitted, dtype))
+        print(forecast(steps, where, data, memory_plan.preset(preset), fitted, models.dtype))
         return
     processes = Processes()
     if not processes.leads:
         screen.be_quiet()
-    if device is None and "LOCAL_RANK" in os.environ:
-        device = str(processes.device)
-    models = {"dtype": dtype, "device_map": device, "threads": threads}
-    options = {
-        "begin": begin,
-        "features": features,
-        "resume": resume == "auto",
-        "wandb": wandb,
-        "any_target": any_target,
-    }
+    if models.device is None and "LOCAL_RANK" in os.environ:
+        models = replace(models, device=str(processes.device))
     try:
         with processes.together():
-            _run(chosen, target, data, out, models, options, plan, "skip" if on_bad_line == "skip" else "stop")
+            _run(steps, models, data, out, chosen, plan, resume == "auto", on_bad_line == "skip")
     except KeyboardInterrupt:
         screen.note("Stopped; the same command with --resume auto resumes from the last checkpoint.")
         raise
@@ -186,13 +145,13 @@ def train(
 
 def _run(
     recipe: Recipe,
-    target: str,
+    models: TargetOptions,
     data: Path,
     out: Path,
-    models: dict[str, Any],
-    options: dict[str, Any],
+    chosen: TrainerOptions,
     plan: bool,
-    on_bad_line: Literal["stop", "skip"],
+    resume: bool,
+    skip: bool,
 ) -> None:
     """Train or plan in this process, beside the others of the run."""
     with screen.waiting("Starting"):
@@ -203,25 +162,33 @@ def _run(
         from saccade.train.trainer import Trainer, check_out
 
     check_answers(data)
-    check_out(out, options["resume"])
-    if options["features"] is not None:
-        check_folder(options["features"], TrainingError, "give another --features folder")
+    check_out(out, resume)
+    if chosen.features is not None:
+        check_folder(chosen.features, TrainingError, "give another --features folder")
     kept = recipe.feature_cache, recipe.cache_gb * 1e9
     if plan:
         recipe = replace(recipe, feature_cache="none")
-    models["threads"] = models["threads"] or torch.get_num_threads()  # must not change between stop and resume
-    vlm = screen.load_models(target, None, "plain", **models)
-    source = Answers(
-        data, vlm.processor, on_bad_line=on_bad_line, min_words=recipe.min_words, max_tokens=recipe.max_tokens
+    threads = models.threads or torch.get_num_threads()  # must not change between stop and resume
+    vlm = screen.load_models(
+        models.named(), None, "plain", dtype=models.dtype, device_map=models.device, threads=threads
     )
-    trainer = Trainer(vlm.target, recipe, source, out, processor=vlm.processor, say=screen.note, **options)
+    source = Answers(
+        data,
+        vlm.processor,
+        on_bad_line="skip" if skip else "stop",
+        min_words=recipe.min_words,
+        max_tokens=recipe.max_tokens,
+    )
+    options = {"processor": vlm.processor, "say": screen.note, "resume": resume, **asdict(chosen)}
+    trainer = Trainer(vlm.target, recipe, source, out, **options)
+    leads = trainer.processes.leads
     if plan:
         words = plan_of(trainer, kept)
-        if trainer.processes.leads:
+        if leads:
             print(words)
         return
     outcome = trainer.run()
-    if not trainer.processes.leads:
+    if not leads:
         return
     if source.bad:
         number, why = next(iter(source.bad.items()))
