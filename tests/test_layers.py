@@ -76,7 +76,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 3_850),
+    "cli": (("cli",), 3_260),
     "serve": (("serve",), 4_000),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 4_170),
@@ -89,8 +89,9 @@ CORE = 24_000
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 48_600, 9_750
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 10.41
-"""Most tokens a line of code has on average, so that lines are not saved by writing densely."""
+TOKENS = 10.70
+"""Most tokens a line of code has on average outside of the command line, whose declarations of options are sparse, so
+that lines are not saved by writing densely."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
 HOMONYMS = 8
@@ -197,10 +198,12 @@ def lines(root: Path) -> int:
 _CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
 
 
-def density(root: Path) -> float:
-    """Tokens a line of code; imports, comments and docstrings left out."""
+def density(root: Path, without: str = "") -> float:
+    """Tokens a line of code; imports, comments, docstrings and a package left out."""
     tokens, used = 0, 0
     for path in _files(root):
+        if without and path.is_relative_to(root / without):
+            continue
         text = path.read_text(encoding="utf-8")
         prose = {line for node in ast.walk(ast.parse(text)) for line in _prose(node)}
         code = [
@@ -286,7 +289,7 @@ def test_core_tests_and_tools_keep_their_budgets_of_lines() -> None:
 
 
 def test_lines_are_not_dense() -> None:
-    assert density(SOURCE) <= TOKENS
+    assert density(SOURCE, without="cli") <= TOKENS
 
 
 def test_the_core_imports_no_part_around_it() -> None:
