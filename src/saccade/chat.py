@@ -6,10 +6,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Unpack
 
 from saccade.errors import InputError
-from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import InputProcessor, MediaOptions, one_or_more
+from saccade.inputs.media import load_image
+from saccade.inputs.processor import InputProcessor, one_or_more
 from saccade.output import Output
-from saccade.stream import Chunk, GenerationOptions, Stream
+from saccade.stream import Chunk, PromptOptions, Stream, split_options
 
 
 class Chat:
@@ -41,15 +41,10 @@ class Chat:
         videos: Sequence[Any] = (),
         *,
         seed: int | None = None,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        limits: MediaLimits = LOCAL,
-        text_as_text: bool = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> Output:
         """Send a user message and return the answer; arguments as in `VLM.generate`."""
-        media = MediaOptions(num_frames, fps, limits, text_as_text)
-        turn = self._next(text, images, videos, media, options, seed)
+        turn = self.stream(text, images, videos, seed=seed, **options)
         for _ in turn:
             pass
         return turn.output
@@ -63,11 +58,7 @@ class Chat:
         seed: int | None = None,
         streamer: Any = None,
         trace: bool = False,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        limits: MediaLimits = LOCAL,
-        text_as_text: bool = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> Turn:
         """Send a user message and stream the answer; arguments as in `VLM.stream`.
 
@@ -75,20 +66,7 @@ class Chat:
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
         stopped before its first token, or is overtaken by another one, leaves the conversation unchanged.
         """
-        media = MediaOptions(num_frames, fps, limits, text_as_text)
-        return self._next(text, images, videos, media, options, seed, streamer, trace)
-
-    def _next(
-        self,
-        text: str,
-        images: Sequence[Any],
-        videos: Sequence[Any],
-        media: MediaOptions,
-        options: GenerationOptions,
-        seed: int | None,
-        streamer: Any = None,
-        trace: bool = False,
-    ) -> Turn:
+        media, _ = split_options(options)
         films = [self._processor.load_video(video, media) for video in one_or_more(videos)]
         content: list[dict[str, Any]] = [
             *({"type": "image", "image": load_image(i, media.limits)} for i in one_or_more(images)),
@@ -96,7 +74,7 @@ class Chat:
             {"type": "text", "text": text},
         ]
         messages = [*self.messages, {"role": "user", "content": content}]
-        stream = self._stream(messages, (), (), media, options, seed=seed, streamer=streamer, trace=trace)
+        stream = self._stream(messages, seed=seed, streamer=streamer, trace=trace, **options)
         return Turn(self, messages, stream)
 
 

@@ -13,10 +13,10 @@ from saccade.engine.generation import plan
 from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
-from saccade.inputs.media import LOCAL, MediaLimits, load_image
-from saccade.inputs.processor import MediaOptions, Question, RowInput, is_batch, one_or_more, seeds_of
+from saccade.inputs.media import load_image
+from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
-from saccade.stream import GenerationOptions
+from saccade.stream import PromptOptions, split_options
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.text import Detokenizer, text_of
 
@@ -135,17 +135,13 @@ class Batch:
         videos: Sequence[Any] = (),
         *,
         seed: int | None = None,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        limits: MediaLimits = LOCAL,
-        text_as_text: bool = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> Ticket:
         """Submit one request.
 
         Args:
             prompt: a string, a conversation, or a `Prompt`.
-            images, videos, num_frames, fps, limits, text_as_text: as in `VLM.generate`.
+            images, videos: as in `VLM.generate`.
             seed: of its random generator when sampling; None: drawn from torch's global generator.
             options: as in `VLM.generate`, for this request alone.
 
@@ -154,11 +150,11 @@ class Batch:
         """
         if is_batch(prompt):
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
-        media = MediaOptions(num_frames, fps, limits, text_as_text)
-        loaded = [load_image(image, limits) for image in one_or_more(images)]
+        media, generation = split_options(options)
+        loaded = [load_image(image, media.limits) for image in one_or_more(images)]
         given = RowInput(prompt, loaded, one_or_more(videos), media)
         request = self._request(given, seeds_of(seed, 1)[0])
-        decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **options)
+        decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **generation)
         row = self._running.add(request, decoding.rows[0], decoding.do_sample)
         ticket = Ticket(self, row, self._tokenizer, self._lossless)
         self._tickets[id(row)] = ticket

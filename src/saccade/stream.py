@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from saccade.engine import Request, Run
+from saccade.inputs.media import MediaLimits
+from saccade.inputs.processor import MediaOptions
 from saccade.output import Mark, Output, TreeTrace
 from saccade.text import Detokenizer, text_of
 
@@ -57,6 +59,27 @@ class GenerationOptions(TypedDict, total=False):
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
     pad_token_id: int | None
+
+
+class PromptOptions(GenerationOptions, total=False):
+    """How a prompt's images, videos and texts are read, and its answer is generated.
+
+    ``num_frames`` of a video file, or ``fps`` frames per second of it, are sampled instead of the checkpoint's own
+    setting. ``limits`` are the accepted places, formats and sizes of images and videos. With ``text_as_text``, control
+    tokens and placeholders in the text of messages are encoded as text.
+    """
+
+    num_frames: int | None
+    fps: float | None
+    limits: MediaLimits
+    text_as_text: bool
+
+
+def split_options(options: PromptOptions) -> tuple[MediaOptions, GenerationOptions]:
+    """Options of reading, and the rest."""
+    rest: Any = dict(options)
+    media = MediaOptions(**{name: rest.pop(name) for name in MediaOptions.__dataclass_fields__ if name in rest})
+    return media, rest
 
 
 @dataclass(frozen=True, slots=True)

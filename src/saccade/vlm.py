@@ -19,10 +19,9 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
 from saccade.errors import InputError
 from saccade.inputs.families import vision_signature
-from saccade.inputs.media import LOCAL, MediaLimits, load_image
+from saccade.inputs.media import load_image
 from saccade.inputs.processor import (
     InputProcessor,
-    MediaOptions,
     Messages,
     Question,
     RowInput,
@@ -49,7 +48,7 @@ from saccade.methods.drafters import Heads
 from saccade.output import Output
 from saccade.profile import is_profile, read_profile
 from saccade.running_batch import Batch
-from saccade.stream import GenerationOptions, Stream
+from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.target_model.sharding import check_processes
@@ -233,11 +232,7 @@ class VLM:
         seed: int | None = ...,
         session: RunningBatch | None = ...,
         streamer: Any = ...,
-        num_frames: int | None = ...,
-        fps: float | None = ...,
-        limits: MediaLimits = ...,
-        text_as_text: bool = ...,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> Output: ...
 
     @overload
@@ -250,11 +245,7 @@ class VLM:
         seed: int | Sequence[int] | None = ...,
         session: RunningBatch | None = ...,
         streamer: Any = ...,
-        num_frames: int | None = ...,
-        fps: float | None = ...,
-        limits: MediaLimits = ...,
-        text_as_text: bool = ...,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> list[Output]: ...
 
     def generate(
@@ -266,11 +257,7 @@ class VLM:
         seed: int | Sequence[int] | None = None,
         session: RunningBatch | None = None,
         streamer: Any = None,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        limits: MediaLimits = LOCAL,
-        text_as_text: bool = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> Output | list[Output]:
         """Generate the answer to one prompt, or to each of a batch.
 
@@ -282,11 +269,7 @@ class VLM:
                 a list. None: drawn from torch's global generator.
             session: KV caches of an earlier turn, whose common prefix is not prefilled again.
             streamer: a Hugging Face `BaseStreamer` (one row only).
-            num_frames: frames sampled from a video file, instead of the checkpoint's own setting.
-            fps: frames per second sampled from a video file, likewise.
-            limits: accepted places, formats and sizes of images and videos.
-            text_as_text: whether control tokens and placeholders in the text of messages are encoded as text.
-            options: of Hugging Face's `GenerationConfig`; see `GenerationOptions`.
+            options: of reading and of Hugging Face's `GenerationConfig`; see `PromptOptions`.
 
         Returns:
             An `Output`, or a list of them for a batch.
@@ -294,8 +277,7 @@ class VLM:
         Raises:
             InputError: a prompt, a medium or an option cannot be used as it is.
         """
-        media = MediaOptions(num_frames, fps, limits, text_as_text)
-        stream = self._stream(prompt, images, videos, media, options, seed, session, streamer)
+        stream = self.stream(prompt, images, videos, seed=seed, session=session, streamer=streamer, **options)
         for _ in stream:
             pass
         return stream.outputs if stream.is_batch else stream.outputs[0]
@@ -310,36 +292,17 @@ class VLM:
         session: RunningBatch | None = None,
         streamer: Any = None,
         trace: bool = False,
-        num_frames: int | None = None,
-        fps: float | None = None,
-        limits: MediaLimits = LOCAL,
-        text_as_text: bool = False,
-        **options: Unpack[GenerationOptions],
+        **options: Unpack[PromptOptions],
     ) -> Stream:
         """Generate step by step: iterate the result, then read its `outputs`.
 
         Args:
             trace: attach the verified trees to every chunk.
-            prompt, images, videos, seed, session, streamer, num_frames, fps, limits, text_as_text, options: as of
-                `generate`.
+            prompt, images, videos, seed, session, streamer, options: as of `generate`.
         """
-        media = MediaOptions(num_frames, fps, limits, text_as_text)
-        return self._stream(prompt, images, videos, media, options, seed, session, streamer, trace)
-
-    def _stream(
-        self,
-        prompt: Any,
-        images: Sequence[Any],
-        videos: Sequence[Any],
-        media: MediaOptions,
-        options: GenerationOptions,
-        seed: int | Sequence[int] | None,
-        session: RunningBatch | None,
-        streamer: Any,
-        trace: bool = False,
-    ) -> Stream:
+        media, generation = split_options(options)
         batch = is_batch(prompt)
-        questions: Sequence[Question] = prompt if batch else [prompt]
+        questions: Any = prompt if batch else [prompt]
         images_of = per_row(images, len(questions), batch, "images")
         videos_of = per_row(videos, len(questions), batch, "videos")
         if streamer is not None and len(questions) > 1:
@@ -349,7 +312,7 @@ class VLM:
             for q, i, v, s in zip(questions, images_of, videos_of, seeds_of(seed, len(questions)), strict=True)
         ]
         tokenizer = self.processor.tokenizer
-        decoding = plan(self.target, [r.prompt for r in requests], tokenizer=tokenizer, **options)
+        decoding = plan(self.target, [r.prompt for r in requests], tokenizer=tokenizer, **generation)
         run = self.engine.start(requests, decoding, session, trace)
         return Stream(run, tokenizer, batch, streamer, requests)
 
@@ -390,7 +353,7 @@ class VLM:
 
     def chat(self, system: str | None = None) -> Chat:
         """Open a conversation whose turns reuse the KV cache of the earlier ones."""
-        return Chat(partial(self._stream, session=self.engine.open(1)), self.processor, system)
+        return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
 
     def request(self, given: RowInput, seed: int) -> Request:
         """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile."""
