@@ -35,8 +35,6 @@ _ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 @dataclass(frozen=True)
 class Places:
-    """Room for engines in a cluster."""
-
     count: int  # of engines
     cpus: int  # cores that each one reserves, which are its threads on a CPU
     gpus: int  # GPUs that each one reserves, 0 or 1
@@ -44,7 +42,6 @@ class Places:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of an actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 

@@ -33,11 +33,9 @@ class Store(Protocol):
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Write whole lines and return the offset of the first."""
-        ...
 
     def sync(self) -> None:
         """Put all lines on disk."""
-        ...
 
 
 class Journal:
@@ -111,7 +109,6 @@ class Journal:
                 yield self._parsed(file.readline(), str(self._lines))
 
     def where(self, number: int) -> str:
-        """Name a line for messages."""
         return f"{self._lines}, line {number}"
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
@@ -133,7 +130,6 @@ class Journal:
         return before
 
     def sync(self) -> None:
-        """See `Store`."""
         assert self._file is not None
         os.fsync(self._file)
 
@@ -254,15 +250,12 @@ class Worker(Protocol):
     @property
     def facts(self) -> dict[str, Any]:
         """Groups of facts about its models, for the header."""
-        ...
 
     def begin(self, start: Any) -> None:
         """Take what it needs of the opened run."""
-        ...
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
         """Yield one result each, as they end."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +313,6 @@ class Report:
 
     @property
     def all_failed(self) -> bool:
-        """Whether no item has an answer."""
         return self.failed + self.failed_there == self.items
 
 
@@ -346,7 +338,6 @@ class JournalRunner:
         keep: Callable[[Finished], None],  # writes the rows of a result to the store
         in_order: bool = False,  # of what is pending, whatever ends first
     ) -> None:
-        """Answer what is pending."""
         order, early = deque[int](), dict[int, Finished]()
 
         def handed_out() -> Iterator[Pending]:

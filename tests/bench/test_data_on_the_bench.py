@@ -142,7 +142,7 @@ def test_a_video_is_sampled_as_its_task_says(vlm: saccade.VLM, tmp_path: Path, o
 
 def test_a_paper_decides_number_and_length_unless_the_command_line_does(invoke: Invoke, monkeypatch: Any) -> None:
     from saccade.bench import questions
-    from saccade.data.row_questions import RowQuestion
+    from saccade.data.reading import RowQuestion
 
     asked: list[int | None] = []
 

@@ -10,7 +10,7 @@ from layouts import EXPECTED, ROWS, png, shown
 
 from saccade.data import catalogue
 from saccade.data.catalogue import DataSet
-from saccade.data.row_questions import check_columns, question_of
+from saccade.data.reading import check_columns, question_of
 from saccade.errors import InputError
 
 
@@ -59,8 +59,7 @@ def test_a_question_without_choices_takes_the_open_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "letter"),
-    [(1, "B"), ("B", "B"), ("(b).", "B"), ("wood", "B"), ("steel", "steel"), (7, 7), (None, None)],
+    ("given", "letter"), [(1, "B"), ("B", "B"), ("(b).", "B"), ("wood", "B"), ("steel", "steel"), (7, 7), (None, None)]
 )
 def test_the_right_choice_is_a_letter_however_it_is_given(given: Any, letter: Any) -> None:
     data = DataSet("mine", "a/b", choices=("choices",), reference="right")

@@ -11,7 +11,7 @@ from layouts import ROWS, png
 
 from saccade.data import catalogue, reading
 from saccade.data.catalogue import DataSet
-from saccade.data.row_questions import RowQuestion, question_of
+from saccade.data.reading import RowQuestion, question_of
 from saccade.errors import SaccadeError
 from saccade.inputs.conversations import check_media, parse_conversation
 

@@ -90,11 +90,7 @@ def of_vllm(program: Path, url: str, tokenizer: Path, out: Path) -> None:
     chat = ["--backend=openai-chat", "--endpoint=/v1/chat/completions"]
     media = ['--random-mm-limit-mm-per-prompt={"image":2,"video":1}']
     media += ["--random-mm-bucket-config={(96, 96, 1): 0.5, (64, 64, 4): 0.5}"]
-    for dataset, more in (
-        ("random", words),
-        ("prefix_repetition", prefixes),
-        ("random-mm", [*words, *chat, *media]),
-    ):
+    for dataset, more in (("random", words), ("prefix_repetition", prefixes), ("random-mm", [*words, *chat, *media])):
         common = ["--base-url", url, "--tokenizer", tokenizer, "--num-prompts", REQUESTS, "--ignore-eos"]
         saved = ["--save-result", f"--result-filename={out}/{dataset}.json"]
         printed = run(program, "bench", "serve", *common, *saved, "--dataset-name", dataset, *more)

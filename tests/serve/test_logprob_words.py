@@ -6,7 +6,7 @@ import pytest
 
 from saccade.serve.answers import Choice
 from saccade.serve.decoding import TokenLogprob
-from saccade.serve.jobs import Event
+from saccade.serve.owner import Event
 from test_text import tokenizer
 
 TEXT = "a b ab é b 🙂 a"

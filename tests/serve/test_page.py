@@ -22,14 +22,13 @@ from live_server import TINY, Live, live
 from checkpoints import vlm
 from saccade import load
 from saccade.pocket import draw
+from saccade.serve.app import HEADERS
 from saccade.serve.configuration import ModelEntry
-from saccade.serve.webpage import HEADERS
 
 STATIC = Path(str(resources.files("saccade.serve") / "static"))
 FILES = sorted(file.name for file in STATIC.iterdir())
 BROWSER = next(
-    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])),
-    None,
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"])), None
 )
 QUIET = [
     f"--{option}"
@@ -335,8 +334,7 @@ def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> 
     assert plain.locator("mark.draft").count() == 0 < fast.locator("mark.draft").count()
     verdict = page.locator(".verdict").inner_text()
     assert re.fullmatch(
-        r"Both answers are the same, token for token\. chain: \d+\.\d\d× the speed of plain decoding\.",
-        verdict,
+        r"Both answers are the same, token for token\. chain: \d+\.\d\d× the speed of plain decoding\.", verdict
     )
     assert page.locator("#chart .line").count() == 2
     assert page.locator("#table tbody tr").count() == 2

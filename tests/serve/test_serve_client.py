@@ -76,10 +76,7 @@ def test_a_video_is_read_from_its_data_uri(shared: Live, tmp_path: Path) -> None
     film = "data:video/mp4;base64," + b64encode(path.read_bytes()).decode()
     parts = [{"type": "video_url", "video_url": {"url": film}}, {"type": "text", "text": "What happens?"}]
     answer = shared.client().chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": parts}],
-        max_tokens=9,
-        extra_body={"num_frames": 4},
+        model="tiny", messages=[{"role": "user", "content": parts}], max_tokens=9, extra_body={"num_frames": 4}
     )
     expected = vlm("qwen", "qwen-draft").generate("What happens?", videos=[str(path)], num_frames=4, max_new_tokens=9)
     assert answer.choices[0].message.content == expected.text

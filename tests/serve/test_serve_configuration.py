@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoints import ready
 from saccade.cli import main
 from saccade.serve import server
-from saccade.serve.access import Gate, Keys, check_host
 from saccade.serve.answers import StopCutter
-from saccade.serve.configuration import ConfigError, ModelEntry, ServerConfig, read_config
+from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
 from saccade.serve.refusals import Refusal
+from saccade.serve.service import Gate
 
 GOOD = """
 [server]
@@ -108,8 +111,6 @@ def test_the_configurations_of_the_docs_are_read(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -118,12 +119,21 @@ def test_a_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
     assert "choose another --port" in capsys.readouterr().err
 
 
+def gate(clock: Callable[[], float] = time.monotonic, **config: Any) -> Gate:
+    return Gate(ServerConfig((ModelEntry("pocket"),), **config), clock)
+
+
+def scope(**headers: str) -> dict[str, Any]:
+    """A request's head."""
+    return {"type": "http", "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+
+
 def test_the_case_of_host_names_does_not_matter() -> None:
-    hosts = ServerConfig((ModelEntry("pocket"),), allowed_hosts=("Models.Example.com",)).hosts
-    for given in ("models.example.com", "Models.Example.com:8000", "MODELS.EXAMPLE.COM"):
-        check_host({"host": given}, hosts)
+    door = gate(allowed_hosts=("Models.Example.com",))
+    for host in ("models.example.com", "Models.Example.com:8000", "MODELS.EXAMPLE.COM"):
+        door.client(scope(host=host))
     with pytest.raises(Refusal, match="is not served"):
-        check_host({"host": "example.com"}, hosts)
+        door.client(scope(host="example.com"))
 
 
 def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
@@ -142,28 +152,29 @@ def test_a_file_that_cannot_be_read_is_one_sentence(
     assert "none: No such file or directory; give a " in capsys.readouterr().err
 
 
-def test_keys_are_compared_whole() -> None:
-    keys = Keys(["right", "other"])
-    name = keys.client("Bearer right", "1.2.3.4")
-    assert name == keys.client("bearer right", "5.6.7.8") != keys.client("Bearer other", "1.2.3.4")
-    for wrong in ("right", "Bearer righ", "Bearer rightx", "Bearer ", None):
+def test_keys_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SACCADE_API_KEYS", "right,other")
+    keys = gate(host="0.0.0.0")
+    name = keys.client(scope(authorization="Bearer right"))
+    assert name == keys.client(scope(authorization="bearer right")) != keys.client(scope(authorization="Bearer other"))
+    for wrong in ("right", "Bearer righ", "Bearer rightx", "Bearer ", ""):
         with pytest.raises(Refusal, match="API key"):
-            keys.client(wrong, "1.2.3.4")
+            keys.client(scope(authorization=wrong))
 
 
 def test_a_minute_later_a_client_may_ask_again() -> None:
     now = [0.0]
-    gate = Gate(0, 2, lambda: now[0])
+    door = gate(lambda: now[0], limits=Limits(requests_per_minute=2))
     for _ in range(2):
-        with gate.request("a"):
+        with door.request("a"):
             pass
-    with pytest.raises(Refusal) as refused, gate.request("a"):
+    with pytest.raises(Refusal) as refused, door.request("a"):
         pass
     assert refused.value.retry_after == 60
-    with gate.request("b"):
+    with door.request("b"):
         pass
     now[0] = 60.0
-    with gate.request("a"):
+    with door.request("a"):
         pass
 
 

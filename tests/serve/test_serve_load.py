@@ -119,8 +119,7 @@ def test_a_full_queue_is_refused_and_what_was_accepted_is_answered() -> None:
         with ThreadPoolExecutor(10) as pool:
             answers = list(
                 pool.map(
-                    lambda _: server.call("POST", "/v1/chat/completions", json.dumps(question).encode()),
-                    range(10),
+                    lambda _: server.call("POST", "/v1/chat/completions", json.dumps(question).encode()), range(10)
                 )
             )
         served = [json.loads(body) for status, _, body in answers if status == 200]
@@ -360,14 +359,7 @@ def test_a_picture_is_one_query_of_the_media_cache_whatever_the_drafter_and_the_
 @pytest.fixture
 def process() -> Iterator[Any]:
     """`saccade serve` as a process of its own, with its port."""
-    command = [
-        sys.executable,
-        "-c",
-        "from saccade.cli import main; main()",
-        "serve",
-        "-t",
-        str(ready("qwen")),
-    ]
+    command = [sys.executable, "-c", "from saccade.cli import main; main()", "serve", "-t", str(ready("qwen"))]
     command += ["-d", str(ready("qwen-draft")), "--port", "0", "--name", "tiny"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as running:

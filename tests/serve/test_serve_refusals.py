@@ -19,10 +19,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": "Hello"}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of"),
     ({"messages": [{"role": "user"}]}, "content is missing"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-        "must be text, image_url or video_url",
-    ),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "must be text, image_url or video_url"),
     ({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{}]}]}, "tools"),
     ({"messages": asks("x", "/etc/passwd")}, "path"),
     ({"messages": asks("x", "file:///etc/passwd")}, "address"),
@@ -73,10 +70,7 @@ def _film(content: bytes) -> dict[str, Any]:
 
 WRONG += [
     (_picture(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), "accepted format"),
-    (
-        _picture(b"BM" + bytes(8) + struct.pack("<IIiiHH6I", 54, 40, 13_000, 13_000, 1, 24, *[0] * 6)),
-        "pixels",
-    ),
+    (_picture(b"BM" + bytes(8) + struct.pack("<IIiiHH6I", 54, 40, 13_000, 13_000, 1, 24, *[0] * 6)), "pixels"),
     (_film(b"ffconcat version 1.0\nfile /etc/passwd\n"), "not a video"),
     (_film(b"v=0\r\ns=x\r\nm=video 45678 RTP/AVP 96\r\n"), "not a video"),
     (_film(b"#EXTM3U\n#EXTINF:10,\nhttp://127.0.0.1/a.ts\n"), "not a video"),
@@ -224,73 +218,13 @@ def test_keys_are_asked_for_and_hosts_are_checked(tmp_path: Any) -> None:
 
 # -- fuzz --------------------------------------------------------------------------------------------------
 
-VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**31,
-    2**64,
-    1.5,
-    -0.0,
-    1e308,
-    "",
-    "x",
-    "\u0000",
-    "🙂" * 50,
-    "off",
-]
-VALUES += [
-    [],
-    {},
-    [[]],
-    [{}],
-    {"type": "text"},
-    {"url": "data:,"},
-    ["a"],
-    {"method": {}},
-    "data:image/png;base64,%%",
-]
-VALUES += [
-    "data:video/mp4;base64,AAAA",
-    uri(1),
-    {"type": "json_object"},
-    {"trace": 1},
-    {"include_usage": "yes"},
-]
+VALUES: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**64, 1.5, -0.0, 1e308, "", "x", "\u0000", "🙂" * 50, "off"]
+VALUES += [[], {}, [[]], [{}], {"type": "text"}, {"url": "data:,"}, ["a"], {"method": {}}, "data:image/png;base64,%%"]
+VALUES += ["data:video/mp4;base64,AAAA", uri(1), {"type": "json_object"}, {"trace": 1}, {"include_usage": "yes"}]
 NAMES = [
-    *(
-        "model",
-        "messages",
-        "stream",
-        "stream_options",
-        "n",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-    ),
-    *(
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-    ),
-    *(
-        "logit_bias",
-        "logprobs",
-        "top_logprobs",
-        "response_format",
-        "speculation",
-        "saccade",
-        "num_frames",
-        "fps",
-    ),
+    *("model", "messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "temperature"),
+    *("top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "logprobs", "top_logprobs", "response_format", "speculation", "saccade", "num_frames", "fps"),
     *("prompt", "best_of", "echo", "tools", "min_tokens"),
 ]
 

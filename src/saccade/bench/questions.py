@@ -19,8 +19,7 @@ from saccade.bench import scorers
 from saccade.bench.suites import Suite, TaskEntry
 from saccade.data import catalogue
 from saccade.data.catalogue import DataSet
-from saccade.data.reading import read
-from saccade.data.row_questions import RowQuestion, question_of
+from saccade.data.reading import RowQuestion, question_of, read
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import (
     check_media,

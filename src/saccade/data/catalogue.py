@@ -42,7 +42,6 @@ class Template:
         self.names = [name for _, name in self._pieces if name is not None]  # of its fields, in order
 
     def fill(self, fields: Mapping[str, Any]) -> str:
-        """Return the prompt of an item."""
         for name in self.names:
             if name not in fields:
                 raise InputError(f"the prompt names {{{name}}}, but the item has {', '.join(fields) or 'no fields'}")
@@ -122,7 +121,6 @@ class DataSet:
 
     @property
     def places(self) -> list[str]:
-        """Templates of its prompts."""
         return [text for text in (self.prompt, self.open_prompt) if text is not None]
 
 

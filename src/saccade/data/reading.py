@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from glob import escape
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from saccade.data.catalogue import DataSet
-from saccade.data.row_questions import RowQuestion, check_columns, question_of
+from saccade.data.catalogue import DataSet, Template
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
+from saccade.inputs.conversations import Messages
 
 _BUILDERS = {
     ".parquet": "parquet",
@@ -84,7 +89,6 @@ def _in_a_sentence(words: str) -> Iterator[None]:
 
 
 def _loaded(data: DataSet, subset: str | None) -> Iterator[dict[str, Any]]:
-    """Rows as dictionaries."""
     try:
         datasets = import_module("datasets")
     except ImportError:
@@ -194,3 +198,228 @@ def _in_file(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not (folder / name).exists():
         write_file(folder / name, source, advice=_ADVICE)
     return {**part, kind: name}
+
+
+_MARK = re.compile(r"(<image(?: ?\d+)?>|<img>|<video>)")
+_NO_CHOICE = ("", "N/A")
+
+
+@dataclass(frozen=True, slots=True)
+class RowQuestion:
+    id: str | None  # None without a column of ids
+    turns: tuple[Messages, ...]  # messages of every turn of the user, media included: bytes, or paths
+    reference: Any = None  # right answer, or a list of them; a letter where there are choices; None without one
+    choices: tuple[str, ...] = ()  # texts, in order
+    category: str | None = None  # group that the row belongs to; None without a column of groups
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the row, without media
+
+
+def check_columns(data: DataSet, columns: Sequence[str]) -> None:
+    """Raise `InputError` when a column that the mapping names is not there; the sentence names those that are."""
+    named = [data.question, data.id, data.category, data.turns, data.reference]
+    if data.turns or not any("{question}" in text for text in data.places):
+        named.remove(data.question)
+    named += [n for text in data.places for n in Template(text).names if n not in ("question", "choices")]
+    named += [n for name in (*data.images, *data.videos) for n in (Template(name).names if "{" in name else [name])]
+    named += [*data.choices, *data.where]
+    for name in (name for name in named if name is not None):
+        if not _matching(name.partition(".")[0], columns):
+            of = "" if data.path == data.name else f" ({data.path})"
+            raise InputError(
+                f"The data set {data.name}{of} has no column {name!r}; it has {', '.join(columns)}. Name others with "
+                "--columns PART=COLUMN, or in the prompt."
+            )
+
+
+def question_of(data: DataSet, row: Mapping[str, Any], root: Path) -> RowQuestion:
+    media = _Media(data, row, root)
+    fields = {name: value for name, value in row.items() if not media.holds(name)}
+    choices = tuple(_choices(data, row))
+    lettered = [
+        data.choice_form.format(letter=letter, choice=text)
+        for letter, text in zip(_letters(choices), choices, strict=True)
+    ]
+    prompt = Template(data.prompt if choices or data.open_prompt is None else data.open_prompt)
+    filled = {**{n: "" if v is None else v for n, v in fields.items()}, "choices": "\n".join(lettered)}
+    texts: Any = row.get(data.question if data.turns is None else data.turns)
+    texts = [texts] if data.turns is None or isinstance(texts, str) else texts
+    if data.turns is not None and not (
+        isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts)
+    ):
+        raise InputError(f"{data.turns} must be a list of texts, the user's turns, not {str(texts)[:60]!r}")
+    questions = [prompt.fill({**filled, "question": "" if text is None else text}).strip() for text in texts]
+    turns: list[Messages] = [[{"role": "user", "content": content}] for content in media.placed(questions)]
+    if data.system is not None:
+        turns[0].insert(0, {"role": "system", "content": [{"type": "text", "text": data.system}]})
+    reference = None if data.reference is None else _value(row, data.reference)
+    name, category = (None if c is None else _value(row, c) for c in (data.id, data.category))
+    return RowQuestion(
+        None if name is None else str(name),
+        tuple(turns),
+        _letter(reference, choices) if choices else reference,
+        choices,
+        None if category is None else str(category),
+        fields,
+    )
+
+
+def _matching(name: str, columns: Sequence[str]) -> list[str]:
+    """Columns of a name; ``*`` stands for any end, and its columns are in the order of their numbers."""
+    matches = [column for column in columns if fnmatchcase(column, name)]
+    return sorted(matches, key=_number) if "*" in name else matches
+
+
+def _number(column: str) -> tuple[int, str]:
+    digits = re.search(r"\d+$", column)
+    return (int(digits[0]) if digits else -1, column)
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """Value of a column; ``a.b`` is ``b`` of every entry of ``a``, or of the one entry."""
+    column, dot, inner = name.partition(".")
+    value: Any = row.get(column)
+    if not dot or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return value.get(inner)
+    return [entry.get(inner) if isinstance(entry, Mapping) else entry for entry in value]
+
+
+def _letters(choices: Sequence[str]) -> list[str]:
+    return [chr(ord("A") + number) for number in range(len(choices))]
+
+
+def _choices(data: DataSet, row: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of the choices: one column's list, which may be written as text, or several columns."""
+    values: list[Any] = [row.get(name) for name in data.choices]
+    if len(values) == 1 and isinstance(values[0], str):
+        try:
+            values = [ast.literal_eval(values[0])]
+        except (ValueError, SyntaxError):
+            raise InputError(f"{data.choices[0]} must be a list of choices, not {values[0][:60]!r}") from None
+    if len(values) == 1 and isinstance(values[0], (list, tuple)):
+        values = list(values[0])
+    yield from (str(value) for value in values if value is not None and str(value).strip() not in _NO_CHOICE)
+
+
+def _letter(reference: Any, choices: Sequence[str]) -> Any:
+    """Letter of the right choice, which may be given as letter, text or index; the reference itself when it is none."""
+    letters = _letters(choices)
+    if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(choices):
+        return letters[reference]
+    if isinstance(reference, str):
+        bare = reference.strip().strip("().:").upper()
+        if bare in letters:
+            return bare
+        if reference in choices:
+            return letters[list(choices).index(reference)]
+    return reference
+
+
+class _Media:
+    """Images and videos of a row, by the order and the numbers of their columns."""
+
+    def __init__(self, data: DataSet, row: Mapping[str, Any], root: Path) -> None:
+        self._row, self._root = row, root
+        self._columns: set[str] = set()
+        self._numbers: dict[int, int] = {}  # number in a mark: place among the images
+        self._all = {
+            "image": list(self._sources(data.images, "image")),
+            "video": list(self._sources(data.videos, "video")),
+        }
+
+    def holds(self, column: str) -> bool:
+        """Whether a column holds media, and is no field of a prompt."""
+        value = self._row.get(column)
+        stored = isinstance(value, bytes) or (isinstance(value, Mapping) and {"bytes", "path"} == set(value))
+        return stored or (column in self._columns and not isinstance(value, str))
+
+    def placed(self, texts: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """Content of the turns: media in their places, those without a place before the first text.
+
+        A picture whose number is named twice is shown once; its second mark is text, as are marks without media.
+        """
+        marks = [mark for text in texts for mark in _MARK.findall(text)]
+        numbered = {index for mark in marks if (index := self._index(mark)) is not None}
+        first: list[dict[str, Any]] = []
+        waiting = {}
+        for kind, sources in self._all.items():
+            free = [s for i, s in enumerate(sources) if kind == "video" or i not in numbered]
+            places = sum(_kind(mark) == kind and self._index(mark) is None for mark in marks) if sources else 0
+            if places > len(free):
+                raise InputError(f"the text has {places} places for {kind}s, but the row has {len(free)} for them")
+            first += [{"type": kind, kind: source} for source in free[: len(free) - places]]
+            waiting[kind] = iter(free[len(free) - places :])
+        seen: set[int] = set()
+        contents = [[*self._pieces(text, waiting, seen)] for text in texts]
+        contents[0] = [*first, *contents[0]]
+        return contents
+
+    def _pieces(self, text: str, waiting: Mapping[str, Iterator[Any]], seen: set[int]) -> Iterator[dict[str, Any]]:
+        words = ""
+        for piece in _MARK.split(text):
+            source = None
+            if _MARK.fullmatch(piece):
+                index = self._index(piece)
+                if index is None:
+                    source = next(waiting[_kind(piece)], None)
+                elif index not in seen:
+                    seen.add(index)
+                    source = self._all["image"][index]
+                else:
+                    piece = piece.strip("<>")
+            if source is None:
+                words += piece
+                continue
+            if words.strip():
+                yield {"type": "text", "text": words}
+            words = ""
+            yield {"type": _kind(piece), _kind(piece): source}
+        if words.strip():
+            yield {"type": "text", "text": words}
+
+    def _index(self, mark: str) -> int | None:
+        """Place of a numbered mark's picture among the images; None for other marks."""
+        digits = re.search(r"\d+", mark)
+        if digits is None or not self._all["image"]:
+            return None
+        if int(digits[0]) not in self._numbers:
+            raise InputError(f"the text names {mark}, but the row has {len(self._all['image'])} pictures")
+        return self._numbers[int(digits[0])]
+
+    def _sources(self, names: Sequence[str], kind: str) -> Iterator[Any]:
+        count = 0
+        for name in names:
+            is_path = "{" in name
+            for column in [name] if is_path else _matching(name, list(self._row)):
+                value = Template(name).fill(self._row) if is_path else self._row.get(column)
+                self._columns.add(column)
+                listed = value if isinstance(value, (list, tuple)) else [value]
+                for source in (self._opened(v, kind) for v in listed if v is not None):
+                    if kind == "image":
+                        self._numbers[_number(column)[0] if "*" in name else count + 1] = count
+                    count += 1
+                    yield source
+
+    def _opened(self, value: Any, kind: str) -> Any:
+        """Bytes or the path of a medium."""
+        if isinstance(value, Mapping):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes):
+            return value
+        if not isinstance(value, (str, Path)) or not str(value):
+            raise InputError(f"the {kind} must be bytes or a path, not {str(value)[:60]!r}")
+        if str(value).startswith("data:"):
+            return str(value)
+        if "://" in str(value)[:16]:
+            raise InputError(f"the {kind} {str(value)[:100]} is on the network; download it first")
+        for path in (self._root / value, self._root / f"{kind}s" / value):
+            others = sorted(path.parent.glob(f"{escape(path.stem)}.*"))  # a video may have another ending
+            for place in (path, *(others if kind == "video" else ())):
+                if place.is_file():
+                    return str(place)
+        raise InputError(f"the {kind} {value} does not exist in {self._root}; give its folder with --media-root")
+
+
+def _kind(mark: str) -> str:
+    return "video" if mark == "<video>" else "image"

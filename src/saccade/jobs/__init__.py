@@ -17,7 +17,6 @@ __all__ = ["batch_file"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when something needs them."""
     if name in __all__:
         from saccade.jobs import running
 

@@ -37,7 +37,6 @@ class ActorModels:
     folder: str = field(default_factory=os.getcwd)  # to which paths are relative
 
     def load(self) -> VLM:
-        """Load them, in the folder."""
         try:
             os.chdir(self.folder)
         except OSError as problem:
@@ -120,14 +119,12 @@ class Actors:
         return self._facts
 
     def begin(self, start: Any) -> None:
-        """See `Worker`; not None."""
         self._start = start
         for actor in self._actors:
             if actor.is_ready:
                 actor.handle.put.remote(start)
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
-        """See `Worker`."""
         while True:
             self._supply(pending)
             if not any(actor.pending for actor in self._actors):
@@ -138,7 +135,6 @@ class Actors:
             yield from self._messages()
 
     def close(self) -> None:
-        """End all actors."""
         for actor in self._actors:
             self._ray.kill(actor.handle)
 
@@ -147,7 +143,6 @@ class Actors:
         return _Actor(handle, handle.answers.options(num_returns="streaming").remote())
 
     def _supply(self, pending: Iterator[Pending]) -> None:
-        """Give every actor as much as it may have."""
         ready = [actor for actor in self._actors if actor.is_ready]
         for actor in ready:
             actor.is_alone = actor.is_alone and bool(actor.pending)

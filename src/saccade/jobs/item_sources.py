@@ -41,8 +41,6 @@ def kind_of(name: str) -> Kind | None:
 
 @dataclass(frozen=True)
 class ItemSource:
-    """Inputs of a job."""
-
     inputs: Sequence[str]  # folders, files and globs
     images_per_row: int = 1  # pictures of one folder that share an item
     media_root: Path | None = None  # folder of the media that rows name; that of their file when None
@@ -66,7 +64,6 @@ class ItemSource:
         )
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
-        """Yield all items."""
         paths = [path for name in self.inputs for path in self._paths(name)]
         for is_medium, run in groupby(paths, lambda path: path.is_file() and kind_of(path.name) is not None):
             if is_medium:
@@ -227,7 +224,6 @@ def _elements(file: IO[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_items(path: Path, root: Path) -> Iterator[Item]:
-    """Items of JSON lines, or of one JSON array."""
     try:
         for number, _, piece in json_rows(path):
             place, version = f"{path.name}:{number}", piece.strip().decode(errors="surrogateescape")
@@ -285,8 +281,6 @@ def _samples(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
 
 
 class _Sample:
-    """Files of one sample."""
-
     def __init__(self, key: str) -> None:
         self.key = key
         self.media: list[tuple[Kind, Any]] = []
@@ -377,7 +371,6 @@ def _holds_media(types: Any, kind: Any) -> bool:
 
 
 def _stored(value: Any, root: Path) -> list[Any]:
-    """Content or paths of a Parquet cell."""
     if isinstance(value, list):
         return [source for each in value for source in _stored(each, root)]
     if isinstance(value, dict):

@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from saccade.engine import Row
-from saccade.engine.generation import plan
+from saccade.engine import Request, Row
+from saccade.engine.generation import RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError
+from saccade.inputs.media import load_image
+from saccade.inputs.processor import RowInput
 from saccade.inputs.prompt import Prompt
-from saccade.jobs.item_forms import ItemForm, PlainForm, PreparedItem
 from saccade.jobs.items import Item
-from saccade.jobs.job import BatchJob, key_of, sentence_of
+from saccade.jobs.job import BatchJob, ItemForm, PreparedItem, key_of, seed_of, sentence_of
 from saccade.resumable import Finished, Pending
 from saccade.schema import check_whole
+from saccade.text import text_of
 from saccade.vlm import VLM
 
 Given = TypeVar("Given")
@@ -103,8 +105,6 @@ class Feed(Generic[Given, Ready]):
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """An item on its way through the batch."""
-
     pending: Pending
     prepared: PreparedItem | None = None  # None where it cannot be used
     problem: str = ""  # one sentence, then
@@ -135,7 +135,6 @@ class ItemWorker:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See `saccade.resumable.Worker`."""
         return facts_of(self._vlm, self._method_options)
 
     def begin(self, created: int) -> None:
@@ -146,7 +145,6 @@ class ItemWorker:
             self._forms[True] = OpenAIForm(self._vlm, self._job, created)
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
-        """See `saccade.resumable.Worker`."""
         kv_memory = int(self._kv_share * free_memory(self._vlm.target.device))
         self._batch = self._vlm.engine.open(self._max_rows, kv_memory=kv_memory)
         feed = Feed(pending, self._prepare, self._threads, self._max_rows + self._threads)
@@ -162,7 +160,6 @@ class ItemWorker:
             self._suspects.clear()
 
     def _prepare(self, pending: Pending) -> _Running:
-        """Read an item's media and tokenize, in a worker thread."""
         running = _Running(pending)
         try:
             if pending.problem:
@@ -232,7 +229,6 @@ class ItemWorker:
         return _finished(running.pending, record, failures=[f"{item.id}: {sentence}"], answered=0)
 
     def _drop(self, running: _Running) -> None:
-        """Take an item's rows out of the batch."""
         for row in running.rows:
             self._batch.cancel(row)
             self._running.pop(id(row), None)
@@ -242,3 +238,48 @@ def _finished(pending: Pending, record: dict[str, Any], **facts: Any) -> Finishe
     item, failed = pending.content, bool(facts.get("failures"))
     row = {"key": f"{key_of(item.id, item.version):016x}", "failed": failed, "record": record}
     return Finished(pending.number, [row], **facts)
+
+
+@dataclass(frozen=True)
+class PlainForm:
+    """Pictures, simple rows and conversations; a record has the text and how it was generated."""
+
+    vlm: VLM  # with the method
+    job: BatchJob
+
+    def prepare(self, item: Item) -> PreparedItem:
+        prompt, reading, processor = self.job.prompts.of(item).read(), self.job.reading, self.vlm.processor
+        question = prompt.question
+        if not isinstance(question, str):
+            question = processor.load_media(question, reading)
+        images = [load_image(source, reading.limits) for source in prompt.images]
+        videos = [processor.load_video(source, reading) for source in prompt.videos]
+        request = self.vlm.request(RowInput(question, images, videos, reading), seed_of(self.job.seed, item.id))
+
+        def starts() -> list[tuple[Request, RowPlan, bool]]:
+            options = self.job.options
+            decoding = plan(self.vlm.target, [request.prompt], tokenizer=processor.tokenizer, **options)
+            return [(request, decoding.rows[0], decoding.do_sample)]
+
+        def record(rows: Sequence[Row]) -> dict[str, Any]:
+            output = rows[0].finish(self.vlm.lossless)
+            return {
+                "id": item.id,
+                **_files(item),
+                "text": text_of(processor.tokenizer, output.tokens),
+                "finish_reason": output.finish_reason,
+                "prompt_tokens": output.stats.prompt_tokens,
+                "completion_tokens": len(output.tokens),
+                "method": self.vlm.method,
+                "lossless": output.lossless,
+                **({"seed": rows[0].request.seed} if rows[0].do_sample else {}),
+            }
+
+        return PreparedItem(starts, record)
+
+    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+        return {"id": item.id, **_files(item), "error": sentence}
+
+
+def _files(item: Item) -> dict[str, Any]:
+    return {"files": item.row["files"]} if item.media and "files" in item.row else {}

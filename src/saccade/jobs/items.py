@@ -27,7 +27,6 @@ class Stored:
     size: int
 
     def read(self) -> bytes:
-        """Read it."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             return file.read(self.size)
@@ -35,8 +34,6 @@ class Stored:
 
 @dataclass(slots=True)
 class Item:
-    """One item."""
-
     id: str  # unique in its job
     version: str  # text that changes with the content
     row: Mapping[str, Any]  # its fields
@@ -68,8 +65,6 @@ def named(row: Any, default: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ItemPrompt:
-    """Prompt of an item."""
-
     question: str | Messages  # text, or a conversation whose parts have their sources
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
@@ -91,7 +86,6 @@ class ItemPrompt:
         return [s for s in sources if isinstance(s, str) and not s.startswith("data:")]
 
     def count(self, kind: Kind) -> int:
-        """Number of its images or videos."""
         if isinstance(self.question, str):
             return len(self.images if kind == "image" else self.videos)
         return sum(part["type"] == kind for part in media_parts(self.question))
@@ -103,14 +97,11 @@ def _content(source: Any) -> Any:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How prompts are made of items."""
-
     prompt: str | None = None  # text of a `Template`
     system: str | None = None  # system message of conversations without one
 
     @cached_property
     def template(self) -> Template | None:
-        """The parsed template."""
         return None if self.prompt is None else Template(self.prompt)
 
     def of(self, item: Item) -> ItemPrompt:

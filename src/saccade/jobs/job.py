@@ -7,14 +7,16 @@ import json
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
+from saccade.engine import Request, Row
+from saccade.engine.generation import RowPlan
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import MediaOptions
 from saccade.jobs.item_sources import ItemSource
@@ -36,7 +38,6 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str | None) -> Shard:
-        """Parse ``2/8``; None is the whole."""
         if text is None:
             return cls()
         number, slash, of = text.partition("/")
@@ -45,7 +46,6 @@ class Shard:
         return cls(int(number), int(of))
 
     def holds(self, name: str) -> bool:
-        """Whether the item of that id belongs to it."""
         return key_of("shard", name) % self.of == self.number - 1
 
 
@@ -126,7 +126,6 @@ class BatchJob:
 
 
 def journal_of(out: Path) -> Path:
-    """Folder of an output's journal."""
     return out.with_name(f"{out.name}.journal")
 
 
@@ -136,7 +135,6 @@ def errors_of(out: Path) -> Path:
 
 
 def written(out: Path) -> tuple[Path, ...]:
-    """All that a job writes."""
     return out, errors_of(out), journal_of(out)
 
 
@@ -168,7 +166,6 @@ class Streamed:
             self._opened.__exit__(kind, problem, trace)
 
     def begin(self) -> Mapping[str, Any]:
-        """Return the header."""
         return self._header
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
@@ -193,6 +190,28 @@ def key_of(*words: str) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) or 1
 
 
+def seed_of(seed: int, name: str) -> int:
+    """Seed of an item's random generator: a function of its id, equal in every attempt and shard."""
+    return key_of(str(seed), "draws", name) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedItem:
+    starts: Callable[[], list[tuple[Request, RowPlan, bool]]]
+    """Makes requests, options, and whether they sample, of its rows; called again where they must run again."""
+    record: Callable[[Sequence[Row]], dict[str, Any]]  # of its ended rows
+
+
+class ItemForm(Protocol):
+    """Form of some items and of their records."""
+
+    def prepare(self, item: Item) -> PreparedItem:
+        """Read media and tokenize, in a worker thread."""
+
+    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+        """Record of an item that cannot be answered."""
+
+
 class Index:
     """Numbers by key, in 25 bytes per key where a dictionary takes six times as much; for one thread at a time."""
 
@@ -202,18 +221,14 @@ class Index:
         self._table.execute("BEGIN")  # one transaction, or every row would be one
 
     def get(self, key: int) -> int | None:
-        """Number of a key; None for an unknown one."""
         row = self._table.execute("SELECT number FROM numbers WHERE key = ?", (key - (1 << 63),)).fetchone()
         return None if row is None else int(row[0])
 
     def put(self, key: int, number: int) -> None:
-        """Add a key, or replace its number."""
         self._table.execute("REPLACE INTO numbers VALUES (?, ?)", (key - (1 << 63), number))
 
 
 class Known:
-    """Records of earlier attempts."""
-
     def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
         self._records, self.timed, self.seconds = Index(), 0, 0.0
         if isinstance(journal, Streamed):

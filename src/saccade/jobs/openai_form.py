@@ -11,17 +11,15 @@ from saccade.engine import Row
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.conversations import resolve
 from saccade.inputs.media import LOCAL
-from saccade.jobs.item_forms import PreparedItem, seed_of
 from saccade.jobs.items import NO_ID, SAME_ID, Item
-from saccade.jobs.job import BatchJob, key_of
+from saccade.jobs.job import BatchJob, PreparedItem, key_of, seed_of
 
 try:
     from saccade.serve.answers import Choice, Form, usage
     from saccade.serve.configuration import Limits, ModelEntry
-    from saccade.serve.jobs import Event
     from saccade.serve.models import ServedModel
     from saccade.serve.refusals import Refusal
-    from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
+    from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
 except ImportError as problem:
     raise SaccadeError(
         f"OpenAI batch files need the server's packages, of which {problem.name} is missing; run "
@@ -53,13 +51,12 @@ class OpenAIForm:
         self._vlm, self._seed, self._created = vlm, job.seed, created
 
     def prepare(self, item: Item) -> PreparedItem:
-        """See `saccade.jobs.item_forms.ItemForm`."""
         if item.problem:
             raise InputError(item.problem)
         try:
             body = self._body(item)
             chat = isinstance(body, ChatRequest)
-            jobs = (self._model.chat_jobs if chat else self._model.completion_jobs)(body, _ignore)
+            jobs = self._model.jobs(body, lambda *_: None)  # the steps of a row wait for its end
         except Refusal as refusal:
             raise InputError(refusal.message) from None
 
@@ -70,7 +67,7 @@ class OpenAIForm:
                 while row.steps:
                     choice.add(job.event(row, row.steps.pop(0), self._vlm.lossless))
                 choices.append(choice)
-            form = Form(chat, body.model or self._model.entry.label, with_usage=False)
+            form = Form(chat, body.model or self._model.entry.label, StreamOptions())
             about = {"method": self._vlm.method, "lossless": self._vlm.lossless}
             whole = json.loads(form.body(choices, usage(choices, body.n or 1), []))
             kind = str(whole["id"]).partition("-")[0]
@@ -85,7 +82,6 @@ class OpenAIForm:
         return PreparedItem(starts, record)
 
     def failure(self, item: Item, sentence: str) -> dict[str, Any]:
-        """See `saccade.jobs.item_forms.ItemForm`."""
         if code := _CODES.get(item.problem):
             line = _response(item, 400, {}) | {"custom_id": item.row.get("custom_id"), "response": None}
             return line | {"error": {"code": code, "message": sentence}}
@@ -112,10 +108,6 @@ class OpenAIForm:
         if body.seed is None:
             body.seed = seed_of(self._seed, item.id)
         return body
-
-
-def _ignore(index: int, event: Event) -> None:
-    """The steps of a row wait for its end."""
 
 
 def _resolved(messages: Any, root: Path) -> Any:

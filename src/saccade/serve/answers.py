@@ -12,8 +12,9 @@ from typing import Any
 
 from saccade.output import Output, TreeTrace
 from saccade.serve.decoding import TokenLogprob
-from saccade.serve.jobs import Event
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
+from saccade.serve.owner import Event
+from saccade.serve.schemas import StreamOptions
 from saccade.text import Detokenizer, TokenTexts
 
 DONE = b"data: [DONE]\n\n"
@@ -48,8 +49,6 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New part of a choice."""
-
     text: str  # completed characters
     logprobs: dict[str, Any] | None  # of its tokens in the endpoint's form; None without
     trace: dict[str, Any] | None  # tokens with marks, and the tree; None unless traced
@@ -77,7 +76,6 @@ class Choice:
         self._offset, self._before = 0, Detokenizer(self.tokenizer)
 
     def add(self, event: Event) -> Piece:
-        """Take an event of the engine and return the new part."""
         text = self._detokenizer.add(event.tokens)
         self.count += len(event.tokens)
         if event.output is not None:
@@ -158,7 +156,6 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
-    """Usage of a request, drafted tokens included."""
     stats = [choice.output.stats for choice in choices if choice.output is not None]
     prompts = [c.output.stats for c in choices[::per_prompt] if c.output is not None]
     prompt, new = sum(s.prompt_tokens for s in prompts), sum(s.new_tokens for s in stats)
@@ -199,11 +196,9 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class Form:
-    """Chunks and bodies of one request."""
-
-    def __init__(self, chat: bool, model: str, with_usage: bool) -> None:
+    def __init__(self, chat: bool, model: str, options: StreamOptions) -> None:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._chat, self._with_usage = chat, with_usage
+        self._chat, self._options = chat, options
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         chunk = {**self._head, "object": "chat.completion.chunk" if chat else kind}
@@ -217,10 +212,11 @@ class Form:
             f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, "finish_reason": null}}'
         )
 
-    def chunk(
-        self, index: int, piece: Piece, stats: dict[str, Any] | None, used: dict[str, int] | None = None
-    ) -> bytes:
-        """A piece of a choice as a server-sent event; written by hand, because every step of every row makes one."""
+    def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None, used: tuple[int, int]) -> bytes:
+        """A piece of a choice as a server-sent event, with the tokens of prompt and answer so far.
+
+        Written by hand, because every step of every row makes one.
+        """
         text = json.dumps(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._chat else f'"text": {text}'
         if self._chat and piece.finish is not None and not piece.text:
@@ -228,19 +224,20 @@ class Form:
         finish = "null" if piece.finish is None else f'"{piece.finish}"'
         logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
         choice = f'{{"index": {index}, {content}, "logprobs": {logprobs}, "finish_reason": {finish}}}'
-        own = {**(piece.trace or {}), **({} if stats is None else {"stats": stats})}
-        return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **own})}' if own else "", used)
+        details = {**(piece.trace or {}), **({} if stats is None else {"stats": stats})}
+        return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **details})}' if details else "", used)
 
     def usage_chunk(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
         """The last chunk, where usage was requested."""
+        if not self._options.include_usage:
+            return b""
         end = json.dumps({"choices": [], "usage": used, **metrics(choices)})
         return f"data: {self._chunk_head}, {end[1:]}\n\n".encode()
 
-    def body(self, choices: Sequence[Choice], used: dict[str, Any], own: list[dict[str, Any]]) -> bytes:
-        """A whole answer."""
-        found = [self._whole(index, choice) for index, choice in enumerate(choices)]
-        more = {**metrics(choices), **({"saccade": {"choices": own}} if own else {})}
-        return json.dumps({**self._head, "choices": found, "usage": used, **more}).encode()
+    def body(self, choices: Sequence[Choice], used: dict[str, Any], details: list[dict[str, Any]]) -> bytes:
+        whole = [self._whole(index, choice) for index, choice in enumerate(choices)]
+        more = {**metrics(choices), **({"saccade": {"choices": details}} if details else {})}
+        return json.dumps({**self._head, "choices": whole, "usage": used, **more}).encode()
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
@@ -250,8 +247,12 @@ class Form:
         content: dict[str, Any] = {"message": message} if self._chat else {"text": choice.text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
 
-    def _chunk(self, choice: str, more: str = "", used: dict[str, int] | None = None) -> bytes:
-        usage_ = f', "usage": {json.dumps(used)}' if self._with_usage else ""
+    def _chunk(self, choice: str, more: str = "", used: tuple[int, int] | None = None) -> bytes:
+        counts = "null"
+        if used is not None and self._options.continuous_usage_stats:
+            prompt, new = used
+            counts = f'{{"prompt_tokens": {prompt}, "completion_tokens": {new}, "total_tokens": {prompt + new}}}'
+        usage_ = f', "usage": {counts}' if self._options.include_usage else ""
         return f'data: {self._chunk_head}, "choices": [{choice}]{usage_}{more}}}\n\n'.encode()
 
 

@@ -5,25 +5,28 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from functools import partial
+from importlib import metadata, resources
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
-from saccade.serve.access import AccessLog
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
 from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_fields
-from saccade.serve.service import Service
+from saccade.serve.service import AccessLog, Service
 from saccade.serve.streaming import Exchange, json_of
-from saccade.serve.webpage import Page
 from saccade.target_model.lean import caveat
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
+
 
 log = logging.getLogger("saccade.serve")
 PROBES = ["GET", "HEAD"]
@@ -46,7 +49,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         return Exchange(service, CompletionRequest)
 
     async def prepared(request: Request, kind: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
-        with service.gate.request(service.admit(request.scope)):
+        with service.gate.request(service.gate.client(request.scope)):
             body = parse_fields(kind, await json_of(request.scope, request.receive, config.limits))
             service.check_room(1)
             return JSONResponse(await service.prepare(work, service.model(body.model), body))
@@ -65,12 +68,12 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        service.admit(request.scope)
+        service.gate.client(request.scope)
         return JSONResponse({"object": "list", "data": [_about(m) for m in service.models.values()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
-        service.admit(request.scope)
+        service.gate.client(request.scope)
         return JSONResponse(_about(service.model(name)))
 
     @app.api_route("/health", methods=PROBES)
@@ -91,7 +94,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _add_errors(app, service)
-    app.router.routes.extend(Page().routes())
+    app.router.routes.extend(Page(directory=str(resources.files("saccade.serve") / "static")).routes())
     return app
 
 
@@ -131,10 +134,62 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-        refusal = Refusal(error.status_code, message, "not_found", code="not_found")
-        return respond(refusal)
+        return respond(Refusal(error.status_code, message, "not_found", code="not_found"))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
         log.error("A request failed.", exc_info=error)
         return respond(broken())
+
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+"""Content types by suffix; those of the machine differ."""
+
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self' blob:",
+    "media-src": "blob:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+"""Content Security Policy: own files alone, nothing inline, no text parsed as HTML; ``blob:`` has chosen media."""
+
+HEADERS = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+    "cache-control": "no-cache",
+}
+"""Headers of every file of the page. Camera pictures come from the device's own dialogue, without a permission."""
+
+
+class Page(StaticFiles):
+    """Files of the page, one route each: other paths are left to the routes of the API."""
+
+    def routes(self) -> list[Route]:
+        names = sorted(entry.name for entry in os.scandir(str(self.directory)) if entry.is_file())
+        paths = {"/": "index.html", **{f"/{name}": name for name in names}}
+        return [Route(path, partial(self._respond, name), methods=["GET"]) for path, name in paths.items()]
+
+    async def _respond(self, name: str, request: Request) -> Response:
+        response = await self.get_response(name, request.scope)
+        response.headers.update(HEADERS)
+        if "content-type" in response.headers:
+            response.headers["content-type"] = TYPES[PurePath(name).suffix]
+        return response

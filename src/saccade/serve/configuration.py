@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 KEYS_VARIABLE = "SACCADE_API_KEYS"
 """Environment variable with API keys, separated by commas."""
 MIB = 2**20
+_LISTS = {"allowed_hosts", "domains", "formats", "containers", "codecs"}
+"""Keys whose values are lists of names."""
 
 
 class ConfigError(SaccadeError):
@@ -74,8 +76,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A served model."""
-
     target: str  # checkpoint folder, hub id or `pocket`
     name: str = ""  # of the model in requests; the target as given when empty
     drafter: str | None = None
@@ -93,7 +93,6 @@ class ModelEntry:
 
     @property
     def label(self) -> str:
-        """Name in requests."""
         return self.name or self.target
 
     def check(self) -> Callable[[], VLM]:
@@ -108,7 +107,7 @@ class ModelEntry:
                 raise ConfigError(
                     f"The {where} has the name of a method, which requests could not tell apart; rename it."
                 )
-            with _naming(where):
+            with _naming(f"{where}: "):
                 methods.options(profile["method"], {k: v for k, v in profile.items() if k not in ("method", "head")})
         return check(
             self.target,
@@ -127,8 +126,6 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A server."""
-
     models: tuple[ModelEntry, ...]  # at least one; the first serves requests that name none
     host: str = "127.0.0.1"
     port: int = 8000
@@ -159,24 +156,22 @@ class ServerConfig:
         """Check every model as `ModelEntry.check` does, and return the functions that load them."""
         loaders = []
         for model in self.models:
-            with _naming(f"{self.file}, model {model.label}") if self.file else nullcontext():
+            with _naming(f"{self.file}, model {model.label}: " if self.file else ""):
                 loaders.append(model.check())
         return loaders
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Accepted names in the Host header, in small letters; empty for any."""
-        found = self.allowed_hosts or (("localhost", "127.0.0.1", "::1", self.host) if self.is_loopback else ())
-        return tuple(name.lower() for name in found)
+        names = self.allowed_hosts or (("localhost", "127.0.0.1", "::1", self.host) if self.is_loopback else ())
+        return tuple(name.lower() for name in names)
 
     def keys(self) -> tuple[str, ...]:
-        """Return the API keys of file and environment."""
-        found = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
+        keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
         if self.api_key_file is not None:
             try:
                 lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
@@ -185,11 +180,11 @@ class ServerConfig:
                     f"Cannot read the API keys in {self.api_key_file}: {_reason(problem)}; give a text file with one "
                     "key per line."
                 ) from problem
-            own = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-            if not own:
+            listed = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            if not listed:
                 raise ConfigError(f"The file {self.api_key_file} holds no API key; write one per line.")
-            found += own
-        return tuple(dict.fromkeys(key for key in found if key))
+            keys += listed
+        return tuple(dict.fromkeys(key for key in keys if key))
 
 
 def read_config(path: str | Path) -> ServerConfig:
@@ -212,9 +207,8 @@ def read_config(path: str | Path) -> ServerConfig:
         for number, entry in enumerate(entries)
     )
     limits = make(Limits, _table(table, "limits", where), where, prefix="limits.", error=ConfigError)
-    lists = _lists(_table(table, "media", where), ("domains", "formats", "containers", "codecs"), "media", where)
-    media = make(MediaLimits, lists, where, prefix="media.", error=ConfigError)
-    server = _lists(_table(table, "server", where), ("allowed_hosts",), "server", where)
+    media = make(MediaLimits, _table(table, "media", where), where, prefix="media.", error=ConfigError)
+    server = _table(table, "server", where)
     known = [entry.name for entry in fields(ServerConfig) if entry.name not in ("models", "limits", "media", "file")]
     check_keys(server, known, where, prefix="server.", error=ConfigError)
     values = {"models": models, "limits": limits, "media": media, "file": where, **server}
@@ -223,28 +217,28 @@ def read_config(path: str | Path) -> ServerConfig:
 
 @contextmanager
 def _naming(place: str) -> Iterator[None]:
-    """Begin the message of an error with the place of the mistake."""
+    """Put the place of a mistake before the message of an error."""
     try:
         yield
     except SaccadeError as problem:
-        raise ConfigError(f"{place}: {problem}") from problem
+        raise ConfigError(f"{place}{problem}") from problem
 
 
 def _reason(problem: OSError | UnicodeDecodeError) -> str:
-    """Why a file cannot be read."""
     return (isinstance(problem, OSError) and problem.strerror) or "it is not UTF-8 text"
 
 
-def _lists(table: Mapping[str, Any], names: Sequence[str], prefix: str, where: str) -> dict[str, Any]:
+def _table(tables: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     """A table whose lists of names are tuples."""
-    found = dict(table)
-    for name in names:
-        given = found.get(name, [])
-        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-            raise ConfigError(f"{where}: {prefix}.{name} must be a list of names, not {given!r}.")
-        if name in found:
-            found[name] = tuple(given)
-    return found
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {name} must be a table, not {table!r}.")
+    table = dict(table)
+    for key in _LISTS & table.keys():
+        if not isinstance(table[key], list) or not all(isinstance(each, str) for each in table[key]):
+            raise ConfigError(f"{where}: {name}.{key} must be a list of names, not {table[key]!r}.")
+        table[key] = tuple(table[key])
+    return table
 
 
 def override(config: ServerConfig, server: Mapping[str, Any], limits: Mapping[str, Any]) -> ServerConfig:
@@ -257,33 +251,21 @@ def override(config: ServerConfig, server: Mapping[str, Any], limits: Mapping[st
 def plan(config: ServerConfig) -> str:
     """Describe a server in lines of text, without loading anything."""
     limits, keys = config.limits, config.keys()
+    access = f"{len(keys)} API keys" if keys else "no API key: open to everyone who reaches it"
+    memory = "half of the free memory" if limits.kv_memory_mib is None else f"{limits.kv_memory_mib} MiB"
     lines = [
-        f"listen    http://{config.host}:{config.port}"
-        + (f", {len(keys)} API keys" if keys else ", no API key: open to everyone who reaches it"),
+        f"listen    http://{config.host}:{config.port}, {access}",
         f"rows      {limits.max_rows} per batch, {limits.batches} batches, {limits.max_queue} requests may wait",
-        f"memory    keys and values {_mib(limits.kv_memory_mib)}, media cache {limits.media_cache_mib} MiB",
+        f"memory    keys and values {memory}, media cache {limits.media_cache_mib} MiB",
     ]
     for model in config.models:
-        parts = [f"target {model.target}"]
-        parts += [f"drafter {model.drafter}"] * bool(model.drafter)
-        parts += [f"heads {', '.join(model.heads)}"] * bool(model.heads)
-        parts += [f"method {model.method or 'by default'}"]
-        parts += [f"{name}={value}" for name, value in model.options.items()]
-        lines.append(f"model     {model.label}: {', '.join(parts)}")
-        lines += [f"  profile {name}: {_profile(profile)}" for name, profile in model.profiles.items()]
+        parts = {"target": model.target, "drafter": model.drafter, "heads": ", ".join(model.heads)}
+        words = [f"{name} {value}" for name, value in parts.items() if value]
+        words += [f"method {model.method or 'by default'}", *_settings(model.options)]
+        lines.append(f"model     {model.label}: {', '.join(words)}")
+        lines += [f"  profile {name}: {', '.join(_settings(each))}" for name, each in model.profiles.items()]
     return "\n".join(lines)
 
 
-def _profile(profile: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in profile.items())
-
-
-def _mib(value: int | None) -> str:
-    return "half of the free memory" if value is None else f"{value} MiB"
-
-
-def _table(table: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    found = table.get(name, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: {name} must be a table, not {found!r}.")
-    return found
+def _settings(table: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in table.items()]

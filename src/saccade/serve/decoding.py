@@ -45,7 +45,6 @@ class Penalties:
         self._prompt_length, self._presence, self._frequency = prompt_length, presence, frequency
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Process scores ``[n, V]`` behind ids ``[n, S]``."""
         answer = ids[:, self._prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)
@@ -54,21 +53,21 @@ class Penalties:
 class StopText:
     """Stopping criterion: the answer's text contains one of the strings. One object serves one row.
 
-    Unlike Hugging Face's it takes no pass over the vocabulary per set of strings, which strangers choose.
+    Unlike Hugging Face's it takes no pass over the vocabulary per set of strings, which clients choose.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], prompt_length: int) -> None:
         self._text = Detokenizer(tokenizer)
-        self._stops, self._read, self._tail = stops, prompt_length, ""
-        self._longest = max(len(stop) for stop in stops)
+        self._stops, self._longest = stops, max(map(len, stops))
+        self._read, self._tail = prompt_length, ""
 
     def __call__(self, ids: Tensor, scores: Any) -> bool:
         """Whether the text of the ids ``[1, S]`` behind the prompt contains a stop string."""
         self._tail += self._text.add(ids[0, self._read :].tolist())
         self._read = ids.shape[1]
-        found = any(stop in self._tail for stop in self._stops)
+        stops = any(stop in self._tail for stop in self._stops)
         self._tail = self._tail[-self._longest :]
-        return found
+        return stops
 
 
 @dataclass(eq=False, slots=True)
@@ -96,32 +95,29 @@ class LogprobRecorder:
         self._root = _Place()
 
     def start(self, prompt: Sequence[int]) -> _Place:
-        """See `StatefulProcessor`."""
         return self._root
 
     def advance(self, state: _Place, token: int) -> _Place:
-        """See `StatefulProcessor`; the same place for the same path."""
         return state.children.setdefault(token, _Place())
 
     def scores(self, state: _Place, scores: Tensor) -> Tensor:
-        """See `StatefulProcessor`; unchanged."""
         state.logits = scores.clone()
         return scores
 
     def pop(self, tokens: Sequence[int]) -> list[TokenLogprob]:
         """Return the log-probabilities of tokens emitted since the last call, and forget their siblings."""
-        found = []
+        logged = []
         for token in tokens:
             place = self._root
             self._root = self.advance(place, token)
             if place.logits is None:  # a lossy rule went where plain decoding cannot go
-                found.append(TokenLogprob(token, UNKNOWN_LOGPROB, ()))
+                logged.append(TokenLogprob(token, UNKNOWN_LOGPROB, ()))
                 continue
             logprobs = torch.log_softmax(place.logits.float(), -1)
             values, ids = logprobs.topk(min(self._count, len(logprobs)))
             top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-            found.append(TokenLogprob(token, float(logprobs[token]), top))
-        return found
+            logged.append(TokenLogprob(token, float(logprobs[token]), top))
+        return logged
 
 
 class Schemas:
@@ -129,7 +125,7 @@ class Schemas:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._found: OrderedDict[tuple[str, bool], Rollback] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, bool], Rollback] = OrderedDict()
         self._lock = threading.Lock()
 
     def processor(self, form: ResponseFormat) -> Rollback | None:
@@ -142,26 +138,22 @@ class Schemas:
             raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
         key = (text, bool(form.whitespace))
         with self._lock:
-            if key not in self._found:
-                self._found[key] = json_schema(schema, self._tokenizer, self._vocab_size, whitespace=key[1])
-            self._found.move_to_end(key)
-            while len(self._found) > MOST_SCHEMAS:
-                self._found.popitem(last=False)
-            return self._found[key]
+            if key not in self._compiled:
+                self._compiled[key] = json_schema(schema, self._tokenizer, self._vocab_size, whitespace=key[1])
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > MOST_SCHEMAS:
+                self._compiled.popitem(last=False)
+            return self._compiled[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Decoding of one row."""
-
     plan: RowPlan
     do_sample: bool
     recorder: LogprobRecorder | None  # of its log-probabilities; None without
 
 
 class Planner:
-    """Decoding options of requests to one model."""
-
     def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:
         self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
         self._tokenizer = vlm.processor.tokenizer
@@ -173,11 +165,9 @@ class Planner:
 
     @cached_property
     def schemas(self) -> Schemas:
-        """Compiled response formats."""
         return Schemas(self._tokenizer, self._vlm.target.vocab_size)
 
     def plan(self, body: Decoding, prompt: Prompt) -> Planned:
-        """Resolve a request's options for one row of a prompt."""
         options = self.options(body, prompt)
         target = self._vlm.target
         decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
@@ -199,8 +189,12 @@ class Planner:
             options["min_new_tokens"] = body.min_tokens
         if body.repetition_penalty is not None:
             options["repetition_penalty"] = body.repetition_penalty
+        size = self._vlm.target.vocab_size
+        for name in body.logit_bias or ():
+            if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= size:
+                raise invalid(f"logit_bias: {name[:40]!r} is no token id below {size}.", "logit_bias")
         if body.logit_bias:
-            options["sequence_bias"] = self._bias(body.logit_bias)
+            options["sequence_bias"] = {(int(name),): float(value) for name, value in body.logit_bias.items()}
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
@@ -215,13 +209,12 @@ class Planner:
         return options
 
     def _limit(self, body: Decoding, prompt_length: int) -> int:
-        room = None if self.context is None else self.context - prompt_length
-        if self._most is not None and body.limit is not None and body.limit > self._most:
-            raise invalid(f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens")
-        if body.limit is not None:
-            return body.limit
-        limits = [self._default, *([self._most] if self._most else []), *([room] if room is not None else [])]
-        return max(min(limits), 1)
+        if body.max_tokens is not None:
+            if self._most is not None and body.max_tokens > self._most:
+                raise invalid(f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens")
+            return body.max_tokens
+        most = min(self._default, self._most or self._default)
+        return most if self.context is None else max(min(most, self.context - prompt_length), 1)
 
     def _sampling(self, body: Decoding) -> dict[str, Any]:
         """Greedy decoding at temperature 0; sampling with any other sampling field; else the checkpoint's own."""
@@ -229,30 +222,20 @@ class Planner:
         if body.temperature is not None and body.temperature < GREEDY_BELOW:
             return {"do_sample": False}
         fields = ("temperature", "top_p", "top_k", "min_p")
-        given = {name: value for name in fields if (value := getattr(body, name)) is not None}
-        if given.get("top_k") == -1:
-            given["top_k"] = 0
-        if not given and not defaults.do_sample:
+        options = {name: value for name in fields if (value := getattr(body, name)) is not None}
+        if options.get("top_k") == -1:
+            options["top_k"] = 0
+        if not options and not defaults.do_sample:
             return {"do_sample": False}
         if defaults.top_k is None:
-            given.setdefault("top_k", 0)  # no limit, in place of `generate`'s silent 50
-        return {"do_sample": True, **given}
-
-    def _bias(self, given: dict[str, float]) -> dict[tuple[int, ...], float]:
-        size = self._vlm.target.vocab_size
-        found: dict[tuple[int, ...], float] = {}
-        for name, value in given.items():
-            if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= size:
-                raise invalid(f"logit_bias: {name[:40]!r} is no token id below {size}.", "logit_bias")
-            found[(int(name),)] = float(value)
-        return found
+            options.setdefault("top_k", 0)  # no limit, in place of `generate`'s silent 50
+        return {"do_sample": True, **options}
 
     def _ends_of_grammar(self) -> list[int]:
         """Ids that end an answer of a grammar: the checkpoint's, and the tokenizer's own, which grammars end with."""
         known = self._vlm.target.model.generation_config.eos_token_id
-        ends = [] if known is None else [known] if isinstance(known, int) else list(known)
-        own = self._tokenizer.eos_token_id
-        return sorted({*ends, *([] if own is None else [own])})
+        ends = known if isinstance(known, list) else [known]
+        return sorted({*ends, self._tokenizer.eos_token_id} - {None})
 
 
 def seed_of(body: Decoding) -> int:

@@ -7,22 +7,24 @@ be taken back: it ends with an error.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.datastructures import Headers
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import JSONResponse, Response
 
-from saccade.serve.access import Gate, Keys, check_host
-from saccade.serve.affinity import key_of_body
 from saccade.serve.answers import DONE, error_chunk
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.monitoring import PREFIX
 from saccade.serve.refusals import Refusal, overloaded
+from saccade.serve.service import Gate
 from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of
 
 log = logging.getLogger("saccade.serve")
@@ -31,7 +33,14 @@ ATTEMPTS = 3
 KEY = b"x-saccade-affinity"
 """Header by which a client names what belongs together, in place of the front's own guess."""
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
-_EVENTS = b"text/event-stream"
+COUNTED = {
+    "requests": "Requests of clients.",
+    "repeated": "Requests sent again because their replica had ended.",
+    "broken": "Answers that broke off with their replica.",
+    "refused": "Requests that met full queues.",
+    "clients_gone": "Requests whose client left before the end.",
+}
+"""Counters of the front, with their help."""
 
 
 class ReplicaLost(Exception):
@@ -44,11 +53,9 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A request on its way to a replica."""
-
     scope: dict[str, Any]  # what ASGI says about it
     body: bytes
-    key: str  # of what belongs together: the client's, or that of `saccade.serve.affinity.key_of_body`
+    key: str  # of what belongs together: the client's, or that of `saccade.serve.front.key_of_body`
 
 
 Call = Callable[[Forwarded], AsyncGenerator[list[Message]]]
@@ -56,44 +63,39 @@ Call = Callable[[Forwarded], AsyncGenerator[list[Message]]]
 
 
 class Front:
-    """The application."""
-
     def __init__(self, config: ServerConfig, call: Call, texts: Callable[[], Awaitable[dict[str, str]]]) -> None:
         self._call, self._texts = call, texts
-        self._hosts, self._keys, self._limits = config.hosts, Keys(config.keys()), config.limits
-        self._gate = Gate(config.limits.requests_per_key, config.limits.requests_per_minute)
-        self._counts: Counter[str] = Counter()
+        self._limits, self._gate, self._registry = config.limits, Gate(config), CollectorRegistry()
+        disable_created_metrics()
+        self.counts = {
+            name: Counter(f"{PREFIX}front_{name}", text, registry=self._registry) for name, text in COUNTED.items()
+        }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve a request, or run through the application's life."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
             return
-        self._counts["requests"] += 1
+        self.counts["requests"].inc()
         answer = _Answer(send)
         try:
             if scope["path"] == "/metrics":
-                await _send_whole(send, 200, b"text/plain; version=0.0.4; charset=utf-8", await self._metrics())
+                text = merged(await self._texts()) + generate_latest(self._registry)
+                kind = "text/plain; version=0.0.4; charset=utf-8"
+                await Response(text, media_type=kind)(scope, receive, send)
                 return
-            with self._gate.request(self._client(scope)) if scope["method"] == "POST" else nullcontext():
+            client = self._gate.client(scope)  # before a body is read
+            with self._gate.request(client) if scope["method"] == "POST" else nullcontext():
                 body = await body_of(receive, self._limits)
                 key = dict(scope["headers"]).get(KEY, b"").decode("latin-1") or key_of_body(body)
                 forwarded = Forwarded({name: scope[name] for name in _SCOPE if name in scope}, body, key)
                 await self._until_gone(receive, self._forward(forwarded, answer))
         except Refusal as refusal:
-            await _refuse(send, refusal)
+            await JSONResponse(refusal.body(), refusal.status, refusal.headers())(scope, receive, send)
         except ClientGone:
-            self._counts["clients_gone"] += not answer.is_whole
-
-    def _client(self, scope: Message) -> str:
-        """Check host and key before a body is read."""
-        headers = Headers(scope=scope)
-        check_host(headers, self._hosts)
-        address = scope.get("client") or ("unknown", 0)
-        return self._keys.client(headers.get("authorization"), str(address[0]))
+            if not answer.is_whole:
+                self.counts["clients_gone"].inc()
 
     async def _until_gone(self, receive: Receive, work: Any) -> None:
-        """Work until the client goes away."""
         answering = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(_gone(receive))
         try:
@@ -117,24 +119,16 @@ class Front:
                             await answer.add(message)
                 return
             except QueueFull:
-                self._counts["refused"] += 1
+                self.counts["refused"].inc()
                 raise overloaded(self._limits.max_queue) from None
             except ReplicaLost:
                 if answer.has_begun:
-                    self._counts["broken"] += 1
+                    self.counts["broken"].inc()
                     await answer.end_broken()
                     return
-                self._counts["repeated"] += 1
+                self.counts["repeated"].inc()
                 log.warning("A replica ended before its answer had begun; the request goes to another one.")
         raise lost()
-
-    async def _metrics(self) -> bytes:
-        """Metrics of all replicas with a label ``replica``, and those of the front."""
-        own = [f"# TYPE {PREFIX}front_{name} counter\n{PREFIX}front_{name}_total {self._counts[name]}" for name in _OWN]
-        return (merged(await self._texts()) + "\n".join(own) + "\n").encode()
-
-
-_OWN = ("requests", "repeated", "broken", "refused", "clients_gone")
 
 
 class _Answer:
@@ -146,10 +140,8 @@ class _Answer:
         self._is_stream = self.has_begun = self.is_whole = False
 
     async def add(self, message: Message) -> None:
-        """Pass a message of the replica on."""
         if message["type"] == "http.response.start":
-            headers = dict(message["headers"])
-            self._is_stream = headers.get(b"content-type", b"").startswith(_EVENTS)
+            self._is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
             self._head = message
             return
         if self._head is not None:
@@ -167,30 +159,27 @@ class _Answer:
 
 
 def lost() -> Refusal:
-    """A request whose replica has ended."""
     message = "The replica that answered this request has ended; send the request again."
     return Refusal(503, message, "replica_lost", "server_error", "replica_lost", retry_after=1)
 
 
-def merged(texts: dict[str, str]) -> str:
+def merged(texts: dict[str, str]) -> bytes:
     """Join metrics in Prometheus' text format; every sample gets the label ``replica``."""
-    families: dict[str, tuple[list[str], list[str]]] = {}
+    families: dict[str, Metric] = {}
     for replica, text in sorted(texts.items()):
-        family: tuple[list[str], list[str]] = ([], [])
-        for line in text.splitlines():
-            if line.startswith("#"):
-                is_new = line.startswith("# HELP")
-                family = families.setdefault(line.split(" ", 3)[2], ([], [])) if is_new else family
-                if line not in family[0]:
-                    family[0].append(line)
-                continue
-            name, brace, labels = line.partition("{")
-            if brace:
-                family[1].append(f'{name}{{replica="{replica}",{labels}')
-            else:
-                name, _, value = line.partition(" ")
-                family[1].append(f'{name}{{replica="{replica}"}} {value}')
-    return "".join(f"{line}\n" for heads, samples in families.values() for line in (*heads, *samples))
+        for each in text_string_to_metric_families(text):
+            family = families.setdefault(each.name, Metric(each.name, each.documentation, each.type))
+            for sample in each.samples:
+                family.add_sample(sample.name, {"replica": replica, **sample.labels}, sample.value)
+    return generate_latest(_Collected(families.values()))
+
+
+@dataclass(frozen=True)
+class _Collected:
+    families: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
 
 
 async def _gone(receive: Receive) -> None:
@@ -206,12 +195,56 @@ async def _live(receive: Receive, send: Send) -> None:
             return
 
 
-async def _send_whole(send: Send, status: int, kind: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
-    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+# -- affinity: a request goes to the replica that has its conversation or pictures in its caches, while it has room --
+#
+# A conversation keeps its first question, so a key made of that question sends every later turn to the same replica,
+# where the turns before are in the KV cache. Where the question brings media, the key is made of them alone: other
+# questions about a picture go where its features are. Keys choose among replicas by rendezvous hashing (Thaler and
+# Ravishankar, 1998), which needs no table, is the same in every process, and moves only the keys of a lost replica.
+
+_PROMPT = 1024
+"""Characters or ids of a raw prompt that are compared: later ones may differ."""
 
 
-async def _refuse(send: Send, refusal: Refusal) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in refusal.headers().items()]
-    await _send_whole(send, refusal.status, b"application/json", json.dumps(refusal.body()).encode(), *headers)
+def key_of_body(body: bytes) -> str:
+    """Return the key of a request; empty where nothing of it could be in a cache, or it is not valid."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(request, dict):
+        return ""
+    prompt, listed = request.get("prompt"), request.get("messages")
+    messages: list[Any] = listed if isinstance(listed, list) else []
+    content: Any = prompt[:_PROMPT] if isinstance(prompt, (str, list)) else None
+    for number, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("role") == "user":
+            content = _media(message.get("content")) or messages[: number + 1]
+            break
+    if not content:
+        return ""
+    whole = json.dumps([request.get("model"), content], sort_keys=True)
+    return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+
+
+def _media(content: Any) -> list[Any]:
+    """Addresses of a message's images and videos; data: URIs are their content."""
+    addresses = []
+    for part in content if isinstance(content, list) else []:
+        for kind in ("image_url", "video_url"):
+            source = part.get(kind) if isinstance(part, dict) else None
+            if source is not None:
+                addresses.append(source.get("url") if isinstance(source, dict) else source)
+    return addresses
+
+
+def ranked(key: str, loads: Mapping[str, int | None], rows: int) -> list[list[str]]:
+    """Return the replicas by their loads in groups, the best group first."""
+    names = sorted(loads)
+    if not key or not names:
+        return [names] if names else []
+    home = max(names, key=lambda name: hashlib.blake2b(f"{key}/{name}".encode(), digest_size=8).digest())
+    others = [name for name in names if name != home]
+    if (loads[home] or 0) >= rows:
+        return [names]
+    return [[home], others] if others else [[home]]

@@ -8,11 +8,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saccade import methods
-from saccade.engine import Request
 from saccade.errors import MethodError
 from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.media import MediaLimits
@@ -21,10 +22,17 @@ from saccade.inputs.prompt import Prompt
 from saccade.methods.groups import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of
-from saccade.serve.jobs import Event, Job
-from saccade.serve.messages import conversation, has_media
+from saccade.serve.owner import Event, Job
 from saccade.serve.refusals import invalid
-from saccade.serve.schemas import ChatRequest, CompletionRequest, Decoding, DetokenizeRequest, TokenizeRequest
+from saccade.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+    DetokenizeRequest,
+    TokenizeRequest,
+    conversation,
+    has_media,
+)
 from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
@@ -37,17 +45,11 @@ MOST_METHODS = 64
 """Composed methods that are remembered per model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """A method with its options, as one request uses it."""
 
     key: tuple[str, str]  # of its lane
     vlm: VLM  # the model with this method
-
-    @property
-    def method(self) -> str:
-        """Name of the method."""
-        return self.vlm.method
 
 
 class ServedModel:
@@ -87,23 +89,20 @@ class ServedModel:
         if not self.entry.open_methods:
             return []
         kinds = {name: head.kind for name, head in self.vlm.heads.items()}
-        found = []
+        fitting = []
         for name in methods.METHODS:
-            try:
+            with suppress(MethodError):
                 methods.fit(name, methods.options(name, {}), self.vlm.draft_model is not None, kinds)
-            except MethodError:
-                continue
-            found.append(name)
-        return found
+                fitting.append(name)
+        return fitting
 
     @property
     def lossy(self) -> list[str]:
         """Those of `names` and `open_methods` whose answers may differ from the target's own."""
-        own = [name for name in self.names if not self.setting(name).vlm.lossless]
-        return own + [name for name in self.open_methods if not methods.METHODS[name].lossless]
+        profiles = [name for name in self.names if not self.setting(name).vlm.lossless]
+        return profiles + [name for name in self.open_methods if not methods.METHODS[name].lossless]
 
     def setting(self, speculation: str | Mapping[str, Any] | None) -> Setting:
-        """Return the method that a request chooses."""
         name, options = self._chosen(speculation)
         key = f"{name} {sorted(options.items())}"
         with self._lock:
@@ -116,31 +115,31 @@ class ServedModel:
 
     def _setting(self, body: Decoding) -> Setting:
         """The method of a request; errors as of `setting`, and 400 where it asks for exactness that it cannot have."""
-        found = self.setting(body.speculation)
+        setting = self.setting(body.speculation)
         if body.exact and not self.vlm.target.exact:
             raise invalid(
                 "exact: this model was not loaded in exact mode, which holds for all of its requests or none; leave it "
                 "out, or start the server with --exact (exact = true under [[models]]).",
                 "exact",
             )
-        if body.exact and not found.vlm.lossless:
-            raise invalid(f"exact: the method {found.method} is lossy; choose another, or leave exact out.", "exact")
-        return found
+        if body.exact and not setting.vlm.lossless:
+            method = setting.vlm.method
+            raise invalid(f"exact: the method {method} is lossy; choose another, or leave exact out.", "exact")
+        return setting
 
     def _chosen(self, speculation: str | Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-        """Name and options; empty for the default."""
         if speculation is None:
             return "", {}
-        given = {"method": speculation} if isinstance(speculation, str) else dict(speculation)
-        name = given.pop("method", "")
+        options = {"method": speculation} if isinstance(speculation, str) else dict(speculation)
+        name = options.pop("method", "")
         if not isinstance(name, str):
             raise invalid("speculation.method must be the name of a method.", "speculation.method")
         if name not in ("", *self.names) and (not self.entry.open_methods or name not in methods.METHODS):
             expected = ", ".join([*self.names, *self.open_methods])
             raise invalid(f"There is no method {name[:60]!r} here; expected one of {expected}.", "speculation.method")
-        for option, value in given.items():
+        for option, value in options.items():
             self._check_option(name, option, value)
-        return name, given
+        return name, options
 
     def _check_option(self, name: str, option: str, value: Any) -> None:
         """Refuse options that name files or are too expensive; the method checks the rest."""
@@ -160,18 +159,37 @@ class ServedModel:
             return self.vlm
         if name == "off":
             return self.vlm.using(PLAIN)
-        own = {"method": self.vlm.method, "head": self.entry.head, **self.entry.options}
-        profile = dict(self.entry.profiles.get(name, {"method": name})) if name else own
+        default = {"method": self.vlm.method, "head": self.entry.head, **self.entry.options}
+        profile = dict(self.entry.profiles.get(name, {"method": name})) if name else default
         return self.vlm.using(profile.pop("method"), **{**profile, **options})
 
     # -- jobs ----------------------------------------------------------------------------------------------
 
-    def chat_jobs(self, body: ChatRequest, deliver: Callable[[int, Event], None], client: str | None = "") -> list[Job]:
-        """Make the jobs of a conversation, one per choice; decodes its media."""
+    def jobs(
+        self, body: ChatRequest | CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
+    ) -> list[Job]:
+        """Make the jobs of a request, ``n`` per prompt in order; decodes the media of a conversation.
+
+        ``client`` is with whom cached prefixes are shared; empty: with all; None: with nobody.
+        """
         setting = self._setting(body)
-        self._check_size(_characters(body.messages), "messages")
-        row = self._row(body.messages, setting, self._reading(body.num_frames, body.fps))
-        return self._jobs(body, setting, [row], deliver, client)
+        if isinstance(body, ChatRequest):
+            self._check_size(_characters(body.messages), "messages")
+            rows = [self._row(body.messages, setting, self._reading(body.num_frames, body.fps))]
+        else:
+            self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
+            rows = [RowInput(self._raw(prompt), options=self._reading()) for prompt in body.prompts]
+        seed, jobs = seed_of(body), list[Job]()
+        for row in rows:
+            shared = setting.vlm.request(row, seed)
+            for _ in range(body.n or 1):
+                request = replace(shared, seed=(seed + len(jobs)) & (2**63 - 1))
+                if salt := _salt(client, body.cache_salt):
+                    request = request.salted(salt)
+                plan, send = partial(self.planner.plan, body, request.prompt), partial(deliver, len(jobs))
+                trace = body.saccade is not None and body.saccade.trace
+                jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, trace))
+        return jobs
 
     def _row(self, messages: Sequence[Mapping[str, Any]], setting: Setting, options: MediaOptions) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
@@ -180,17 +198,7 @@ class ServedModel:
             return self._workers.row(turns, _readers(setting.vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
-    def completion_jobs(
-        self, body: CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
-    ) -> list[Job]:
-        """Make the jobs of raw prompts, ``n`` per prompt in order; arguments and errors as of `chat_jobs`."""
-        setting = self._setting(body)
-        self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
-        rows = [RowInput(self._raw(prompt), options=self._reading()) for prompt in body.prompts]
-        return self._jobs(body, setting, rows, deliver, client)
-
     def _reading(self, num_frames: int | None = None, fps: float | None = None) -> MediaOptions:
-        """Options of `InputProcessor.prompt`."""
         return MediaOptions(num_frames, fps, self._media, self._text_as_text)
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -200,28 +208,21 @@ class ServedModel:
             raise invalid("Give either prompt or messages.", "prompt")
         if body.prompt is not None:
             self._check_size(len(body.prompt), "prompt")
-            ids = processor.encode(
-                body.prompt, text_as_text=self._text_as_text, add_special_tokens=body.add_special_tokens
-            )
+            special = body.add_special_tokens
+            ids = processor.encode(body.prompt, text_as_text=self._text_as_text, add_special_tokens=special)
         else:
             self._check_size(_characters(body.messages or ()), "messages")
             setting = self.setting("off")
             ids = setting.vlm.request(self._row(body.messages or (), setting, self._reading()), 0).prompt.ids
         strings = processor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return {
-            "count": len(ids),
-            "max_model_len": self.planner.context,
-            "tokens": list(ids),
-            "token_strs": strings,
-        }
+        return {"count": len(ids), "max_model_len": self.planner.context, "tokens": list(ids), "token_strs": strings}
 
     def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         """Answer of ``/detokenize``: the text of any ids, control tokens included."""
-        tokens = body.tokens
-        self._check_size(len(tokens), "tokens")
-        if max(tokens, default=0) >= self.vlm.target.vocab_size:
+        self._check_size(len(body.tokens), "tokens")
+        if max(body.tokens, default=0) >= self.vlm.target.vocab_size:
             raise invalid(f"tokens: every id must be below {self.vlm.target.vocab_size}.", "tokens")
-        return {"prompt": self.vlm.processor.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)}
+        return {"prompt": self.vlm.processor.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     def _check_size(self, characters: int, field: str) -> None:
         context = self.planner.context
@@ -233,47 +234,7 @@ class ServedModel:
                 "context_length_exceeded",
             )
 
-    def _jobs(
-        self,
-        body: Decoding,
-        setting: Setting,
-        rows: Sequence[RowInput],
-        deliver: Callable[[int, Event], None],
-        client: str | None,
-    ) -> list[Job]:
-        seed, jobs = seed_of(body), list[Job]()
-        for row in rows:
-            request = setting.vlm.request(row, seed)
-            for _ in range(body.n or 1):
-                own = replace(request, seed=(seed + len(jobs)) & (2**63 - 1))
-                if salt := _salt(client, body.cache_salt):
-                    own = own.salted(salt)
-                jobs.append(self._job(body, setting, own, len(jobs), deliver))
-        return jobs
-
-    def _job(
-        self,
-        body: Decoding,
-        setting: Setting,
-        request: Request,
-        index: int,
-        deliver: Callable[[int, Event], None],
-    ) -> Job:
-        def plan_again() -> Any:
-            return self.planner.plan(body, request.prompt)
-
-        return Job(
-            setting.key,
-            setting.vlm,
-            request,
-            plan_again(),
-            plan_again,
-            lambda event: deliver(index, event),
-            trace=body.saccade is not None and body.saccade.trace,
-        )
-
     def _raw(self, prompt: str | list[int]) -> Prompt:
-        """A prompt without chat template."""
         if isinstance(prompt, str):
             prompt = list(self.vlm.processor.encode(prompt, text_as_text=self._text_as_text))
         visual = set(visual_ids(self.vlm.target.config).values())
@@ -299,7 +260,6 @@ def _readers(vlm: VLM) -> list[InputProcessor]:
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of text in messages of any form."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]

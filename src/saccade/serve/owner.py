@@ -15,16 +15,98 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from saccade.engine import Row, RunningBatch
+from saccade.engine import Request, Row, RunningBatch
+from saccade.engine.row import RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
+from saccade.output import Mark, Output, TreeTrace
 from saccade.serve.configuration import MIB, Limits
-from saccade.serve.jobs import Event, Job, Lane
+from saccade.serve.decoding import Planned, TokenLogprob
 from saccade.serve.refusals import Refusal, broken, draining, overloaded
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
+
 log = logging.getLogger("saccade.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Part of an answer, or its end."""
+
+    tokens: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token where requested; else empty
+    tree: TreeTrace | None = None  # the verified tree, where traced
+    output: Output | None = None  # of the whole answer, with its statistics, at its end
+    error: BaseException | None = None  # cause of a failed answer
+    at: float = 0.0  # `time.perf_counter` of the step's end
+
+    @property
+    def is_last(self) -> bool:
+        return self.output is not None or self.error is not None
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One answer that a client waits for."""
+
+    lane: tuple[str, str]  # names of its model and of its method with options
+    vlm: VLM  # the model with the method
+    request: Request
+    planned: Planned
+    plan_again: Callable[[], Planned]  # makes `planned` anew, whose criteria and recorders follow one row only
+    deliver: Callable[[Event], None]  # called with its events, in the event loop
+    trace: bool = False  # whether its chunks carry draft trees
+    row: Row | None = None  # its row; None while it waits outside the batch
+    skip: int = 0  # tokens that the client has already, when the answer is repeated after a failed step
+    repeated: bool = False  # whether it is
+    submitted: float = field(default_factory=time.perf_counter)  # `time.perf_counter` of its submission
+
+    def event(self, row: Row, step: RowStep, lossless: bool) -> Event:
+        """Make the event of one step of its row, without the tokens that the client has."""
+        recorder, drop = self.planned.recorder, min(self.skip, len(step.tokens))
+        self.skip -= drop
+        logprobs = tuple(recorder.pop(step.tokens)) if recorder and step.tokens else ()
+        error = row.error if step.finished else None
+        return Event(
+            step.tokens[drop:],
+            step.marks[drop:],
+            logprobs[drop:],
+            step.tree if self.trace else None,
+            row.finish(lossless) if step.finished and error is None else None,
+            error,
+            time.perf_counter(),
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """Running batch of one model and method, and the jobs that wait for it."""
+
+    key: tuple[str, str]
+    vlm: VLM
+    batch: RunningBatch
+    jobs: dict[int, Job] = field(default_factory=dict)  # in the batch, by row
+    waiting: deque[Job] = field(default_factory=deque)  # not in the batch yet
+    suspects: deque[Job] = field(default_factory=deque)  # jobs that were in a step that failed as a whole
+    media_counted: tuple[int, int] = (0, 0)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.jobs or self.waiting or self.suspects)
+
+    def remove(self, job: Job) -> bool:
+        """Remove a job wherever it is, and cancel its row; False if it is not here."""
+        for queue in (self.waiting, self.suspects):
+            if job in queue:
+                queue.remove(job)
+                return True
+        if job.row is None or id(job.row) not in self.jobs:
+            return False
+        self.batch.cancel(job.row)
+        del self.jobs[id(job.row)]
+        return True
 
 
 @dataclass(slots=True)
@@ -46,7 +128,6 @@ class Counts:
 
     @property
     def kv_usage(self) -> float:
-        """Greatest share of KV memory in use, over lanes."""
         return max(self.kv_usages.values(), default=0.0)
 
 
@@ -63,20 +144,18 @@ class Owner:
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._unplaced: deque[Job] = deque()
         self._events: list[tuple[Job, Event]] = []
-        self._kv_memory: int | None = None
+        self._kv_memory = 0  # of all batches together; 0 until the first one opens
         self._submitted = Counter[str]()
-        self._draining = self._stopped = False
+        self.is_draining = self._stopped = False  # whether new jobs are refused, and the thread ends
         self._thread = threading.Thread(target=self._run, name="saccade-owner", daemon=True)
 
     # -- the event loop's side -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs."""
-        if self._draining or not self._thread.is_alive():
+        if self.is_draining or not self._thread.is_alive():
             raise draining()
         self.check_room(len(jobs))
         self._submitted.update(job.lane[0] for job in jobs)
@@ -91,42 +170,34 @@ class Owner:
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """End jobs before their next step; those that have ended are left alone."""
-        given = list(jobs)
-        self._inbox.put(lambda: self._cancel(given))
+        cancelled = list(jobs)
+        self._inbox.put(lambda: self._cancel(cancelled))
 
     def drain(self) -> None:
         """Refuse new and waiting jobs; running ones finish."""
-        self._draining = True
+        self.is_draining = True
         self._inbox.put(self._refuse_waiting)
 
     def end(self) -> None:
         """Have the thread refuse what runs and end, after the step under way."""
-        self._draining = True
+        self.is_draining = True
         self._inbox.put(None)
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self) -> None:
         """End the thread; jobs that still run are cancelled."""
         self.end()
         if self._thread.is_alive():
-            self._thread.join(timeout)
+            self._thread.join(10)
 
     @property
     def waiting(self) -> int:
-        """Jobs without a row of the caches."""
-        return max(self._submitted.total() - self.counts.ended.total() - self.counts.running, 0)
+        return sum(map(self.waiting_for, self._submitted))
 
     def waiting_for(self, model: str) -> int:
-        """Jobs of a model without a row of the caches."""
         return max(self._submitted[model] - self.counts.ended[model] - self.counts.rows[model], 0)
 
     @property
-    def is_draining(self) -> bool:
-        """Whether new jobs are refused."""
-        return self._draining
-
-    @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -168,7 +239,6 @@ class Owner:
             return
 
     def _place(self) -> None:
-        """Give jobs to their lanes, and open lanes while there may be more."""
         left: deque[Job] = deque()
         for job in self._unplaced:
             try:
@@ -182,28 +252,26 @@ class Owner:
 
     def _open(self, job: Job) -> Lane | None:
         """Open a job's lane, in place of an idle one if need be; None while all are busy."""
-        if len(self._lanes) >= self._limits.batches:
+        limits = self._limits
+        if len(self._lanes) >= limits.batches:
             idle = next((lane for lane in self._lanes.values() if lane.is_idle), None)
             if idle is None:
                 return None
             del self._lanes[idle.key]
             idle.batch.close()
-        lane = self._lanes[job.lane] = Lane(job.lane, job.vlm, self._batch(job.vlm))
-        return lane
-
-    def _batch(self, vlm: VLM) -> RunningBatch:
-        limits = self._limits
-        if self._kv_memory is None:
-            given = limits.kv_memory_mib
-            free = int(KV_MEMORY_SHARE * free_memory(vlm.target.device)) if given is None else given * MIB
-            self._kv_memory = free // limits.batches
-        return vlm.engine.open(
+        if limits.kv_memory_mib is not None:
+            self._kv_memory = limits.kv_memory_mib * MIB
+        elif not self._kv_memory:
+            self._kv_memory = int(KV_MEMORY_SHARE * free_memory(job.vlm.target.device))
+        batch = job.vlm.engine.open(
             limits.max_rows,
-            kv_memory=self._kv_memory,
+            kv_memory=self._kv_memory // limits.batches,
             prefill_chunk=limits.prefill_chunk,
             longest_step=limits.longest_step,
             media_cache=limits.media_cache_mib * MIB // limits.batches,
         )
+        self._lanes[job.lane] = Lane(job.lane, job.vlm, batch)
+        return self._lanes[job.lane]
 
     def _feed(self, lane: Lane) -> None:
         """Fill free rows of a batch. The oldest lane runs dry while other jobs wait for a lane of their own."""
@@ -212,7 +280,7 @@ class Owner:
             lane.waiting.clear()
         if lane.suspects and not lane.jobs:
             self._add(lane, lane.suspects.popleft())
-        while lane.waiting and lane.open_rows(self._limits.max_rows) > 0:
+        while lane.waiting and not lane.suspects and len(lane.jobs) < self._limits.max_rows:
             self._add(lane, lane.waiting.popleft())
 
     def _add(self, lane: Lane, job: Job) -> None:
@@ -225,13 +293,12 @@ class Owner:
         lane.jobs[id(job.row)] = job
 
     def _step(self, lane: Lane) -> None:
-        """Run one step of a lane and post its tokens."""
         lane.batch.trace = any(job.trace for job in lane.jobs.values())
         self.counts.step_began = time.monotonic()
         try:
             lane.batch.step()
         except Exception:
-            log.exception("A running batch failed outside of a step; it is opened anew.")
+            log.exception("A running batch failed outside of a step; it is opened again.")
             self._lanes.pop(lane.key, None)
             self._unplaced.extendleft(reversed([*lane.suspects, *lane.waiting]))
             for job in lane.jobs.values():
@@ -249,14 +316,14 @@ class Owner:
         self._flush()
 
     def _collect(self, lane: Lane, job: Job, row: Row, shared: bool) -> None:
-        """Make events of a row's unread steps."""
         while row.steps:
             step = row.steps.pop(0)
             if step.finished:
                 del lane.jobs[id(row)]
                 if shared and not job.repeated:
                     log.warning("A step failed for all of its rows; each of them is repeated alone.")
-                    job.repeat(len(row.output))
+                    job.planned, job.row = job.plan_again(), None
+                    job.skip, job.repeated = len(row.output), True
                     lane.suspects.append(job)
                     return
             event = job.event(row, step, lane.vlm.lossless)
@@ -297,13 +364,13 @@ class Owner:
 
     def _count(self, lane: Lane) -> None:
         counts, media = self.counts, lane.batch.context.media
-        before_hits, before_misses = lane.media_counted
+        hits, misses = lane.media_counted
         lane.media_counted = media.hits, media.misses
-        if media.hits < before_hits or media.misses < before_misses:  # caches begin anew after a failed step
-            before_hits = before_misses = 0
+        if media.hits < hits or media.misses < misses:  # caches are empty again after a failed step
+            hits = misses = 0
         model = lane.key[0]
-        counts.media_hits[model] += media.hits - before_hits
-        counts.media_misses[model] += media.misses - before_misses
+        counts.media_hits[model] += media.hits - hits
+        counts.media_misses[model] += media.misses - misses
         lanes = self._lanes.values()
         counts.kv_usages = {each.key: each.batch.kv_usage for each in lanes}
         jobs = (job for each in lanes for job in each.jobs.values())
@@ -322,8 +389,7 @@ class Owner:
         self._post(deliver)
 
     def _end_all(self) -> None:
-        """Refuse what is left when the thread ends."""
-        self._draining = True
+        self.is_draining = True
         jobs = list(self._unplaced)
         for lane in self._lanes.values():
             jobs += [*lane.jobs.values(), *lane.waiting, *lane.suspects]

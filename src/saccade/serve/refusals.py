@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.errors import InputError, MethodError, SaccadeError
+from saccade.errors import MethodError, SaccadeError
 from saccade.target_model.traits import ContextError
 
 RETRY_SECONDS = 2
@@ -14,8 +14,6 @@ RETRY_SECONDS = 2
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """A request that is not served."""
-
     status: int  # of HTTP
     message: str  # one sentence
     kind: str = "invalid_request"  # label of the error counter
@@ -25,37 +23,21 @@ class Refusal(Exception):
     retry_after: int | None = None  # seconds; None where a repetition would not help
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Headers beside the body."""
-        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """A request with a wrong field."""
     return Refusal(400, message, param=param, code=code)
 
 
-def unknown_model(name: str, known: list[str]) -> Refusal:
-    """A request for a model that is not served."""
-    message = f"The model {name[:100]!r} is not served here; expected one of {', '.join(known)}."
-    return Refusal(404, message, "not_found", code="model_not_found", param="model")
-
-
-def unauthorized() -> Refusal:
-    """A request without a valid key."""
-    message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
-    return Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
-
-
-def overloaded(waiting: int, retry_after: int = RETRY_SECONDS) -> Refusal:
-    """A request that found the queue full."""
-    message = f"The server is overloaded ({waiting} requests wait already); try again in {retry_after} s."
-    return Refusal(503, message, "queue_full", "server_error", "overloaded", retry_after=retry_after)
+def overloaded(waiting: int) -> Refusal:
+    message = f"The server is overloaded ({waiting} requests wait already); try again in {RETRY_SECONDS} s."
+    return Refusal(503, message, "queue_full", "server_error", "overloaded", retry_after=RETRY_SECONDS)
 
 
 def draining() -> Refusal:
@@ -65,7 +47,6 @@ def draining() -> Refusal:
 
 
 def too_many(what: str, retry_after: int) -> Refusal:
-    """A request beyond a client's limit."""
     message = f"This API key or address exceeds {what}; try again in {retry_after} s."
     return Refusal(429, message, "rate_limit", "rate_limit_error", "rate_limit_exceeded", retry_after=retry_after)
 
@@ -84,10 +65,10 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, ContextError):
-        said = str(error).replace("max_new_tokens", "max_tokens")  # by the name of the request's field
-        return invalid(said, "messages", "context_length_exceeded")
+        message = str(error).replace("max_new_tokens", "max_tokens")  # by the name of the request's field
+        return invalid(message, "messages", "context_length_exceeded")
     if isinstance(error, MethodError):
         return invalid(str(error), "speculation")
-    if isinstance(error, (InputError, SaccadeError)):
+    if isinstance(error, SaccadeError):
         return invalid(str(error))
     return broken()

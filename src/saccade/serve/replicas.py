@@ -26,10 +26,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from saccade.errors import SaccadeError
 from saccade.ray_cluster import LOCAL, connected, limit_threads, places
-from saccade.serve.affinity import ranked
 from saccade.serve.app import make_app
 from saccade.serve.configuration import KEYS_VARIABLE, ConfigError, ServerConfig, read_config
-from saccade.serve.front import Forwarded, Front, QueueFull, ReplicaLost
+from saccade.serve.front import Forwarded, Front, QueueFull, ReplicaLost, ranked
 from saccade.serve.streaming import Message
 
 log = logging.getLogger("saccade.serve")
@@ -43,7 +42,6 @@ class AffinityRouter(RequestRouter):
     """Prefers the replica that has a request's conversation or pictures."""
 
     def initialize_state(self, rows: int) -> None:
-        """Take ``request_router_kwargs``."""
         self._rows = rows
 
     async def choose_replicas(
@@ -113,7 +111,6 @@ class Replica:
                 await task
 
     async def metrics(self) -> tuple[str, str]:
-        """Name of this replica, and its metrics."""
         return self._name, self._service.metrics.text().decode()
 
     async def check_health(self) -> None:
@@ -123,14 +120,7 @@ class Replica:
             raise RuntimeError(str(body))
 
 
-def build(
-    config: ServerConfig,
-    replicas: int | None = None,
-    *,
-    cpus: float = 1,
-    gpus: float = 0,
-) -> Any:
-    """Make the application that Ray Serve runs."""
+def build(config: ServerConfig, replicas: int | None = None, *, cpus: float = 1, gpus: float = 0) -> Any:
     limits, keys = config.limits, config.keys()
     per_replica = replace(limits, requests_per_key=0, requests_per_minute=0)
     routing = {"request_router_class": AffinityRouter, "request_router_kwargs": {"rows": limits.max_rows}}

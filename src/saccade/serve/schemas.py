@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,8 +25,6 @@ class _Part(BaseModel):
 
 
 class StreamOptions(_Part):
-    """Options of a streamed answer."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -89,13 +87,7 @@ class Decoding(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def limit(self) -> int | None:
-        """Requested limit of new tokens."""
-        return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -104,21 +96,13 @@ class Decoding(BaseModel):
 
 
 class ChatRequest(Decoding):
-    """Body of ``/v1/chat/completions``."""
-
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @property
-    def limit(self) -> int | None:
-        """See `Decoding.limit`."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    @property
     def num_logprobs(self) -> int | None:
-        """See `Decoding.num_logprobs`."""
         return self.top_logprobs or 0 if self.logprobs else None
 
 
@@ -131,7 +115,6 @@ class CompletionRequest(Decoding):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts, each text or ids."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
@@ -139,7 +122,6 @@ class CompletionRequest(Decoding):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Decoding.num_logprobs`."""
         return self.logprobs
 
 
@@ -154,102 +136,37 @@ class TokenizeRequest(_Part):
 
 
 class DetokenizeRequest(_Part):
-    """Body of ``/detokenize``."""
-
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "stop_token_ids": (None, []),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None, []),
-    "prompt_logprobs": (None,),
-    "use_beam_search": (None, False),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
-    "logits_processors": (None, []),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "skip_special_tokens": (None, True),
-    "include_stop_str_in_output": (None, False),
+REFUSED: dict[str, Any] = {
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("allowed_token_ids", "logits_processors"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
+    "modalities": [["text"]],
+    "suffix": [""],
+    "chat_template_kwargs": [{}],
 }
-"""Fields of OpenAI and vLLM that would change the answer -> the values that change nothing."""
+"""Fields of OpenAI and vLLM that would change the answer -> the values that change nothing; null is none."""
 
 Body = TypeVar("Body", bound=Decoding)
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def parse(kind: type[Body], content: bytes) -> Body:
-    """Parse the body of an answer.
+    """Parse the body of a request for an answer.
 
     Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
     are not supported, and misspelt ones, are refused.
     """
     body = parse_fields(kind, content)
-    _check_others(kind, body.model_extra or {})
-    _check_together(body)
-    return body
-
-
-def parse_fields(kind: type[Kind], content: bytes) -> Kind:
-    """Parse a body whose fields are checked one by one; errors as in `parse`."""
-    try:
-        given = from_json(content, allow_inf_nan=False)
-    except ValueError as problem:
-        raise invalid(f"The body is not valid JSON ({str(problem)[:200]}); send one object.") from None
-    if not isinstance(given, dict):
-        raise invalid("The body must be a JSON object, such as one with model and messages.")
-    try:
-        return kind.model_validate({name: value for name, value in given.items() if value is not None})
-    except ValidationError as problem:
-        raise _wrong(problem) from None
-
-
-def _wrong(problem: ValidationError) -> Refusal:
-    """Refusal that names the first wrong field, with all forms that it may have."""
-    errors = [
-        (".".join(takewhile(_is_of_the_client, map(str, error["loc"])))[:200], error)
-        for error in problem.errors(include_url=False, include_input=False, include_context=False)
-    ]
-    path, first = errors[0]
-    if first["type"] == "missing":
-        return invalid(f"The field {path} is missing.", path)
-    if first["type"] == "extra_forbidden":
-        return invalid(f"The field {path} is unknown; leave it out.", path, "unknown_parameter")
-    begin = "Input should be "
-    forms = [_FORMS.get(error["type"], error["msg"].removeprefix(begin)) for where, error in errors if where == path]
-    said = " or ".join(dict.fromkeys(forms))
-    return invalid(f"The field {path} is wrong: {begin if first['msg'].startswith(begin) else ''}{said}.", path)
-
-
-_FORMS = {"model_type": "an object", "dict_type": "an object"}
-"""Kinds of pydantic's errors -> the form in JSON's words."""
-
-
-def _is_of_the_client(part: str) -> bool:
-    """Whether a part of a place is a key or an index, and not one of the forms that a field may have."""
-    return part not in ("str", "bool", "int", "float") and "[" not in part
-
-
-def _check_others(kind: type[Decoding], others: dict[str, Any]) -> None:
-    """Refuse unsupported and misspelt fields."""
-    for name, value in others.items():
+    for name, value in (body.model_extra or {}).items():
         if name in REFUSED:
             if value not in REFUSED[name]:
                 raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
@@ -257,10 +174,49 @@ def _check_others(kind: type[Decoding], others: dict[str, Any]) -> None:
         close = get_close_matches(name, kind.model_fields, 1, 0.85) if len(name) < 50 else []
         if close:
             raise invalid(f"The field {name} is unknown; {close[0]} may be meant.", name, "unknown_parameter")
+    _check_together(body)
+    return body
+
+
+def parse_fields(kind: type[Kind], content: bytes) -> Kind:
+    """Parse a body whose fields are checked one by one; errors as in `parse`."""
+    try:
+        fields = from_json(content, allow_inf_nan=False)
+    except ValueError as problem:
+        raise invalid(f"The body is not valid JSON ({str(problem)[:200]}); send one object.") from None
+    if not isinstance(fields, dict):
+        raise invalid("The body must be a JSON object, such as one with model and messages.")
+    try:
+        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as problem:
+        raise _wrong(problem) from None
+
+
+def _wrong(problem: ValidationError) -> Refusal:
+    """Refusal that names the first wrong field, with all forms that it may have."""
+    errors = []
+    for error in problem.errors(include_url=False, include_input=False, include_context=False):
+        places = [str(place) for place in error["loc"]]
+        form = next((i for i, place in enumerate(places) if place in _JSON_FORMS or "[" in place), len(places))
+        errors.append((".".join(places[:form])[:200], error))
+    path, first = errors[0]
+    if first["type"] == "missing":
+        return invalid(f"The field {path} is missing.", path)
+    if first["type"] == "extra_forbidden":
+        return invalid(f"The field {path} is unknown; leave it out.", path, "unknown_parameter")
+    begin = "Input should be "
+    forms = [_FORMS.get(error["type"], error["msg"].removeprefix(begin)) for where, error in errors if where == path]
+    words = (begin if first["msg"].startswith(begin) else "") + " or ".join(dict.fromkeys(forms))
+    return invalid(f"The field {path} is wrong: {words}.", path)
+
+
+_JSON_FORMS = ("str", "bool", "int", "float")
+"""Forms of a field in pydantic's places, behind the client's own keys and indices."""
+_FORMS = {"model_type": "an object", "dict_type": "an object"}
+"""Kinds of pydantic's errors -> the form in JSON's words."""
 
 
 def _check_together(body: Decoding) -> None:
-    """Refuse values that do not go together."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream: true; leave it out, or stream.", "stream_options")
     if len(body.stops) > MOST_STOPS or any(not stop or len(stop) > 1000 for stop in body.stops):
@@ -275,8 +231,65 @@ def _check_together(body: Decoding) -> None:
     if isinstance(body, ChatRequest):
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true; give both or none.", "top_logprobs")
-        limits = {body.max_tokens, body.max_completion_tokens} - {None}
-        if len(limits) > 1:
+        if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them.", "max_tokens")
+        body.max_tokens = body.max_tokens or body.max_completion_tokens
     if isinstance(body, CompletionRequest) and body.best_of not in (None, body.n or 1):
         raise invalid("best_of other than n is not supported; leave it out.", "best_of")
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of requests -> roles of chat templates."""
+MEDIA = {"image": {"image_url", "input_image"}, "video": {"video_url", "input_video"}}
+"""Kinds of media -> types of parts."""
+TEXTS = {"text", "input_text", "output_text", "refusal"}
+
+
+def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for `InputProcessor.load_media`."""
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has parts besides text."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(not isinstance(part, Mapping) or str(part.get("type")) not in TEXTS for part in parts)
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise invalid(f"{where}.role must be one of {', '.join(ROLES)}.", f"{where}.role")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise invalid(f"{where} calls tools, which are not supported here; leave it out.", where)
+    content = message.get("content")
+    if content is None:
+        raise invalid(f"{where}.content is missing; give text, or a list of parts.", f"{where}.content")
+    if isinstance(content, str):
+        return {"role": ROLES[role], "content": content}
+    if not isinstance(content, list) or not content:
+        raise invalid(f"{where}.content must be text or a list of parts.", f"{where}.content")
+    parts = [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+    return {"role": ROLES[role], "content": parts}
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in TEXTS:
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise invalid(f"{where}.text must be text.", f"{where}.text")
+        return {"type": "text", "text": text}
+    for medium, kinds in MEDIA.items():
+        if isinstance(kind, str) and kind in kinds:
+            return {"type": medium, medium: _source(part, medium, where)}
+    raise invalid(f"{where}.type must be text, image_url or video_url.", f"{where}.type")
+
+
+def _source(part: Mapping[str, Any], medium: str, where: str) -> str:
+    given = part.get(f"{medium}_url")
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url:
+        raise invalid(f"{where}.{medium}_url.url is missing; give a data: URI.", where)
+    return url

@@ -150,7 +150,6 @@ class Server(uvicorn.Server):
         self._ends_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept requests, and say so."""
         await super().startup(sockets)
         if self._announcement:
             print(self._announcement, file=sys.stderr, flush=True)
@@ -192,17 +191,17 @@ class Server(uvicorn.Server):
 def bind(config: ServerConfig) -> socket.socket:
     """Bind the address, so that a taken port is reported before anything loads."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((config.host, config.port))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
     except OSError as problem:
-        found.close()
+        listening.close()
         raise ConfigError(
             f"Cannot listen on {config.host}:{config.port} ({problem.strerror or problem}); choose another --port or "
             "--host."
         ) from problem
-    return found
+    return listening
 
 
 def serve(config: ServerConfig) -> None:

@@ -1,35 +1,41 @@
-"""Parts of a server that its routes share: models, owner, limits and metrics."""
+"""Parts of a server that its routes share: models, owner, metrics, and who may send how many requests."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import math
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 
 from saccade.errors import SaccadeError
-from saccade.serve.access import Gate, Keys, check_host
 from saccade.serve.configuration import MIB, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.monitoring import Metrics
 from saccade.serve.owner import Owner
-from saccade.serve.refusals import refusal_of, unknown_model
+from saccade.serve.refusals import Refusal, refusal_of, too_many
 from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 Result = TypeVar("Result")
+MOST_CLIENTS = 10_000
+"""Clients whose counts are remembered; the longest unseen idle one is forgotten first."""
+MINUTE = 60.0
 
 
 class Service:
-    """Parts of a server that its routes share."""
-
     def __init__(self, config: ServerConfig, vlms: Sequence[VLM]) -> None:
         self.config = config  # of the server
         limits, self._workers = config.limits, _workers(config, vlms)
@@ -37,11 +43,9 @@ class Service:
             entry.label: ServedModel(entry, vlm, limits, config.media, config.text_as_text, self._workers)
             for entry, vlm in zip(config.models, vlms, strict=True)
         }
-        self.clock = time.perf_counter
         self.is_leaving = False  # from the first signal on
-        self.keys = Keys(config.keys())
-        self.gate = Gate(config.limits.requests_per_key, config.limits.requests_per_minute)
-        self.owner = Owner(config.limits, self._post)
+        self.gate = Gate(config)
+        self.owner = Owner(limits, self._post)
         self.metrics = Metrics(self.owner, [m.labels(m.vlm) for m in self.models.values()], config.vllm_metrics)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._preparers = ThreadPoolExecutor(limits.prepare_threads, "saccade-prepare")
@@ -69,25 +73,18 @@ class Service:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(deliver)
 
-    def admit(self, scope: MutableMapping[str, Any]) -> str:
-        """Check host and key of a request, and return the client's name for its limits."""
-        headers = Headers(scope=scope)
-        check_host(headers, self.config.hosts)
-        address = scope.get("client") or ("unknown", 0)
-        return self.keys.client(headers.get("authorization"), str(address[0]))
-
     def sharing(self, client: str) -> str | None:
         """With whose requests alone a client's share cached prefixes; empty: with those of all; None: with none."""
         if not self.config.reuse_prefixes:
             return None
-        return client if self.keys and not self.config.share_prefixes else ""
+        return client if self.gate.has_keys and not self.config.share_prefixes else ""
 
     def model(self, name: str | None) -> ServedModel:
-        """Return the model of a request; the first one without a name."""
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
-            raise unknown_model(name, list(self.models))
+            message = f"The model {name[:100]!r} is not served here; expected one of {', '.join(self.models)}."
+            raise Refusal(404, message, "not_found", code="model_not_found", param="model")
         return self.models[name]
 
     def check_room(self, count: int) -> None:
@@ -118,8 +115,113 @@ class Service:
 
 def _workers(config: ServerConfig, vlms: Sequence[VLM]) -> PromptWorkers | None:
     """Workers for the models that see; None where media are not to be decoded in processes of their own."""
-    given = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
-    sees = any(each.parts.image_processor is not None or each.parts.composite is not None for each in given)
+    processors = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
+    sees = any(each.parts.image_processor is not None or each.parts.composite is not None for each in processors)
     if not sees or not config.media.own_process or not PromptWorkers.are_possible():
         return None
-    return PromptWorkers(given, config.limits.media_seconds, config.limits.media_memory_mib * MIB)
+    return PromptWorkers(processors, config.limits.media_seconds, config.limits.media_memory_mib * MIB)
+
+
+@dataclass(slots=True)
+class _Client:
+    running: int = 0  # concurrent ones
+    times: deque[float] = field(default_factory=deque)  # of those of the last minute
+
+
+class Gate:
+    """Accepted hosts, API keys, and limits per client."""
+
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hosts, self._limits, self._clock = config.hosts, config.limits, clock
+        keys = config.keys()
+        self._digests = [_digest(key) for key in keys]
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._digests)
+
+    def client(self, scope: MutableMapping[str, Any]) -> str:
+        """Check host and key of a request; return the name that counts it: its key's digest, or its address.
+
+        Hosts are checked so that no web site can point a name at this server.
+        """
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+        if self._hosts and name not in self._hosts:
+            message = "The host name of this request is not served; list it in server.allowed_hosts."
+            raise Refusal(403, message, "host", "permission_error", "host_not_allowed")
+        if not self._digests:
+            return str((scope.get("client") or ("unknown", 0))[0])
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]  # all of them, always
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
+            raise Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
+        return digest.hex()
+
+    @contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """Count a request of a client while the context is open."""
+        client = self._clients.setdefault(name, _Client())
+        self._clients.move_to_end(name)
+        for other in list(self._clients) if len(self._clients) > MOST_CLIENTS else ():
+            if len(self._clients) > MOST_CLIENTS and not self._clients[other].running:
+                del self._clients[other]
+        self._check(client)
+        client.running += 1
+        try:
+            yield
+        finally:
+            client.running -= 1
+
+    def _check(self, client: _Client) -> None:
+        concurrent, per_minute = self._limits.requests_per_key, self._limits.requests_per_minute
+        if concurrent and client.running >= concurrent:
+            raise too_many(f"its {concurrent} concurrent requests", 1)
+        if per_minute:
+            now = self._clock()
+            while client.times and client.times[0] <= now - MINUTE:
+                client.times.popleft()
+            if len(client.times) >= per_minute:
+                wait = math.ceil(client.times[0] + MINUTE - now)
+                raise too_many(f"its {per_minute} requests per minute", max(wait, 1))
+            client.times.append(now)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class AccessLog:
+    """ASGI middleware that writes a line per request to standard error, without queries, headers and bodies.
+
+    Its status is 499 where the client left before the answer began. `Exchange` sets ``scope["saccade.tokens"]``.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 499
+
+        async def watch(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            path = scope["raw_path"].decode("latin-1")[:200]  # as it came: without line breaks
+            seconds, tokens = time.perf_counter() - began, scope.get("saccade.tokens", 0)
+            line = f"{scope['method']} {path} {status} {seconds:.3f} s {tokens} tokens"
+            print(time.strftime("%Y-%m-%dT%H:%M:%S"), line, file=sys.stderr, flush=True)

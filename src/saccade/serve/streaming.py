@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
 
-from saccade.serve.answers import DONE, Choice, Form, error_chunk, usage
+from saccade.serve.answers import DONE, Choice, Form, Piece, error_chunk, usage
 from saccade.serve.configuration import Limits
-from saccade.serve.jobs import Event, Job
-from saccade.serve.messages import has_media
 from saccade.serve.monitoring import Timing
+from saccade.serve.owner import Event, Job
 from saccade.serve.refusals import Refusal, invalid, refusal_of
-from saccade.serve.schemas import ChatRequest, CompletionRequest, parse
+from saccade.serve.schemas import ChatRequest, CompletionRequest, Extension, StreamOptions, has_media, parse
 from saccade.serve.service import Service
 
 Message = MutableMapping[str, Any]
@@ -33,7 +33,6 @@ class ClientGone(Exception):
 
 
 async def body_of(receive: Receive, limits: Limits) -> bytes:
-    """Read the body of a request."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -52,7 +51,6 @@ async def body_of(receive: Receive, limits: Limits) -> bytes:
 
 
 async def json_of(scope: Message, receive: Receive, limits: Limits) -> bytes:
-    """Read a body that must be JSON."""
     headers = dict(scope["headers"])
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise Refusal(415, "The content type must be application/json; set that header.")
@@ -69,92 +67,41 @@ def _too_large(limits: Limits) -> Refusal:
     return Refusal(413, f"The body is larger than {limits.max_body_mib} MiB; send smaller media.", "too_large")
 
 
-class Inbox:
-    """Events of a request that its writer has not taken yet."""
-
-    def __init__(self, limit: int, overflow: Callable[[], None]) -> None:
-        self._events: list[tuple[int, Event]] = []
-        self._limit, self._overflow = limit, overflow
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
-
-    def put(self, index: int, event: Event) -> None:
-        """Append an event of a choice; in the event loop."""
-        if self._closed:
-            return
-        self._events.append((index, event))
-        if len(self._events) > self._limit:
-            overflow = self._overflow
-            self.close()
-            overflow()
-        self._wake()
-
-    def close(self) -> None:
-        """Drop all events and end the writer: the client has gone, or has its answer."""
-        self._closed = True
-        self._overflow = _ignore  # of the exchange that has this inbox: no cycle remains
-        self._events.clear()
-        self._wake()
-
-    async def take(self) -> list[tuple[int, Event]]:
-        """Wait for events and return all of them, oldest first."""
-        if not self._events and not self._closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._closed:
-            raise ClientGone
-        events, self._events = self._events, []
-        return events
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _ignore() -> None:
-    pass
-
-
 class Exchange(Response):
     """Answer of one of the two endpoints; an ASGI response that also reads the body and watches the connection."""
 
     def __init__(self, service: Service, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
         self.background = None
         self._service, self._kind = service, kind
-        self._limits = service.config.limits
+        self._limits, self._metrics = service.config.limits, service.metrics
         self._jobs: list[Job] = []
-        self._inbox = Inbox(self._limits.stream_buffer, self._too_slow)
-        self._began = 0.0
-        self._is_slow = False
+        self._events: list[tuple[int, Event]] = []  # by choice, which have not been written yet
+        self._changed = asyncio.Event()  # there are events, or the exchange is closed
+        self._is_closed = False  # the client has gone, or has its answer
+        self._is_slow = False  # the client, which has gone
         self._tokens = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve the request."""
         service = self._service
         try:
-            client = service.admit(scope)
-            self._began = service.clock()
+            client, began = service.gate.client(scope), time.perf_counter()
             with service.gate.request(client):
                 body = parse(self._kind, await json_of(scope, receive, self._limits))
-                await self._submit(body, service.sharing(client))
-                await self._answer(receive, send, bool(body.stream))
-        finally:  # jobs and inbox call back here; without the cycle, images are freed at once
-            scope["saccade.tokens"] = self._tokens
-            self._inbox.close()
-            self._jobs = []
-
-    async def _answer(self, receive: Receive, send: Send, stream: bool) -> None:
-        """Write the answer, unless the client goes away."""
-        watching = asyncio.create_task(self._watch(receive))
-        try:
-            await (self._stream if stream else self._whole)(send)
-        except ClientGone:
-            self._service.metrics.failed("slow_reader" if self._is_slow else "client_gone")
+                await self._submit(body, service.sharing(client), began)
+                watching = asyncio.create_task(self._watch(receive))
+                try:
+                    await (self._stream if body.stream else self._whole)(send)
+                except ClientGone:
+                    self._metrics.failed("slow_reader" if self._is_slow else "client_gone")
+                finally:
+                    watching.cancel()
+                    service.owner.cancel(self._jobs)
         finally:
-            watching.cancel()
-            self._service.owner.cancel(self._jobs)
+            scope["saccade.tokens"] = self._tokens
+            self._close()
+            self._jobs = []  # which call back here; without the cycle, images are freed at once
 
-    async def _submit(self, body: ChatRequest | CompletionRequest, sharing: str | None) -> None:
+    async def _submit(self, body: ChatRequest | CompletionRequest, sharing: str | None, began: float) -> None:
         """Prepare the jobs outside of the event loop, and queue them; ``sharing`` as of `ServedModel.chat_jobs`."""
         service = self._service
         model = service.model(body.model)
@@ -162,24 +109,17 @@ class Exchange(Response):
         if not 1 <= count <= self._limits.max_choices:
             raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
         service.check_room(count)
-        if isinstance(body, ChatRequest):
-            media = has_media(body.messages)
-            self._jobs = await service.prepare(model.chat_jobs, body, self._inbox.put, sharing, media=media)
-        else:
-            self._jobs = await service.prepare(model.completion_jobs, body, self._inbox.put, sharing)
-        own, vlm = body.saccade, self._jobs[0].vlm
         chat = isinstance(body, ChatRequest)
-        options = body.stream_options
-        self._with_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
-        self._form = Form(chat, model.entry.label, self._with_usage)
+        media = isinstance(body, ChatRequest) and has_media(body.messages)
+        self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
+        self._vlm, self._extension = self._jobs[0].vlm, body.saccade or Extension()
+        self._form = Form(chat, model.entry.label, body.stream_options or StreamOptions())
         self._choices = [
-            Choice(vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, bool(own and own.trace))
+            Choice(self._vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, self._extension.trace)
             for _ in self._jobs
         ]
-        self._timings = [Timing(model.labels(vlm), self._began) for _ in self._jobs]
-        self._per_prompt, self._own = body.n or 1, own
-        self._about = {"method": vlm.method, "lossless": vlm.lossless}
+        self._timings = [Timing(model.labels(self._vlm), began) for _ in self._jobs]
+        self._per_prompt, self._is_extended = body.n or 1, body.saccade is not None
         service.owner.submit(self._jobs)
 
     async def _watch(self, receive: Receive) -> None:
@@ -188,11 +128,32 @@ class Exchange(Response):
             while (await receive())["type"] != "http.disconnect":
                 pass
             self._service.owner.cancel(self._jobs)
-            self._inbox.close()
+            self._close()
 
-    def _too_slow(self) -> None:
-        self._is_slow = True
-        self._service.owner.cancel(self._jobs)
+    def _put(self, index: int, event: Event) -> None:
+        """Take an event of a choice, in the event loop."""
+        if self._is_closed:
+            return
+        self._events.append((index, event))
+        self._changed.set()
+        if len(self._events) > self._limits.stream_buffer:
+            self._is_slow = True
+            self._service.owner.cancel(self._jobs)
+            self._close()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._events.clear()
+        self._changed.set()
+
+    async def _take(self) -> list[tuple[int, Event]]:
+        """Wait for events and return all of them, oldest first."""
+        await self._changed.wait()
+        if self._is_closed:
+            raise ClientGone
+        self._changed.clear()
+        events, self._events = self._events, []
+        return events
 
     # -- answers -------------------------------------------------------------------------------------------
 
@@ -200,27 +161,26 @@ class Exchange(Response):
         traces: list[dict[str, Any]] = [{"steps": []} for _ in self._choices]
         left = len(self._choices)
         while left:
-            for index, event in await self._inbox.take():
+            for index, event in await self._take():
                 if event.error is not None:
                     raise refusal_of(event.error)
                 piece = self._add(index, event)
                 if piece.trace is not None:
                     traces[index]["steps"].append(piece.trace)
                 left -= event.is_last
-        own = []
-        if self._own is not None:
-            for choice, trace in zip(self._choices, traces, strict=True):
-                own.append({**(trace if self._own.trace else {}), "stats": self._stats(choice)})
-        body = self._form.body(self._choices, usage(self._choices, self._per_prompt), own)
+        details = []
+        for choice, trace in zip(self._choices, traces, strict=True) if self._is_extended else ():
+            details.append({**(trace if self._extension.trace else {}), "stats": self._stats(choice)})
+        body = self._form.body(self._choices, usage(self._choices, self._per_prompt), details)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._begin(send, headers)
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        events = await self._inbox.take()
-        first = next((event.error for _, event in events if event.error is not None), None)
-        if first is not None:
-            raise refusal_of(first)
+        events = await self._take()
+        for _, event in events:
+            if event.error is not None:
+                raise refusal_of(event.error)
         await self._begin(send, SSE_HEADERS)
         parts = [self._form.begin(index) for index in range(len(self._choices))]
         left = len(self._choices)
@@ -228,53 +188,40 @@ class Exchange(Response):
             for index, event in events:
                 if event.error is not None:
                     refusal = refusal_of(event.error)
-                    self._service.metrics.failed(refusal.kind)
+                    self._metrics.failed(refusal.kind)
                     await self._write(send, b"".join([*parts, error_chunk(refusal.body()), DONE]), last=True)
                     return
-                piece = self._add(index, event)
-                stats = None
-                if event.is_last:
-                    left -= 1
-                    if self._own is not None and (self._own.stats or self._own.trace):
-                        stats = self._stats(self._choices[index])
+                piece, choice = self._add(index, event), self._choices[index]
+                left -= event.is_last
+                wanted = event.is_last and (self._extension.stats or self._extension.trace)
                 if piece.text or piece.trace or piece.finish or (piece.logprobs and event.tokens):
-                    parts.append(self._form.chunk(index, piece, stats, self._used(index)))
+                    used = len(self._jobs[index].request.prompt), choice.count
+                    parts.append(self._form.chunk(index, piece, self._stats(choice) if wanted else None, used))
             if not left:
                 break
             if parts:
                 await self._write(send, b"".join(parts))
-            events, parts = await self._inbox.take(), []
-        if self._with_usage:
-            parts.append(self._form.usage_chunk(self._choices, usage(self._choices, self._per_prompt)))
+            events, parts = await self._take(), []
+        parts.append(self._form.usage_chunk(self._choices, usage(self._choices, self._per_prompt)))
         await self._write(send, b"".join([*parts, DONE]), last=True)
 
-    def _add(self, index: int, event: Event) -> Any:
-        """Take an event into its choice and into the metrics."""
-        piece, timing, metrics = self._choices[index].add(event), self._timings[index], self._service.metrics
+    def _add(self, index: int, event: Event) -> Piece:
         self._tokens += len(event.tokens)
         if event.tokens:
-            metrics.tokens(timing, event)
+            self._metrics.tokens(self._timings[index], event)
         if event.output is not None:
-            metrics.finished(timing, event.output, event.at)
-        return piece
-
-    def _used(self, index: int) -> dict[str, int] | None:
-        """Usage of a choice so far, where every chunk has it."""
-        if not self._continuous:
-            return None
-        prompt, new = len(self._jobs[index].request.prompt), self._choices[index].count
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+            self._metrics.finished(self._timings[index], event.output, event.at)
+        return self._choices[index].add(event)
 
     def _stats(self, choice: Choice) -> dict[str, Any]:
         assert choice.output is not None
-        return {**self._about, **choice.output.stats.as_dict()}
+        return {"method": self._vlm.method, "lossless": self._vlm.lossless, **choice.output.stats.as_dict()}
 
     async def _begin(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-        own = (b"x-request-id", self._form.id.encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [*headers, own]})
+        request = (b"x-request-id", self._form.id.encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, request]})
 
     async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
-        """Write a part of a stream."""
         try:
             async with asyncio.timeout(self._limits.send_seconds):
                 await send({"type": "http.response.body", "body": body, "more_body": not last})

@@ -50,7 +50,6 @@ class MadeInput(RowInput):
     made: Sequence[tuple[InputProcessor, Prompt]] = ()  # processors with the prompts for them
 
     def prompt(self, processor: InputProcessor) -> Prompt:
-        """See `RowInput`."""
         return next(prompt for each, prompt in self.made if each is processor)
 
 
@@ -94,7 +93,6 @@ class PromptWorkers:
                 self._process.wait()
 
     def row(self, messages: Any, readers: Sequence[InputProcessor], options: MediaOptions) -> MadeInput:
-        """Make the prompts of a conversation."""
         self.start()
         numbers = [next(i for i, own in enumerate(self._processors) if own is each) for each in readers]
         with self._open() as connection:
@@ -106,7 +104,6 @@ class PromptWorkers:
         return MadeInput(messages, (), (), options, list(zip(readers, prompts, strict=True)))
 
     def _open(self) -> socket.socket:
-        """A connection to a new worker."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # without a fork server the connection ends at once
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
@@ -225,7 +222,6 @@ def _warm_up(processors: Sequence[InputProcessor]) -> None:
 def _work(
     connection: socket.socket, control: socket.socket, processors: Sequence[InputProcessor], seconds: float, memory: int
 ) -> None:
-    """Answer one request, and end this process."""
     try:
         os.setpgid(0, 0)
         control.close()
@@ -242,10 +238,7 @@ def _work(
 
 
 def _answer(
-    processors: Sequence[InputProcessor],
-    messages: Any,
-    numbers: Sequence[int],
-    options: MediaOptions,
+    processors: Sequence[InputProcessor], messages: Any, numbers: Sequence[int], options: MediaOptions
 ) -> dict[str, Any]:
     readers = [processors[number] for number in numbers]
     try:
