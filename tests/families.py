@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -36,20 +37,12 @@ MAX_NEW_TOKENS = 24
 Inputs = dict[str, Tensor]
 
 
-# --------------------------------------------------------------------------- pieces of a prompt
-
-
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one row's prompt: text, or one image or video with its placeholders.
+    """A stretch of one row's prompt: text, or one image or video with its placeholders."""
 
-    Attributes:
-        ids: token ids, placeholders expanded.
-        tensors: what a processor would return for this image or video; empty for text.
-    """
-
-    ids: tuple[int, ...]
-    tensors: Mapping[str, Tensor]
+    ids: tuple[int, ...]  # placeholders expanded
+    tensors: Mapping[str, Tensor]  # what a processor would return for this image or video; empty for text
 
 
 Row = list[Piece]
@@ -78,43 +71,19 @@ def _pad_and_concatenate(tensors: list[Tensor]) -> Tensor:
     return torch.cat([_pad_to(t, (t.shape[0], *largest)) for t in tensors])
 
 
-def _concatenated(*names: str) -> Collate:
+def _concatenated(rows: list[Row]) -> Inputs:
     """Media of all rows one after another, padded to the largest where sizes differ."""
-
-    def collate(rows: list[Row]) -> Inputs:
-        found = {name: _media(rows, name) for name in names}
-        return {name: _pad_and_concatenate(tensors) for name, tensors in found.items() if tensors}
-
-    return collate
+    names = dict.fromkeys(name for row in rows for piece in row for name in piece.tensors)
+    return {name: _pad_and_concatenate(_media(rows, name)) for name in names}
 
 
-def _by_row(*names: str) -> Collate:
+def _by_row(rows: list[Row]) -> Inputs:
     """Media stacked per row, [B, most images, ...], rows with fewer padded with zeros (Idefics3)."""
-
-    def collate(rows: list[Row]) -> Inputs:
-        out: Inputs = {}
-        for name in names:
-            per_row = [_media([row], name) for row in rows]
-            found = [tensor for tensors in per_row for tensor in tensors]
-            if not found:
-                continue
-            most = max(len(tensors) for tensors in per_row)
-            shape = [max(t.shape[i] for t in found) for i in range(1, found[0].dim())]
-            stacked = found[0].new_zeros(len(rows), most, *shape)
-            for b, tensors in enumerate(per_row):
-                for i, tensor in enumerate(tensors):
-                    stacked[b, i] = _pad_to(tensor[0], shape)
-            out[name] = stacked
-        return out
-
-    return collate
-
-
-def _text_only(rows: list[Row]) -> Inputs:
-    return {}
-
-
-# --------------------------------------------------------------------------- images and videos
+    counts = [len(_media([row], "pixel_values")) for row in rows]
+    return {
+        name: torch.stack([_pad_to(part, (max(counts), *part.shape[1:])) for part in tensor.split(counts)])
+        for name, tensor in _concatenated(rows).items()
+    }
 
 
 def _noise(generator: torch.Generator, *shape: int) -> Tensor:
@@ -153,10 +122,7 @@ def _pixtral_image(patch: int, merge: int) -> Medium:
         height, width = rows * patch * merge, columns * patch * merge
         return Piece(
             tuple(ids),
-            {
-                "pixel_values": _noise(generator, 1, 3, height, width),
-                "image_sizes": torch.tensor([[height, width]]),
-            },
+            {"pixel_values": _noise(generator, 1, 3, height, width), "image_sizes": torch.tensor([[height, width]])},
         )
 
     return build
@@ -166,7 +132,7 @@ ANYRES_TILE, ANYRES_SIDE = 16, 4  # pixels per tile side, patches per tile side
 ANYRES_PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 
 
-def _anyres_tokens(height: int, width: int, grid: tuple[int, int], newline: bool = True) -> int:
+def _anyres_tokens(height: int, width: int, grid: tuple[int, int]) -> int:
     """Patches left after unpadding, one newline per row of patches, and the base tile."""
     rows, columns = grid[0] * ANYRES_SIDE, grid[1] * ANYRES_SIDE
     if width / height > columns / rows:
@@ -196,21 +162,18 @@ def _anyres_base_image(generator: torch.Generator, variant: int) -> Piece:
     return Piece((IMAGE,) * (ANYRES_SIDE**2 + 1), {**tensors, "pixel_values": base_tile})
 
 
-def _onevision_video(generator: torch.Generator, variant: int) -> Piece:
-    frames = 3  # Hugging Face stacks the videos of a batch, so they all have as many frames
-    tokens = frames * (ANYRES_SIDE // 2) ** 2 + 1
-    pixels = _noise(generator, 1, frames, 3, ANYRES_TILE, ANYRES_TILE)
-    return Piece((VIDEO,) * tokens, {"pixel_values_videos": pixels})
+def _framed_video(newlines: int) -> Medium:
+    """Three frames; Hugging Face stacks the videos of a batch, so they all have as many."""
 
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        tokens = 3 * (ANYRES_SIDE // 2) ** 2 + newlines
+        return Piece((VIDEO,) * tokens, {"pixel_values_videos": _noise(generator, 1, 3, 3, ANYRES_TILE, ANYRES_TILE)})
 
-def _next_video(generator: torch.Generator, variant: int) -> Piece:
-    frames = 3
-    tokens = frames * (ANYRES_SIDE // 2) ** 2
-    return Piece((VIDEO,) * tokens, {"pixel_values_videos": _noise(generator, 1, frames, 3, ANYRES_TILE, ANYRES_TILE)})
+    return build
 
 
 def _onevision_collate(rows: list[Row]) -> Inputs:
-    inputs = _concatenated("pixel_values", "image_sizes", "pixel_values_videos")(rows)
+    inputs = _concatenated(rows)
     if "pixel_values" in inputs:
         inputs["batch_num_images"] = torch.tensor([len(_media([row], "pixel_values")) for row in rows])
     return inputs
@@ -252,39 +215,19 @@ def _qwen_video(*, seconds: bool = False, timestamps: bool = False) -> Medium:
     return build
 
 
-_qwen_collate = _concatenated(
-    "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
-)
-
-
-# --------------------------------------------------------------------------- a family
-
-
 @dataclass(frozen=True)
 class FamilyCase:
-    """One model family on the test bed.
+    """One model family on the test bed."""
 
-    Attributes:
-        name: family name, the key in ``FAMILIES``.
-        build: number of layers (None: the family's default) -> untrained model on the CPU.
-        image: makes one image with its placeholders; None for a language model.
-        several: makes one image of several in a prompt, where that differs from ``image``.
-        video: makes one video, where the family has video tokens of its own.
-        collate: joins the media of all rows.
-        types: name of the token type tensor, where the family needs one.
-        salt: added to the seed of the weights; chosen so that ``generate`` never wins by a hair (test_bed).
-        draft_noise: relative noise on the weights that leaves a draft model right about 40-80 % of the time.
-    """
-
-    name: str
-    build: Callable[[int | None], PreTrainedModel]
-    image: Medium | None = None
-    several: Medium | None = None
-    video: Medium | None = None
-    collate: Collate = _text_only
-    types: str | None = None
-    salt: int = 0
-    draft_noise: float = 0.1
+    name: str  # the key in ``FAMILIES``
+    build: Callable[[int | None], PreTrainedModel]  # number of layers (None: the default) -> untrained model
+    image: Medium | None = None  # one image with its placeholders; None for a language model
+    several: Medium | None = None  # one image of several in a prompt, where that differs from ``image``
+    video: Medium | None = None  # one video, where the family has video tokens
+    collate: Collate = _concatenated  # joins the media of all rows
+    types: str | None = None  # name of the token type tensor, where the family needs one
+    salt: int = 0  # added to the seed of the weights; chosen so that ``generate`` never wins by a hair (test_bed)
+    draft_noise: float = 0.1  # on the weights of a draft model, which is then right about 40-80 % of the time
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -365,9 +308,6 @@ class FamilyCase:
 _KIND_SEED = {"text": 1, "image": 2, "images2": 3, "video": 4}
 
 
-# --------------------------------------------------------------------------- reference
-
-
 @torch.no_grad()
 def reference_greedy(
     model: PreTrainedModel, inputs: Inputs, n: int = MAX_NEW_TOKENS, **options: object
@@ -402,9 +342,6 @@ def _cached_reference(name: str, kind: str, row: int, seed: int, length: int) ->
         return reference_greedy(pristine(name), case.row_inputs(kind, row, seed), length)[0]
 
     return tuple(once_per_run(f"reference-{name}-{kind}-{row}-{seed}-{length}", generate))
-
-
-# --------------------------------------------------------------------------- weights
 
 
 def _sharpen(model: PreTrainedModel) -> None:
@@ -446,15 +383,12 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedMode
     return copied
 
 
-# --------------------------------------------------------------------------- configurations
-
-
-def _text(layers: int | None, default: int = 2, **more: object) -> dict[str, object]:
+def _text(layers: int | None, **more: object) -> dict[str, object]:
     return {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": default if layers is None else layers,
+        "num_hidden_layers": 2 if layers is None else layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
@@ -478,33 +412,22 @@ def _vision(**more: object) -> dict[str, object]:
     }
 
 
+def _built(model_type: str, auto: str, config: Mapping[str, object]) -> PreTrainedModel:
+    made = transformers.AutoConfig.for_model(model_type, **config)
+    return getattr(transformers, auto).from_config(made, attn_implementation="sdpa")
+
+
 def _language_model(model_type: str, **more: object) -> Callable[[int | None], PreTrainedModel]:
-    def build(layers: int | None) -> PreTrainedModel:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.for_model(model_type, **_text(layers, **more))
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-
-    return build
+    return lambda layers: _built(model_type, "AutoModelForCausalLM", _text(layers, **more))
 
 
 def _vision_language_model(
     model_type: str, *, text: Mapping[str, object], vision: Mapping[str, object], **more: object
 ) -> Callable[[int | None], PreTrainedModel]:
-    def build(layers: int | None) -> PreTrainedModel:
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        config = AutoConfig.for_model(
-            model_type,
-            text_config=_text(layers, **text),
-            vision_config=dict(vision),
-            image_token_id=IMAGE,
-            tie_word_embeddings=False,
-            **more,
-        )
-        return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
-
-    return build
+    config = {"vision_config": dict(vision), "image_token_id": IMAGE, "tie_word_embeddings": False, **more}
+    return lambda layers: _built(
+        model_type, "AutoModelForImageTextToText", {"text_config": _text(layers, **text), **copy.deepcopy(config)}
+    )
 
 
 def _gemma3(layers: int | None) -> PreTrainedModel:
@@ -535,11 +458,7 @@ _QWEN_VISION = {
     "spatial_merge_size": QWEN_MERGE,
     "temporal_patch_size": QWEN_TEMPORAL,
 }
-_QWEN_IDS = {
-    "video_token_id": VIDEO,
-    "vision_start_token_id": VISION_START,
-    "vision_end_token_id": VISION_END,
-}
+_QWEN_IDS = {"video_token_id": VIDEO, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _INTERLEAVED_MROPE = {**_MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _QWEN3_VISION = {
@@ -576,7 +495,6 @@ _CASES = (
         "llava",
         _vision_language_model("llava", text={"model_type": "llama"}, vision=_CLIP),
         image=_square_image(16, 16),
-        collate=_concatenated("pixel_values"),
         salt=200,
     ),
     FamilyCase(
@@ -589,7 +507,6 @@ _CASES = (
             vision_feature_select_strategy="full",
         ),
         image=_pixtral_image(4, 1),
-        collate=_concatenated("pixel_values", "image_sizes"),
         salt=250,
     ),
     FamilyCase(
@@ -598,7 +515,6 @@ _CASES = (
             "llava_next", text={"model_type": "llama"}, vision=_CLIP, image_grid_pinpoints=ANYRES_PINPOINTS
         ),
         image=_anyres_image,
-        collate=_concatenated("pixel_values", "image_sizes"),
         salt=300,
     ),
     FamilyCase(
@@ -612,7 +528,7 @@ _CASES = (
         ),
         image=_anyres_image,
         several=_anyres_base_image,
-        video=_onevision_video,
+        video=_framed_video(1),
         collate=_onevision_collate,
         salt=353,
     ),
@@ -626,7 +542,6 @@ _CASES = (
         ),
         image=_qwen_image,
         video=_qwen_video(),
-        collate=_qwen_collate,
         types="mm_token_type_ids",
         salt=404,
     ),
@@ -648,21 +563,16 @@ _CASES = (
         ),
         image=_qwen_image,
         video=_qwen_video(seconds=True),
-        collate=_qwen_collate,
         types="mm_token_type_ids",
         salt=451,
     ),
     FamilyCase(
         "qwen3_vl",
         _vision_language_model(
-            "qwen3_vl",
-            text={"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16},
-            vision=_QWEN3_VISION,
-            **_QWEN_IDS,
+            "qwen3_vl", text={"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16}, vision=_QWEN3_VISION, **_QWEN_IDS
         ),
         image=_qwen_image,
         video=_qwen_video(timestamps=True),
-        collate=_qwen_collate,
         types="mm_token_type_ids",
         salt=515,
     ),
@@ -682,7 +592,6 @@ _CASES = (
         ),
         image=_qwen_image,
         video=_qwen_video(timestamps=True),
-        collate=_qwen_collate,
         types="mm_token_type_ids",
         salt=551,
     ),
@@ -690,24 +599,17 @@ _CASES = (
         "idefics3",
         _vision_language_model("idefics3", text={"model_type": "llama"}, vision=_vision(), scale_factor=2),
         image=_idefics_image(4, 16),
-        collate=_by_row("pixel_values", "pixel_attention_mask"),
+        collate=_by_row,
         salt=605,
     ),
     FamilyCase(
         "smolvlm",
         _vision_language_model("smolvlm", text={"model_type": "llama"}, vision=_vision(), scale_factor=2),
         image=_idefics_image(4, 16),
-        collate=_by_row("pixel_values", "pixel_attention_mask"),
+        collate=_by_row,
         salt=652,
     ),
-    FamilyCase(
-        "gemma3",
-        _gemma3,
-        image=_square_image(16, 16, wrapped=True),
-        collate=_concatenated("pixel_values"),
-        types="token_type_ids",
-        salt=710,
-    ),
+    FamilyCase("gemma3", _gemma3, image=_square_image(16, 16, wrapped=True), types="token_type_ids", salt=710),
     FamilyCase(
         "mistral3",
         _vision_language_model(
@@ -717,7 +619,6 @@ _CASES = (
             spatial_merge_size=2,
         ),
         image=_pixtral_image(4, 2),
-        collate=_concatenated("pixel_values", "image_sizes"),
         salt=751,
     ),
     FamilyCase("ministral3", _language_model("ministral3", head_dim=16, rope_parameters=_MINISTRAL_ROPE), salt=850),
@@ -730,7 +631,6 @@ _CASES = (
             spatial_merge_size=2,
         ),
         image=_pixtral_image(4, 2),
-        collate=_concatenated("pixel_values", "image_sizes"),
         salt=903,
     ),
     FamilyCase(
@@ -742,7 +642,6 @@ _CASES = (
             image_seq_length=4,
         ),
         image=_square_image(4, 16, tiles=2, wrapped=True),
-        collate=_concatenated("pixel_values"),
         salt=800,
     ),
 )
@@ -764,17 +663,13 @@ _REFUSED = (
             vision=_CLIP,
         ),
         image=_square_image(16, 16),
-        collate=_concatenated("pixel_values"),
     ),
     FamilyCase(
         "llava_recurrent",
         _vision_language_model(
-            "llava",
-            text={"model_type": "recurrent_gemma", "lru_width": 64, "attention_window_size": 16},
-            vision=_CLIP,
+            "llava", text={"model_type": "recurrent_gemma", "lru_width": 64, "attention_window_size": 16}, vision=_CLIP
         ),
         image=_square_image(16, 16),
-        collate=_concatenated("pixel_values"),
     ),
 )
 
@@ -789,8 +684,7 @@ _UNKNOWN = (
             video_token_id=VIDEO,
         ),
         image=_anyres_image,
-        video=_next_video,
-        collate=_concatenated("pixel_values", "image_sizes", "pixel_values_videos"),
+        video=_framed_video(0),
         salt=950,
     ),
 )

@@ -265,7 +265,7 @@ def _place() -> str:
     """Line of the library that asked, in whose name `saccade.target_model.cache` sends."""
     frame = sys._getframe(1)
     place = "outside"
-    while frame is not None and (place == "outside" or place.startswith("target/cache.py")):
+    while frame is not None and (place == "outside" or place.startswith("target_model/cache.py")):
         _, inside, name = frame.f_code.co_filename.rpartition("/saccade/")
         if inside:
             place = f"{name}:{frame.f_lineno}"
