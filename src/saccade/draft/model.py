@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import TreeDrafter
-from saccade.draft.trees.policy import Proposer, Signals, Traced, TreePolicy
+from saccade.draft.trees.policy import Frontier, Proposer, Signals, Traced, TreePolicy, grow
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
@@ -156,17 +156,18 @@ class ModelDraftSession:
         """Draft behind emitted tokens, from the ``logits`` that `run_and_commit` returned for them."""
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
-        # A shape that is chosen by the drafted tokens must not depend on the limit.
-        capped = self._drafter.policy.can_sample
-        frontier = growth.expand(torch.stack([each[-1:] for each in logits]))
-        levels: tuple[tuple[int, int], ...] = ()
-        while frontier is not None and not (capped and frontier.depth >= limit):
-            levels = (*levels, (frontier.depth - 1, frontier.tokens.shape[1]))
-            running = rows if frontier.rows is None else frontier.rows
-            output = self.context.forward(running, frontier.tokens, frontier.attention_mask, self._depth(levels))
-            frontier = growth.expand(self._shared(output.logits))
+        levels: list[tuple[int, int]] = []
+
+        def run(frontier: Frontier) -> Tensor:
+            levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
+            running, depths = rows if frontier.rows is None else frontier.rows, self._depth(tuple(levels))
+            output = self.context.forward(running, frontier.tokens, frontier.attention_mask, depths)
+            return self._shared(output.logits)
+
+        first = torch.stack([each[-1:] for each in logits])
+        tree = grow(self._drafter.policy, growth, first, run, limit)
         self.context.cache.drop(rows)
-        return growth.tree()
+        return tree
 
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput

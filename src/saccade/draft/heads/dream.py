@@ -33,8 +33,6 @@ from saccade.target_model.forward import ALL, Layout, Span, additive
 from saccade.tree import DraftTree
 from saccade.verify.rule import Rows
 
-FORMS = ("own", "released")
-
 
 class Dream(Head):
     """Decoder block, cross-attention block, decoder block (DREAM, Section 3.1).
@@ -68,13 +66,23 @@ class Dream(Head):
         "final": True,
         "form": "own",
     }
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "gate": ("tanh", "open", "replace"),
+        "cross": (0, 1, 2),
+        "form": ("own", "released"),
+        **dict.fromkeys(("initial", "final", "rotary", "direct"), (True, False)),
+    }
     loaded_only: ClassVar[tuple[str, ...]] = ("form",)
     default_steps: ClassVar[int] = 2
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         given = config.options
-        _check(given)
+        keep = given["keep"]
+        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+            raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
+        if not (given["initial"] or given["final"]):
+            raise ModelError("A dream head needs its initial or its final block; leave out at most one.")
         self.is_released = given["form"] == "released"
         self.first = Block(config, 0, not self.is_released) if given["initial"] else None
         width, direct = config.hidden_size, given["direct"] and given["cross"]
@@ -152,23 +160,6 @@ def _latest(features: Tensor, positions: Tensor, places: Tensor | None) -> Tenso
         return features
     index = (positions - places[:, :1]).expand(len(features), -1)
     return features.gather(1, index[..., None].expand(-1, -1, features.shape[2]))
-
-
-def _check(options: Mapping[str, Any]) -> None:
-    keep, gate, cross = options["keep"], options["gate"], options["cross"]
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
-    if gate not in GATES:
-        raise ModelError(f"gate must be one of {', '.join(GATES)}, not {gate!r}.")
-    if options["form"] not in FORMS:
-        raise ModelError(f"form must be one of {', '.join(FORMS)}, not {options['form']!r}.")
-    if type(cross) is not int or cross not in (0, 1, 2):
-        raise ModelError(f"cross must be 0, 1 or 2 cross-attention blocks, not {cross!r}.")
-    for name in ("initial", "final", "rotary", "direct"):
-        if not isinstance(options[name], bool):
-            raise ModelError(f"{name} must be true or false, not {options[name]!r}.")
-    if not (options["initial"] or options["final"]):
-        raise ModelError("A dream head needs its initial or its final block; leave out at most one.")
 
 
 class DreamDraftSession(HeadDraftSession):
@@ -274,8 +265,6 @@ class DreamDraftSession(HeadDraftSession):
         out: Tensor = self._dream(features, self._embed(rows, tokens), at, step, memory=self.memory)
         return out
 
-
-GATES = ("tanh", "open", "replace")
 
 _OPEN = 1.0
 """Initial weight of an open gate; its tanh is .76."""

@@ -14,16 +14,6 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.errors import ModelError
 
-NORMS = ("all", "block", "none")
-FEATURES = ("target", "none")
-_CHOICES = {
-    "residual": ("raw", "normed"),
-    "state_norms": ("none", "each", "joint"),
-    "feeds": ("raw", "normed"),
-    "positions": ("entries", "target"),
-}
-"""Options of `Eagle3` with their values."""
-
 
 class Eagle2(Head):
     """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
@@ -51,6 +41,11 @@ class Eagle2(Head):
         "norms": "all",
         "bias": False,
     }
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "norms": ("all", "block", "none"),
+        "features": ("target", "none"),
+        "bias": (False, True),
+    }
     loaded_only: ClassVar[tuple[str, ...]] = ("norms", "bias")
 
     def __init__(self, config: HeadConfig) -> None:
@@ -59,15 +54,10 @@ class Eagle2(Head):
         if type(count) is not int or count < 1:
             raise ModelError(f"blocks must be a whole number from 1, not {count!r}.")
         norms, width, eps = config.options["norms"], config.hidden_size, config.norm_eps
-        if norms not in NORMS:
-            raise ModelError(f"norms must be one of {', '.join(NORMS)}, not {norms!r}.")
         self.embedding_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
-        given = config.options.get("features", "target")
-        if given not in FEATURES:
-            raise ModelError(f"features must be one of {', '.join(FEATURES)}, not {given!r}.")
-        self._is_blind = given == "none"
+        self._is_blind = config.options.get("features") == "none"
         self.feature_norm = RMSNorm(width, eps) if norms == "all" and not self._is_blind else nn.Identity()
-        self.fc = nn.Linear(width if self._is_blind else 2 * width, width, bias=bool(config.options["bias"]))
+        self.fc = nn.Linear(width if self._is_blind else 2 * width, width, bias=config.options["bias"])
         self.stack = nn.ModuleList(Block(config, place, norms != "none") for place in range(count))
 
     @property
@@ -86,7 +76,8 @@ class Eagle2(Head):
 
     def mixed(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """``[B, N, d]`` inputs of the block."""
-        return self._mixed(self._normed(features, embeddings))
+        mixed: Tensor = self.fc(self._normed(features, embeddings))
+        return mixed
 
     def _normed(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """Embeddings and features ``[B, N, 2 * d]``, or embeddings ``[B, N, d]`` alone, each behind its norm."""
@@ -100,10 +91,6 @@ class Eagle2(Head):
         weights = torch.stack([self.embedding_norm.weight, self.feature_norm.weight]).to(both.dtype)
         pairs = F.rms_norm(both.unflatten(-1, (2, -1)), self.embedding_norm.normalized_shape, eps=self.config.norm_eps)
         return (pairs * weights).flatten(-2)
-
-    def _mixed(self, normed: Tensor) -> Tensor:
-        out: Tensor = self.fc(normed)
-        return out
 
 
 class Eagle3(Head):
@@ -135,15 +122,18 @@ class Eagle3(Head):
         "feeds": "raw",
         "positions": "entries",
     }
-    loaded_only: ClassVar[tuple[str, ...]] = tuple(_CHOICES)
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "residual": ("raw", "normed"),
+        "state_norms": ("none", "each", "joint"),
+        "feeds": ("raw", "normed"),
+        "positions": ("entries", "target"),
+    }
+    loaded_only: ClassVar[tuple[str, ...]] = tuple(choices)
     default_steps: ClassVar[int] = 7
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         width, eps, states = config.hidden_size, config.norm_eps, len(config.layers)
-        for name, choices in _CHOICES.items():
-            if config.options[name] not in choices:
-                raise ModelError(f"{name} must be one of {', '.join(choices)}, not {config.options[name]!r}.")
         self.fc = nn.Linear(states * width, width, bias=False)
         norms = {"none": [], "each": [width] * states, "joint": [states * width]}[config.options["state_norms"]]
         self.state_norms = nn.ModuleList(RMSNorm(size, eps) for size in norms)
@@ -249,5 +239,5 @@ class Msd(Eagle2):
 
     def mixed(self, features: Tensor, embeddings: Tensor) -> Tensor:
         normed = self._normed(features, embeddings)
-        both, words = self._mixed(normed), normed[..., : embeddings.shape[-1]]
+        both, words = self.fc(normed), normed[..., : embeddings.shape[-1]]
         return torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))

@@ -18,7 +18,6 @@ from saccade.target_model.cache import RowCache
 
 Step = int | Tensor
 """Draft step of entries; a tensor broadcasts to ``[B, N]``."""
-AFTER_IMAGE = ("text", "visual")
 
 
 class Head(nn.Module, ABC):
@@ -35,6 +34,7 @@ class Head(nn.Module, ABC):
 
     kind: ClassVar[str]  # its name in the registry
     defaults: ClassVar[Mapping[str, Any]] = {}  # options of the kind with their defaults
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # values of the options that have few
     loaded_only: ClassVar[tuple[str, ...]] = ()  # options that may differ from their defaults in published heads alone
     default_steps: ClassVar[int] = 1  # draft steps of training
     gated: ClassVar[bool] = True  # has a gated MLP of the width `HeadConfig.intermediate_size`
@@ -52,9 +52,10 @@ class Head(nn.Module, ABC):
                 f"The configuration of the {self.kind} head must name as many layers as it reads ({states}), "
                 f"not {len(config.layers)}; its config.json was changed."
             )
-        after = config.options.get("after_image", "text")
-        if after not in AFTER_IMAGE:
-            raise ModelError(f"after_image must be one of {', '.join(AFTER_IMAGE)}, not {after!r}.")
+        for name, choices in {"after_image": ("text", "visual"), **self.choices}.items():
+            value = config.options.get(name, choices[0])
+            if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+                raise ModelError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
         self.config = config  # shape and options
 
     @classmethod
@@ -151,8 +152,7 @@ class Head(nn.Module, ABC):
 
 def build_head(config: HeadConfig) -> Head:
     """Return a head with fresh weights."""
-    head: Head = head_class(config.kind)(config)
-    return head
+    return head_class(config.kind)(config)  # type: ignore[no-any-return]
 
 
 def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from saccade.draft.heads.block import Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step
-from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.heads.session import HeadDrafter, HeadSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
@@ -21,8 +21,6 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict
-
-STACKS = ("mlp", "residual")
 
 
 class StackedHead(Head):
@@ -136,6 +134,7 @@ class Hydra(StackedHead):
 
     kind: ClassVar[str] = "hydra"
     defaults: ClassVar[Mapping[str, Any]] = {"stack": "mlp", "layers": 1, "own_heads": False}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stack": ("mlp", "residual")}
     loaded_only: ClassVar[tuple[str, ...]] = ("stack", "layers", "own_heads")
     follows: ClassVar[bool] = True
     biased: ClassVar[bool] = True
@@ -143,8 +142,6 @@ class Hydra(StackedHead):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         width, layers = config.hidden_size, config.options["layers"]
-        if config.options["stack"] not in STACKS:
-            raise ModelError(f"stack must be one of {', '.join(STACKS)}, not {config.options['stack']!r}.")
         self._is_residual = config.options["stack"] == "residual"
         if self._is_residual:
             self.stacks = nn.ModuleList(
@@ -172,88 +169,66 @@ class Hydra(StackedHead):
         return out
 
 
-class AheadDraftSession:
+class AheadDraftSession(HeadSession):
     """Draft session of a Medusa or Hydra head.
 
     One stack serves all nodes of a level. Medusa's predictions are the same below all nodes of a level, so that a tree
     is the product of its stacks' likeliest tokens; Hydra's depend on the path.
     """
 
-    captioning_seconds = 0.0
-
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
+        super().__init__(drafter, rows, target)
         assert isinstance(drafter.head, StackedHead)
-        self._drafter, self._head = drafter, drafter.head
-        self._device = drafter.target.device
-        self._context, self._numbers = target, target.cache.numbers
-        self._shaping = drafter.policy.open(rows, self._device)
-        self._prompts = [0] * rows
-        weight = next(self._head.parameters())
-        self._state = weight.new_zeros(rows, self._head.config.hidden_size)  # at the token before the root
-        self._going = self._state[:0]  # [A, d] of the rows in this step
-        target.requirements.add_layers(*self._head.layers)
-
-    def reserve(self, row: int, capacity: int) -> None:
-        """Nothing to reserve: there is one state per row."""
-
-    def forget(self, row: int) -> None:
-        self._prompts[row] = 0
-        self._shaping.restart(row)
+        self._stacks = drafter.head
+        self._numbers = target.cache.numbers
+        self._state = self._like.new_zeros(rows, self._head.config.hidden_size)  # at the token before the root
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         assert prefill is not None
         (layer,) = self._head.layers
         self._state[row] = prefill.hidden[layer][-1].to(self._state)
-        if prefill.start < self._prompts[row]:  # not a later turn of the same conversation
-            self._shaping.restart(row)
-        self._prompts[row] = len(prompt)
+        self._continue(row, prompt, prefill.start)
 
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self.load(row, prompt, prefill)
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
-        (layer,) = self._head.layers
-        self._state[list(rows)] = output.hidden[layer][:, 0].to(self._state)
+        self._state[list(rows)] = self._states(output)[:, 0]
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         roots = tuple(tokens[-1] for tokens in new)
         self._numbers.send([roots, tuple(rows), *self._context.numbers_of(rows)])
-        self._going = self._state[self._numbers.get(rows)]
-        growth = self._shaping.begin(rows, self._numbers.get(roots), proposer)
-        # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
-        capped = self._drafter.policy.can_sample
-        ran = self._numbers.get(roots)[:, None]  # [A, 1 + F], root first
-        frontier = growth.expand(self._logits(ran[:, :, None]))
-        while frontier is not None and not (capped and frontier.depth >= limit):
-            ran = torch.cat([ran, frontier.tokens], 1)
-            frontier = growth.expand(self._logits(paths_to(frontier, ran)))
-        return growth.tree()
+        states = self._state[self._numbers.get(rows)]  # [A, d]
+        ran = [self._numbers.get(roots)[:, None]]  # tokens, root first
+
+        def run(frontier: Frontier) -> Tensor:
+            ran.append(frontier.tokens)
+            return self._logits(states, paths_to(frontier, torch.cat(ran, 1)))
+
+        return self._grow(rows, ran[0][:, 0], proposer, self._logits(states, ran[0][:, :, None]), run, limit)
 
     @torch.inference_mode()
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         last = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
-        (layer,) = self._head.layers
-        states = output.hidden[layer].to(self._state)  # [A, N, d]
+        states = self._states(output)  # [A, N, d]
         at = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
         self._state[self._numbers.get(rows)] = at
-        self._shaping.observe(rows, verdict)
-        self._drafter.watch(verdict)
+        super().observe(rows, tree, scores, verdict, output)
 
-    def _logits(self, paths: Tensor) -> Tensor:
+    def _logits(self, states: Tensor, paths: Tensor) -> Tensor:
         """Return logits ``[B, W, V]`` after the last of the tokens ``[B, W, t + 1]``, root first."""
         _, width, count = paths.shape
-        embedded = None
-        if self._head.follows:
+        if self._stacks.follows:
             embedded = self._drafter.target.model.get_input_embeddings()(paths).to(self._state)
-            guess = self._head(self._going[:, None].expand(-1, width, -1), embedded, step=count - 1)
+            guess = self._head(states[:, None].expand(-1, width, -1), embedded, step=count - 1)
         else:
-            guess = self._head(self._going[:, None], step=count - 1)
-        own = self._head.own_logits(guess, count - 1) if self._head.has_lm_head else self._drafter.logits(guess)
+            guess = self._head(states[:, None], step=count - 1)
+        own = self._stacks.own_logits(guess, count - 1) if self._head.has_lm_head else self._drafter.logits(guess)
         return own.expand(-1, width, -1)
 
 

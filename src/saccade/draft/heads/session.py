@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from saccade.draft.heads.block import FusedHead, Placement
 from saccade.draft.heads.config import TargetShape, check_fit
 from saccade.draft.heads.head import Head, read_at
 from saccade.draft.heads.registry import session_class
-from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy
+from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families import visual_mask
 from saccade.inputs.prompt import Prompt
@@ -67,7 +67,50 @@ class HeadDrafter(TreeDrafter):
         return self._map(logits)
 
 
-class HeadDraftSession:
+class HeadSession:
+    """Base of all heads' sessions: the tree policy's state, and the target's states that the head reads."""
+
+    captioning_seconds = 0.0
+
+    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
+        self._drafter, self._context, self._head = drafter, target, drafter.head
+        self._device = drafter.target.device
+        self._shaping = drafter.policy.open(rows, self._device)
+        self._prompts = [0] * rows  # length of each row's last prompt
+        self._like = next(self._head.parameters())
+        target.requirements.add_layers(*self._head.layers)
+
+    def reserve(self, row: int, capacity: int) -> None:
+        """Make room for ``capacity`` tokens; by default none is needed."""
+
+    def forget(self, row: int) -> None:
+        self._prompts[row] = 0
+        self._shaping.restart(row)
+
+    def observe(
+        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
+    ) -> None:
+        self._shaping.observe(rows, verdict)
+        self._drafter.watch(verdict)
+
+    def _continue(self, row: int, prompt: Prompt, start: int) -> None:
+        """Take in a row's prompt of which ``start`` tokens are known; the policy begins again but in a later turn."""
+        if start < self._prompts[row]:
+            self._shaping.restart(row)
+        self._prompts[row] = len(prompt)
+
+    def _grow(
+        self, rows: Sequence[int], roots: Tensor, proposer: Proposer, logits: Tensor, run: Any, limit: int
+    ) -> DraftTree:
+        """As `grow`, of some rows' trees below ``roots`` ``[A]``."""
+        return grow(self._drafter.policy, self._shaping.begin(rows, roots, proposer), logits, run, limit)
+
+    def _states(self, output: ForwardOutput) -> Tensor:
+        """Return the states ``[A, N, F]`` that the head reads of a target forward."""
+        return torch.cat([output.hidden[layer] for layer in self._head.layers], -1).to(self._like)
+
+
+class HeadDraftSession(HeadSession):
     """KV cache of a head, and the target's states for its entries.
 
     A step starts with one forward over the tokens emitted last, with the target's own states: entries of draft tokens,
@@ -78,16 +121,12 @@ class HeadDraftSession:
     first entry needs the state before it, which the target does not compute again.
     """
 
-    captioning_seconds = 0.0
     lag: ClassVar[int] = 1
     """Distance in tokens from an entry back to the target's state that it gets."""
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        self._drafter, self._context = drafter, target
-        self._head, policy = drafter.head, drafter.policy
-        self._device = drafter.target.device
-        self._slack = policy.max_run + policy.max_nodes
-        self._shaping = policy.open(rows, self._device)
+        super().__init__(drafter, rows, target)
+        self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self._order = torch.arange(self._slack + 1, device=self._device)
         self.cache: RowCache = self._head.new_cache(rows)  # of the head; one entry per visible token but the first
         self._numbers = self.cache.share_numbers(target.cache)
@@ -95,16 +134,12 @@ class HeadDraftSession:
         # Per row: tokens whose entries have run (hidden ones included), and tokens whose states are stored,
         # among them those of the last verification.
         self._known, self._fed = [0] * rows, [0] * rows
-        self._prompts = [0] * rows  # length of each row's last prompt
         # Per row: states of steps that were not drafted, and the token of the first; stored once they are needed.
         self._behind: list[tuple[int, list[Tensor]]] = [(0, []) for _ in range(rows)]
         # Per row: offset from the number of entries to the next one's position, and [3, S] M-RoPE positions, if used.
         self._ahead, self._axes = [0] * rows, [torch.empty(0)] * rows
-        weight = next(self._head.parameters())
-        width = self._head.config.hidden_size
         # Per row [S, d], of the target's states at every token.
-        self._features = [weight.new_zeros(0, width) for _ in range(rows)]
-        target.requirements.add_layers(*self._head.layers)
+        self._features = [self._like.new_zeros(0, self._head.config.hidden_size) for _ in range(rows)]
         target.requirements.embeddings |= self._head.is_shown_visual
 
     def reserve(self, row: int, capacity: int) -> None:
@@ -115,17 +150,17 @@ class HeadDraftSession:
             self._features[row] = pad(features, (0, 0, 0, short))
 
     def forget(self, row: int) -> None:
+        super().forget(row)
         self.cache.release(row)
-        self._known[row] = self._fed[row] = self._prompts[row] = self._ahead[row] = 0
+        self._known[row] = self._fed[row] = self._ahead[row] = 0
         self._behind[row] = 0, []
         self._features[row] = self._features[row][:0]
-        self._shaping.restart(row)
 
     def _store(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Store the target's states of a prompt."""
         self._catch_features(row)
         start, count = prefill.start, len(prompt)
-        states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._features[row])
+        states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._like)
         if states.shape[0] != count - start or start > self._fed[row]:
             raise ModelError(
                 "The head lacks states of tokens that the target has read; give both the same prompt, in one session."
@@ -173,9 +208,8 @@ class HeadDraftSession:
         for at in range(held, len(tokens), CHUNK):
             part = slice(at, at + CHUNK)
             self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
-        if start < self._prompts[row]:  # not a later turn of the same conversation
-            self._shaping.restart(row)
-        self._known[row] = self._fed[row] = self._prompts[row] = count
+        self._continue(row, prompt, start)
+        self._known[row] = self._fed[row] = count
         self._feed_answer(row, prompt)
 
     def _feed_answer(self, row: int, prompt: Prompt) -> None:
@@ -195,16 +229,15 @@ class HeadDraftSession:
             last = self._numbers.get(counts) - 1
             hidden = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
         ran = [hidden[:, -1:]]  # [A, 1, d] of the root, then [A, W, d] of every level
-        roots = self._numbers.get([tokens[-1] for tokens in new])
-        growth = self._shaping.begin(rows, roots, proposer)
-        # Fixed shapes alone are capped: one that is chosen by draft tokens must not depend on the limit.
-        capped = self._drafter.policy.can_sample
-        frontier = growth.expand(self._drafter.logits(ran[0]))
-        while frontier is not None and not (capped and frontier.depth >= limit):
+
+        def run(frontier: Frontier) -> Tensor:
             ran.append(self._run(rows, frontier, ran))
-            frontier = growth.expand(self._drafter.logits(ran[-1]))
+            return self._drafter.logits(ran[-1])
+
+        roots = self._numbers.get([tokens[-1] for tokens in new])
+        tree = self._grow(rows, roots, proposer, self._drafter.logits(ran[0]), run, limit)
         self.cache.drop(rows)
-        return growth.tree()
+        return tree
 
     @torch.inference_mode()
     def observe(
@@ -218,13 +251,7 @@ class HeadDraftSession:
             first = self._known[row] - 1
             self._features[row][first : first + along.shape[1]] = along[place]
             self._fed[row] = first + along.shape[1]
-        self._shaping.observe(rows, verdict)
-        self._drafter.watch(verdict)
-
-    def _states(self, output: ForwardOutput) -> Tensor:
-        """Return the states ``[A, N, F]`` that the head reads of a target forward."""
-        parts = [output.hidden[layer] for layer in self._head.layers]
-        return torch.cat(parts, -1).to(self._features[0])
+        super().observe(rows, tree, scores, verdict, output)
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)
@@ -259,7 +286,7 @@ class HeadDraftSession:
     def _lay(self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None) -> None:
         """Lay out the next forward's entries in a cache, with their masks (`MaskPlan.build`)."""
         lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
-        dtype = self._features[0].dtype
+        dtype = self._like.dtype
         masks = MASKS.build(attention_mask, lengths, count, pending, None, dtype, self._device)
         cache.plan_layout([(rows, count, masks)])
 
@@ -350,7 +377,7 @@ class HeadDraftSession:
 
     def _words(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens, in the head's dtype."""
-        return self._drafter.target.embed(tokens).to(self._features[0].dtype)
+        return self._drafter.target.embed(tokens).to(self._like.dtype)
 
     def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""

@@ -20,8 +20,6 @@ from saccade.inputs.families import media_spans
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.context import Context, PrefillResult
 
-FORMS = ("normed", "released")
-
 
 @dataclass(frozen=True, slots=True)
 class Image:
@@ -86,6 +84,7 @@ class ViSpec(Head):
 
     kind: ClassVar[str] = "vispec"
     defaults: ClassVar[Mapping[str, Any]] = {"queries": 2, "form": "normed", "bias": False}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"form": ("normed", "released"), "bias": (False, True)}
     loaded_only: ClassVar[tuple[str, ...]] = ("form", "bias")
 
     def __init__(self, config: HeadConfig) -> None:
@@ -93,11 +92,9 @@ class ViSpec(Head):
         width, queries = config.hidden_size, config.options["queries"]
         if queries < 2:
             raise ModelError(f"A vispec head needs at least 2 queries, not {queries}.")
-        if config.options["form"] not in FORMS:
-            raise ModelError(f"form must be one of {', '.join(FORMS)}, not {config.options['form']!r}.")
         self.is_released = config.options["form"] == "released"
         if self.is_released:
-            bias = bool(config.options["bias"])
+            bias = config.options["bias"]
             self.adaptor: Adaptor | ReleasedAdaptor = ReleasedAdaptor(config, queries)
             self.image_fc = nn.Linear(2 * width, width, bias=bias)
             self.fc = nn.Linear(2 * width, width, bias=bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self, runtime_checkable
@@ -106,6 +106,19 @@ class TreePolicy(Protocol):
     def open(self, batch: int, device: torch.device) -> PolicySession:
         """Start a session of ``batch`` rows."""
         ...
+
+
+def grow(
+    policy: TreePolicy, growth: Growth, logits: Tensor, run: Callable[[Frontier], Tensor], limit: int
+) -> DraftTree:
+    """Grow one step's trees from the logits ``[B, 1, V]`` behind their roots; ``run`` gives a frontier's ``[B, W, V]``.
+
+    Trees of fixed shape alone end at depth ``limit``: one that is chosen by draft tokens must not depend on it.
+    """
+    frontier = growth.expand(logits)
+    while frontier is not None and not (policy.can_sample and frontier.depth >= limit):
+        frontier = growth.expand(run(frontier))
+    return growth.tree()
 
 
 class StatelessPolicy:
