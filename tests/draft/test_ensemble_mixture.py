@@ -220,14 +220,14 @@ def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, la
             for row in range(BATCH)
             if continues[row] and (block := pending.pop(10 + row, emitted[row])) is not None
         }
-        later = {row: block for row in range(BATCH) if (block := pending.pop_last(10 + row, 9)) is not None}
+        later = {row: block for row in range(BATCH) if (block := pending.pop(10 + row, None, 9)) is not None}
         for taken, part in ((at_once, True), (later, False)):
             assert [*taken] == [row for row in telling if continues[row] == part]
             if taken:
                 seen = verified(taken)
                 for place, row in enumerate(taken):
                     assert_row(seen, place, expected[row])
-        assert all(pending.pop_last(10 + row, 9) is None for row in range(BATCH))
+        assert all(pending.pop(10 + row, None, 9) is None for row in range(BATCH))
 
 
 def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
@@ -239,9 +239,9 @@ def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
     pending.add(range(BATCH), range(BATCH), mixing.roots, tree, scores, verdict)
     pending.forget(4)
     room = [1, 3, 9, 2]  # what was accepted behind the row's end teaches nothing
-    found = {row: block for row in range(4) if (block := pending.pop_last(row, room[row])) is not None}
+    found = {row: block for row in range(4) if (block := pending.pop(row, None, room[row])) is not None}
     assert [*found] == [0, 1, 2, 3]
-    assert pending.pop_last(4, 9) is None
+    assert pending.pop(4, None, 9) is None
     seen = verified(found)
     for b, expected in enumerate(slowly(tree, scores, verdict)[:4]):
         assert_row(seen, b, expected[: room[b]])

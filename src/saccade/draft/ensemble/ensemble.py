@@ -146,14 +146,10 @@ class EnsembleSession:
     def _views_of(self, row: int) -> range:
         return range(1 if self._has_one_view[row] else len(self._drafter.views))
 
-    def _pairs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """(view, place) of all views of some rows, view by view."""
-        views = range(len(self._drafter.views))
-        return [(v, place) for v in views for place, row in enumerate(rows) if v in self._views_of(row)]
-
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
-        pairs = self._pairs(rows)
+        views = range(len(self._drafter.views))  # (view, place) of all views of these rows, view by view
+        pairs = [(view, place) for view in views for place, row in enumerate(rows) if view in self._views_of(row)]
         slots = [self._slot(view, rows[place]) for view, place in pairs]
         emitted = [new[place] for _, place in pairs]
         blocks = {}
@@ -212,17 +208,15 @@ class EnsembleSession:
 
     def _observe_last_block(self, row: int) -> None:
         """Add a row's last block of the last turn to the history; the draft model has not run it."""
-        block = self._pending.pop_last(row, self._room[row]) if self._pending is not None else None
+        block = self._pending.pop(row, None, self._room[row]) if self._pending is not None else None
         if block is None:
             return
-        views = range(len(self._drafter.views))
-        slots = [self._slot(view, row) for view in views]
-        logits: dict[tuple[int, int], Tensor] = {(view, 0): block.scores[:0] for view in views}
+        slots = [self._slot(view, row) for view in range(len(self._drafter.views))]
+        every = [block.scores[:0]] * len(slots)
         if len(block.emitted) > 1:
             every = self._session.run(slots, [block.emitted[:-1]] * len(slots), every=True)
-            logits = {(view, 0): every[view] for view in views}
             self._session.context.cache.drop(slots)
-        self._observe_blocks([row], {0: block}, logits)
+        self._observe_blocks([row], {0: block}, {(view, 0): logits for view, logits in enumerate(every)})
 
 
 class Mixture:

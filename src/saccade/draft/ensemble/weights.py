@@ -28,24 +28,21 @@ _MOST_VALUES = 1 << 24
 """Most values of candidate mixtures in memory at a time."""
 
 
-class WeightState(Protocol):
-    """A weighting's state for rows that come and go."""
+class WeightState:
+    """A weighting's state for rows that come and go; by default without history."""
 
     def load(self, row: int, ids: Sequence[int]) -> None:
         """Take in a row's new prompt."""
-        ...
 
     def forget(self, row: int) -> None:
         """Drop the row's history."""
-        ...
 
     def choose(self, rows: Sequence[int]) -> Tensor:
         """Return ``[A, m]`` non-negative weights of sum one for blocks of some rows that start now."""
-        ...
+        raise NotImplementedError
 
     def observe(self, rows: Sequence[int], verified: Verified) -> None:
         """Take in the verified positions of some rows' last blocks."""
-        ...
 
 
 class Weighting(Protocol):
@@ -188,7 +185,7 @@ def make_weighting(
     return makers[name]()
 
 
-class _Adaptive:
+class _Adaptive(WeightState):
     """Weights decided from sums of a measure over verified positions."""
 
     def __init__(
@@ -205,9 +202,6 @@ class _Adaptive:
         self._views = views
         self._measure = measure
         self._decide = decide
-
-    def load(self, row: int, ids: Sequence[int]) -> None:
-        """Weights do not depend on the prompt."""
 
     def forget(self, row: int) -> None:
         self.history.forget(row)
@@ -262,40 +256,29 @@ class Random:
         return Drawn(self.seed, batch, views, device)
 
 
-class Constant:
+class Constant(WeightState):
     """The same weights ``[m]`` for every block."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
 
-    def load(self, row: int, ids: Sequence[int]) -> None:
-        """Weights do not depend on the prompt."""
-
-    def forget(self, row: int) -> None:
-        """There is no history."""
-
     def choose(self, rows: Sequence[int]) -> Tensor:
         return self._weights.expand(len(rows), -1)
 
-    def observe(self, rows: Sequence[int], verified: Verified) -> None:
-        """There is no history."""
 
-
-class Drawn(Constant):
+class Drawn(WeightState):
     """Weights from a generator per row, seeded by the row's prompt."""
 
     def __init__(self, seed: int, batch: int, views: int, device: torch.device) -> None:
-        super().__init__(torch.full((views,), 1 / views, device=device))
-        self._seed = seed
+        self._seed, self._views, self._device = seed, views, device
         self._generators = [torch.Generator().manual_seed(seed) for _ in range(batch)]
 
     def load(self, row: int, ids: Sequence[int]) -> None:
         self._generators[row].manual_seed(zlib.crc32(repr((self._seed, *ids)).encode()))
 
     def choose(self, rows: Sequence[int]) -> Tensor:
-        views = self._weights.shape[0]
-        drawn = [torch.empty(views).exponential_(generator=self._generators[row]) for row in rows]
-        spacings = torch.stack(drawn).to(self._weights.device)
+        drawn = [torch.empty(self._views).exponential_(generator=self._generators[row]) for row in rows]
+        spacings = torch.stack(drawn).to(self._device)
         return spacings / spacings.sum(1, keepdim=True)
 
 
@@ -351,7 +334,7 @@ class History:
         self._numbers.send([tuple(rows), tuple(new)])
         index = self._numbers.get(rows)
         if self._window is not None:
-            ring = self._sums[index].scatter_(1, self._places(rows, values, new), values)
+            ring = self._sums[index].scatter_(1, self._places(rows, values, new, self._window), values)
             self._sums.index_copy_(0, index, ring)
         else:
             places = torch.arange(values.shape[1], device=values.device)
@@ -360,10 +343,9 @@ class History:
         for row, more in zip(rows, new, strict=True):
             self._added[row] += more
 
-    def _places(self, rows: Sequence[int], values: Tensor, new: Sequence[int]) -> Tensor:
+    def _places(self, rows: Sequence[int], values: Tensor, new: Sequence[int], window: int) -> Tensor:
         """``[A, T, S]`` places of the positions in the ring; those beyond the window go behind it."""
-        assert self._window is not None
-        window, places = self._window, []
+        places = []
         for row, more in zip(rows, new, strict=True):
             added, stays = self._added[row], range(max(more - window, 0), more)
             places.append([(added + t) % window if t in stays else window for t in range(values.shape[1])])
@@ -443,15 +425,19 @@ class PendingBlocks:
         for row, place in zip(rows, places, strict=True):
             self._blocks[row] = _Block(place, roots, scores, tree.tokens, verdict)
 
-    def pop(self, row: int, new: Sequence[int]) -> LabelledBlock | None:
-        """Return a row's pending block, labelled by the ``new`` tokens that it emitted."""
-        block = self._blocks.pop(row, None)
-        return None if block is None else block.labelled(new)
+    def pop(self, row: int, emitted: Sequence[int] | None, room: int | None = None) -> LabelledBlock | None:
+        """Return a row's pending block, labelled by the tokens that it emitted.
 
-    def pop_last(self, row: int, room: int) -> LabelledBlock | None:
-        """Return the pending block of a row whose turn has ended, labelled by its accepted tokens."""
+        None of a row whose turn has ended: its block is labelled by the accepted tokens, at most ``room``.
+        """
         block = self._blocks.pop(row, None)
-        return None if block is None else block.labelled(block.emitted()[:room])
+        if block is None:
+            return None
+        place, verdict = block.place, block.verdict
+        if emitted is None:
+            path = verdict.path[place, 1 : int(verdict.count[place]) + 1]
+            emitted = [*block.tokens[place, path].tolist(), int(verdict.token[place])][:room]
+        return LabelledBlock(block.scores[place], block.roots[:, place], emitted)
 
     def forget(self, row: int) -> None:
         """Drop a row's pending block."""
@@ -467,12 +453,3 @@ class _Block:
     scores: Tensor
     tokens: Tensor
     verdict: Verdict
-
-    def labelled(self, emitted: Sequence[int]) -> LabelledBlock:
-        return LabelledBlock(self.scores[self.place], self.roots[:, self.place], emitted)
-
-    def emitted(self) -> list[int]:
-        """The tokens of the block, brought to the host."""
-        place, verdict = self.place, self.verdict
-        path = verdict.path[place, 1 : int(verdict.count[place]) + 1]
-        return [*self.tokens[place, path].tolist(), int(verdict.token[place])]
