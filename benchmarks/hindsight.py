@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from saccade.bench.claims import sums_by_prompt
-
 from saccade.bench import records
 from saccade.errors import InputError
+from tools.results.claims import sums_by_prompt
 
 Sums = tuple[int, int]
 """Tokens emitted by passes, and passes."""

@@ -79,7 +79,7 @@ PARTS = {
     "cli": (("cli",), 3_260),
     "serve": (("serve",), 3_584),
     "training": (("train", "distill"), 4_930),
-    "measuring": (("bench", "theory", "memory_plan"), 4_170),
+    "measuring": (("bench", "theory", "memory_plan"), 3_980),
     "jobs": (("jobs", "data", "ray_cluster"), 2_496),
     "checkpoints": (("checkpoints", "evaluators"), 1_400),
     "pocket": (("pocket",), 1_440),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.resources import files
@@ -106,24 +107,23 @@ class ModelSize:
 
     def picture(self, width: int, height: int) -> tuple[int, int]:
         """Visual tokens and patches of a picture, by the checkpoint's image settings."""
-        if (width, height) not in self._pictures:
-            self._pictures[width, height] = self._count(width, height)
-        return self._pictures[width, height]
-
-    def _count(self, width: int, height: int) -> tuple[int, int]:
+        if (width, height) in self._pictures:
+            return self._pictures[width, height]
         family = family_of(self.target.config)
         if not (family.reads_images and family.is_known) or family.is_composite:
             raise ModelError(f"The pictures of {self.name} cannot be counted, because its family is not built in.")
-        canvas = Image.new("RGB", (width, height))
-        (features,) = family.prepare_images(self._prepared, [canvas])
+
+        def prepared(images: Any) -> Any:
+            return dict(self._images(images, return_tensors="pt", **family.settings()))
+
+        (features,) = family.prepare_images(prepared, [Image.new("RGB", (width, height))])
         tensors = {name: value for name, value in features.items() if name in family.visual_keys}
         vision = self.target.config.vision_config
         patch = vision.patch_size[0] if isinstance(vision.patch_size, (list, tuple)) else vision.patch_size
         each = 3 * patch**2 * getattr(vision, "temporal_patch_size", 1)
-        return family.count("image", tensors), tensors["pixel_values"].numel() // each
-
-    def _prepared(self, images: Any) -> Any:
-        return dict(self._images(images, return_tensors="pt", **family_of(self.target.config).settings()))
+        counted = family.count("image", tensors), tensors["pixel_values"].numel() // each
+        self._pictures[width, height] = counted
+        return counted
 
     @cached_property
     def _images(self) -> Any:
@@ -213,30 +213,23 @@ def of_answers(path: Path, media: Path, size: ModelSize) -> Lengths:
 def together(texts: Sequence[int], answers: Sequence[int], seen: Sequence[tuple[int, int]], origin: str) -> Lengths:
     """Return the lengths of samples: text and answer tokens of all, visual tokens and patches of some."""
     visual, patches = zip(*seen, strict=True) if seen else ((0,), (0,))
-    return Lengths(
-        len(texts),
-        _mean(texts),
-        _mean(visual),
-        _mean(answers),
-        (max(texts, default=0), max(visual), max(patches), max(answers, default=0)),
-        origin,
-    )
+    text, per_prompt, answer = (sum(values) / max(len(values), 1) for values in (texts, visual, answers))
+    longest = max(texts, default=0), max(visual), max(patches), max(answers, default=0)
+    return Lengths(len(texts), text, per_prompt, answer, longest, origin)
 
 
 def pictures(messages: Sequence[Mapping[str, Any]], media: Path, size: ModelSize) -> tuple[int, int]:
     """Return visual tokens and patches of a prompt; of a picture only the header is read."""
     visual = patches = 0
     for slot in normalise(messages)[1]:
-        found = _VIDEO
-        if slot.kind == "image" and isinstance(slot.source, str) and not slot.source.startswith("data:"):
-            try:
-                with Image.open(resolve(slot.source, media)) as image:
-                    found = size.picture(*image.size)
-            except OSError:
-                found = size.picture(*ASSUMED[:2])
-        elif slot.kind == "image":
-            found = size.picture(*ASSUMED[:2])
-        visual, patches = visual + found[0], patches + found[1]
+        counted = _VIDEO
+        if slot.kind == "image":
+            width, height = ASSUMED[:2]
+            if isinstance(slot.source, str) and not slot.source.startswith("data:"):
+                with suppress(OSError), Image.open(resolve(slot.source, media)) as image:
+                    width, height = image.size
+            counted = size.picture(width, height)
+        visual, patches = visual + counted[0], patches + counted[1]
     return visual, patches
 
 
@@ -262,7 +255,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def spread(items: Sequence[T]) -> Sequence[T]:
     """Return at most `LOOKED_AT` of these, evenly."""
     return items[:: -(-len(items) // LOOKED_AT) or 1]
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / max(len(values), 1)

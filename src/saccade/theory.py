@@ -22,9 +22,6 @@ from numpy.typing import ArrayLike
 VerifyCost = Callable[[int], float]
 """``T_p(n) / T_p(1)`` as a function of n, the tokens of a target pass with the root counted."""
 
-_HALVINGS = 200
-"""Bisection of [0, 1] reaches neighbouring floats long before."""
-
 
 def accepted_length(acceptance: float, gamma: int) -> float:
     """Expected accepted length of a chain of gamma tokens, each accepted independently with one probability.
@@ -39,13 +36,12 @@ def accepted_length(acceptance: float, gamma: int) -> float:
 def acceptance_of_length(length: float, gamma: int) -> float:
     """Acceptance at which a chain of gamma tokens has this expected accepted length, for papers that report only tau.
 
-    (LVSpec, Appendix E, reads ``1 - tau / K`` as the failure rate instead. That is the share of draft tokens that are
-    lost, not the rate at which one token is rejected: tau 3.41 of K = 10 means a failure rate of 21 %, not 65.9 %.)
+    (LVSpec, Appendix E, reads ``1 - tau / K`` as the failure rate, which is the share of draft tokens that are lost.)
     """
     if not 0 <= length <= _count("draft length gamma", gamma, 1):
         raise ValueError(f"The accepted length must lie between 0 and gamma = {gamma}, not {length}.")
     low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
+    for _ in range(200):  # a bisection of [0, 1] reaches neighbouring floats long before
         middle = (low + high) / 2
         if accepted_length(middle, gamma) < length:
             low = middle
@@ -57,8 +53,7 @@ def acceptance_of_length(length: float, gamma: int) -> float:
 def confidence(probabilities: ArrayLike, k: int = 10) -> float:
     """``alpha = 1 - H / log k`` with H the entropy of the k largest probabilities of ``[V]``, renormalised.
 
-    Source: SAGE, Section 3.1, Eqs. 7-9. (Lemma 4.3's ``p1 >= 1/k + alpha (k - 1)/k`` does not hold: two equal tokens
-    have alpha = 0.699 and p1 = 0.5 at k = 10. What holds is ``p1 >= k^(alpha - 1)``.)
+    Source: SAGE, Section 3.1, Eqs. 7-9. (In place of Lemma 4.3's bound, ``p1 >= k^(alpha - 1)`` holds.)
     """
     p = np.asarray(probabilities, dtype=np.float64)
     if p.ndim != 1 or p.size < _count("k", k, 2):
@@ -134,8 +129,7 @@ def best_gamma(
 ) -> BestGamma:
     """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
 
-    (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, where
-    8 is the best, because it weighs a step's gain against plain decoding and not against the rate reached so far.)
+    (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, not 8.)
     """
     best = BestGamma(0, 1.0)
     for gamma in range(1, longest + 1):
@@ -163,12 +157,7 @@ class Prediction:
 
 
 def predict(
-    acceptance: float,
-    gamma: int,
-    draft_cost: float,
-    *,
-    verify_cost: VerifyCost = free_verification,
-    longest: int = 32,
+    acceptance: float, gamma: int, draft_cost: float, *, verify_cost: VerifyCost = free_verification, longest: int = 32
 ) -> Prediction:
     """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best."""
     length = accepted_length(acceptance, _count("draft length gamma", gamma, 1))

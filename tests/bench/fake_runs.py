@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.bench.records import Header, Record, Run, Writer
+from saccade.bench.records import FILE, Header, LineFile, Record, Run
 from saccade.output import Stats, Times
 
 TEXT = """a the of on and red blue green small large circle square triangle left right above below chart bar axis
@@ -55,11 +55,10 @@ def write_run(folder: Path, **settings: Any) -> Path:
     (folder / "media").mkdir(parents=True)
     for name in {name for record in run.records for name in record.media}:
         picture(name).save(folder / "media" / name)
-    writer = Writer(folder)
-    writer.begin(run.header)
-    for record in run.records:
-        writer.add(record)
-    writer.close()
+    with LineFile(folder / FILE) as file:
+        file.begin(run.header)
+        for record in run.records:
+            file.add_record(record)
     return folder
 
 
@@ -79,14 +78,8 @@ def make_run(
 ) -> Run:
     """A run as it would be read back.
 
-    Args:
-        seed: of the clock's noise.
-        traced: so many prompts carry trees and a picture.
-        slower: factors on the times of some methods.
-        first_prompt: number of the first prompt; runs without common numbers have no common prompts.
-        hostile: the first question and answers try to break the page.
-        noise: spread of every time around its mean (log-normal).
-        drift: spread of the machine's slowly changing speed (first-order autoregressive over the answers).
+    ``seed`` is of the clock's noise, ``noise`` and ``drift`` are its spreads; ``traced`` prompts carry trees and a
+    picture; ``slower`` has factors on the times of methods; a ``hostile`` first question tries to break the page.
     """
     clock = Clock(Random(f"clock/{seed}"), noise, drift)
     records = []
@@ -244,26 +237,12 @@ def header(methods: Sequence[str], prompts: int, repeats: int) -> Header:
     """What the runner writes first."""
     return Header(
         suite="pocket",
-        config={
-            "methods": [described(name) for name in methods],
-            "prompts": prompts,
-            "repeats": repeats,
-            "seed": 0,
-            "max_new_tokens": 128,
-        },
+        config={"methods": [described(name) for name in methods], "prompts": prompts, "repeats": repeats},
         models={
             "target": {"name": "pocket", "parameters": 4_600_000, "dtype": "float32"},
             "drafter": {"name": "pocket-draft", "parameters": 620_000, "dtype": "float32"},
         },
-        environment={
-            "saccade": "0.1.0",
-            "torch": "2.13.0",
-            "transformers": "5.23.0",
-            "python": "3.11",
-            "device": "cpu",
-            "threads": 2,
-            "git": "0123abc",
-        },
+        environment={"saccade": "0.1.0", "torch": "2.13.0", "device": "cpu", "threads": 2},
         started="2026-01-01T12:00:00+00:00",
         costs={
             "kv": 90,

@@ -37,15 +37,11 @@ def invoke(vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_without_a_suite_all_are_listed(invoke: Invoke) -> None:
+    assert "No suite is named; add --suite quick" in str(invoke("--data", "a.jsonl", "--methods", "chain").exception)
     result = invoke()
     assert result.exit_code == 0
     assert "quick" in result.stdout
     assert "All kinds of heads at equal node counts" in result.stdout
-
-
-def test_a_run_without_a_suite_is_not_taken_for_the_list(invoke: Invoke) -> None:
-    result = invoke("--data", "prompts.jsonl", "--methods", "chain")
-    assert "No suite is named; add --suite quick" in str(result.exception)
 
 
 def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: Path) -> None:
@@ -77,31 +73,20 @@ def test_json_holds_every_method(invoke: Invoke) -> None:
     assert found["run"] == "runs/quick"
 
 
-def test_own_prompts_replace_the_tasks(invoke: Invoke, tmp_path: Path) -> None:
-    lines = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(2)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    result = invoke("--data", "mine.jsonl", "--methods", "chain", "--out", "here", "-s", "quick", "-n", "6")
-    assert result.exit_code == 0, result.output
-    assert {r.task for r in read(tmp_path / "here").records} == {"mine"}
-
-
 def test_a_changed_token_ends_with_exit_code_1(
     invoke: Invoke, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     using = saccade.VLM.using
-    monkeypatch.setattr(
-        saccade.VLM,
-        "using",
-        lambda self, method, **options: (wrong if method == "chain" else _same)(using(self, method, **options)),
-    )
+
+    def planted(self: saccade.VLM, method: str, **options: Any) -> saccade.VLM:
+        found = using(self, method, **options)
+        return wrong(found) if method == "chain" else found
+
+    monkeypatch.setattr(saccade.VLM, "using", planted)
     result = invoke("--suite", "quick", "--methods", "chain")
     assert result.exit_code == 1
     assert "chain is lossless but differs from plain decoding" in result.stderr
     assert [r.equal for r in read(tmp_path / "runs" / "quick").records] == [None, False]
-
-
-def _same(vlm: saccade.VLM) -> saccade.VLM:
-    return vlm
 
 
 def test_an_interrupted_command_says_how_to_go_on(

@@ -40,15 +40,16 @@ def test_an_order_that_holds_says_by_how_much() -> None:
     )
 
 
-def test_a_reversed_order_is_called_reversed() -> None:
+def test_reversed_and_partly_right_orders_are_named_so() -> None:
     (verdict,) = claims.verdicts(claimed(["prompt-lookup", "chain"]))
     assert verdict.outcome == "is reversed"
     assert "(reversed)" in verdict.sentence("X, T")
-
-
-def test_a_partly_right_order_is_counted() -> None:
     (verdict,) = claims.verdicts(claimed(["dynamic-tree", ["chain", "prompt-lookup"], "lvspec"]))
     assert verdict.outcome == "holds in 2 of 4 comparisons"
+    (verdict,) = claims.verdicts(claimed(["dynamic-tree", "gone", "prompt-lookup"]))
+    assert verdict.absent == ("gone",)
+    assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "prompt-lookup")]
+    assert verdict.sentence("X, T").endswith("; without gone.")
 
 
 def test_a_claim_about_some_tasks_reads_no_others() -> None:
@@ -69,15 +70,12 @@ def test_a_claim_about_some_tasks_reads_no_others() -> None:
     assert receipt.outcome == "was not measured"
 
 
-def test_a_method_against_itself_is_undecided() -> None:
+def test_equal_methods_and_one_prompt_decide_nothing() -> None:
     run = claimed(["chain", "other"])
     twin = [replace(r, method="other") for r in records(run, "chain")]
     (verdict,) = claims.verdicts(replace(run, records=[*run.records, *twin]))
     assert verdict.outcome == "is undecided"
     assert verdict.comparisons[0].ratio.value == 1
-
-
-def test_one_prompt_decides_nothing() -> None:
     run = make_run(prompts=1, repeats=1)
     found = compare(records(run, "dynamic-tree"), records(run, "prompt-lookup"), "a", "b", "block efficiency")
     assert found is not None
@@ -146,13 +144,6 @@ def test_the_interval_is_paired() -> None:
     assert found is not None
     assert found.ratio.low == pytest.approx(1.1)
     assert found.ratio.high == pytest.approx(1.1)
-
-
-def test_absent_rows_are_named_and_bridged() -> None:
-    (verdict,) = claims.verdicts(claimed(["dynamic-tree", "gone", "prompt-lookup"]))
-    assert verdict.absent == ("gone",)
-    assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "prompt-lookup")]
-    assert verdict.sentence("X, T").endswith("; without gone.")
 
 
 @pytest.mark.parametrize(

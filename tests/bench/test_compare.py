@@ -58,25 +58,14 @@ def test_a_planted_slowdown_of_10_percent_is_found_and_only_there(relative: bool
     assert {v["dynamic-tree"] for v in found} == {"no difference"}
 
 
-def test_the_ratio_is_that_which_was_planted() -> None:
-    a = make_run(seed=1, noise=0, drift=0, methods=["plain", "chain"])
-    b = make_run(seed=1, noise=0, drift=0, methods=["plain", "chain"], slower={"chain": 1.5})
-    change = compare(a, b).changes[1]
-    assert change.relative is not None
-    assert change.relative.value == pytest.approx(1.5, rel=1e-4)  # the records keep microseconds
-
-
 def test_other_prompts_are_compared_as_two_samples() -> None:
     a, b = make_run(seed=1), make_run(seed=2, first_prompt=100)
     found = compare(a, b)
     assert not any(change.paired for change in found.changes)
     assert {change.answers for change in found.changes} == {0}
     assert "slower" not in verdicts(found).values()
-
-
-def test_a_prompt_whose_words_changed_is_another_prompt() -> None:
-    a, b = make_run(seed=1), make_run(seed=2, hostile=True)
-    assert {change.prompts for change in compare(a, b).changes} == {11}
+    changed = compare(make_run(seed=1), make_run(seed=2, hostile=True))  # a prompt with other words is another one
+    assert {change.prompts for change in changed.changes} == {11}
 
 
 def test_a_few_prompts_are_too_few_for_a_verdict() -> None:
@@ -84,13 +73,6 @@ def test_a_few_prompts_are_too_few_for_a_verdict() -> None:
     found = compare(a, b)
     assert verdicts(found)["chain"] == "too few prompts"
     assert found.fewest == 8  # 2 * 0.5 ** 8 < (1 - 0.95) / 5 methods: eight heads in a row would be no accident
-
-
-def test_runs_without_plain_decoding_are_judged_by_seconds() -> None:
-    a, b = make_run(seed=1, methods=["chain"]), make_run(seed=2, methods=["chain"], slower={"chain": 1.3})
-    found = compare(a, b)
-    assert not found.relative
-    assert verdicts(found) == {"chain": "slower"}
 
 
 def test_settings_methods_and_tokens_that_differ_are_named() -> None:
@@ -112,31 +94,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "a", folder / "b"
 
 
-def test_the_command_fails_on_request_when_a_method_became_slower(folders: tuple[Path, Path]) -> None:
+def test_the_command_says_it_in_words_and_as_json_and_fails_on_request(folders: tuple[Path, Path]) -> None:
     a, b = map(str, folders)
     run = CliRunner()
-    assert run.invoke(app, ["compare", a, b]).exit_code == 0
+    shown = run.invoke(app, ["compare", a, b])
+    assert shown.exit_code == 0
+    assert "8 prompts, each compared with itself." in shown.stdout
     assert run.invoke(app, ["compare", a, b, "--fail-if-slower"]).exit_code == 1
     assert run.invoke(app, ["compare", b, a, "--fail-if-slower"]).exit_code == 0
-
-
-def test_the_command_says_it_in_words_and_as_json(folders: tuple[Path, Path]) -> None:
-    a, b = map(str, folders)
-    shown = CliRunner().invoke(app, ["compare", a, b]).stdout
-    assert "slower" in shown
-    assert "8 prompts, each compared with itself." in shown
-    found = json.loads(CliRunner().invoke(app, ["compare", a, b, "--json"]).stdout)
+    found = json.loads(run.invoke(app, ["compare", a, b, "--json"]).stdout)
     assert found["slower"] == ["chain"]
     assert found["changes"][1]["relative"]["low"] > 1.02
-
-
-def test_a_damaged_line_is_named_and_the_rest_compared(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    lines = (folders[1] / "records.jsonl").read_text().splitlines()
-    lines[4] = lines[4][:100]
-    (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
-    result = CliRunner().invoke(app, ["compare", str(folders[0]), str(tmp_path)])
-    assert "line 5: not valid JSON" in result.stderr
-    assert result.exit_code == 0
 
 
 def test_runs_without_a_common_method_are_refused(tmp_path: Path) -> None:

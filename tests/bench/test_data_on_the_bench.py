@@ -67,6 +67,15 @@ def test_a_file_of_turns_is_read_by_its_content(tmp_path: Path) -> None:
     (scored,) = gather(suite(tasks=[{"name": "spec", "file": str(path), "scorer": "match", "turns": 1}]))[0]["spec"][2:]
     assert scored.turns[0].score is not None
     assert scored.turns[0].score("Ann.")["exact"] == 1
+    (tmp_path / "images" / "vqa").mkdir(parents=True)
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "images" / "vqa" / "a.png")
+    row = {"id": "a", "image": "vqa/a.png", "turns": ["What?", "Sure?"], "category": "Lake", "topic": "general vqa"}
+    (question,) = gather(suite(tasks=[{"name": "mm", "file": str(lines(tmp_path / "m.jsonl", [row]))}]))[0]["mm"]
+    assert (question.id, question.task) == ("mm-a", "mm, general vqa")
+    assert question.turns[0].images == (str(tmp_path / "images" / "vqa" / "a.png"),)
+    path = lines(tmp_path / "question.jsonl", [*SPEC_BENCH, {"question_id": 5, "turns": "Say."}])
+    with pytest.raises(SaccadeError, match=r"question\.jsonl, line 5: expected an object with turns"):
+        gather(suite(tasks=[{"file": str(path)}], per_task=9))
 
 
 def test_turns_of_a_file_are_a_chat_with_the_models_own_answers(vlm: saccade.VLM, tmp_path: Path) -> None:
@@ -83,22 +92,6 @@ def test_turns_of_a_file_are_a_chat_with_the_models_own_answers(vlm: saccade.VLM
     alone = vlm.using("plain").generate(messages, max_new_tokens=12)
     assert plain["spec-81.2"].tokens == list(alone.tokens)
     assert all(r.equal for r in run.records if r.method == "chain")
-
-
-def test_mmspec_has_pictures_in_a_folder_and_topics(tmp_path: Path) -> None:
-    (tmp_path / "images" / "vqa").mkdir(parents=True)
-    Image.new("RGB", (32, 32), "red").save(tmp_path / "images" / "vqa" / "a.png")
-    row = {"id": "a", "image": "vqa/a.png", "turns": ["What?", "Sure?"], "category": "Lake", "topic": "general vqa"}
-    (question,) = gather(suite(tasks=[{"name": "mm", "file": str(lines(tmp_path / "m.jsonl", [row]))}]))[0]["mm"]
-    assert (question.id, question.task) == ("mm-a", "mm, general vqa")
-    assert question.turns[0].images == (str(tmp_path / "images" / "vqa" / "a.png"),)
-    assert [t.text for t in question.turns] == ["What?", "Sure?"]
-
-
-def test_a_line_without_turns_among_others_is_refused(tmp_path: Path) -> None:
-    path = lines(tmp_path / "question.jsonl", [*SPEC_BENCH, {"question_id": 5, "turns": "Say."}])
-    with pytest.raises(SaccadeError, match=r"question\.jsonl, line 5: expected an object with turns"):
-        gather(suite(tasks=[{"file": str(path)}], per_task=9))
 
 
 def test_a_data_set_is_read_scored_and_resumed(invoke: Invoke, tmp_path: Path) -> None:
@@ -219,8 +212,3 @@ def test_answers_are_scored_as_their_benchmarks_do(scorer: str, answer: str, ref
     found = against(scorer, reference, ["cat", "dog", "cow"])
     assert found is not None
     assert found(answer)[scorer] == pytest.approx(score)
-
-
-def test_without_a_reference_nothing_is_scored() -> None:
-    assert all(against(name, None) is None for name in ("match", "vqa", "rouge-l", "choice"))
-    assert against("", "red") is None

@@ -11,7 +11,7 @@ import pytest
 import saccade
 from saccade.cli import option_groups
 from saccade.draft.heads.store import kind_at
-from saccade.errors import InputError, SaccadeError
+from saccade.errors import SaccadeError
 from saccade.train.recipe import read_recipe
 from saccade.train.trainer import Trainer
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan, read
@@ -48,21 +48,11 @@ def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:
     assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes}) == 1
 
 
-def test_the_documentation_counts_all_heads() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    assert f"trains the {len(read().heads)} heads that the suites name" in page
-
-
 def test_sets_of_answers_have_the_sizes_that_the_papers_compare() -> None:
     answers = read().answers
     assert abs(answers["no-text"].prompts - answers["all"].prompts) < len(answers["no-text"].listed)
     assert answers["mixed"].prompts == answers["pictures"].prompts + answers["text"].prompts
     assert not {"knowledge", "arithmetic"} & set(answers["no-text"].listed)
-
-
-def test_an_unknown_head_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="There is no recipe of a head 'hydra2'; expected some of eagle2, hivis"):
-        read().chosen(["hydra2"])
 
 
 def test_steps_and_answers_are_scaled_apart() -> None:
@@ -114,8 +104,3 @@ def test_a_stopped_run_goes_on_where_it_was(vlm: saccade.VLM, out: Path, monkeyp
     more = {"few": replace(FEW.answers["few"], count=9)}
     with pytest.raises(SaccadeError, match=r"answers that were made otherwise \(count: 5 there, 9 now\)"):
         workshop(vlm, out, replace(FEW, answers=more)).plan()
-
-
-def test_a_head_in_training_is_not_usable(out: Path) -> None:
-    (head_folder(out, "eagle2") / "best").mkdir(parents=True)
-    assert usable_head(out, "eagle2", "target") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from bench_kit import suite
 from test_bench_metrics import record
+from test_paper_tables import predictions
 from test_paper_tables import run as run_of
 
 import saccade
@@ -25,7 +27,7 @@ from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
 from tools.results import catalogue
-from tools.results.paper_tables import predictions, step_times
+from tools.results.paper_tables import predicted, step_times
 
 METHODS: list[Any] = [
     "chain",
@@ -40,26 +42,19 @@ METHODS: list[Any] = [
 def heads(vlm: saccade.VLM) -> dict[str, Head]:
     """Untaught ones for the tiny target."""
     torch.manual_seed(0)
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "hivis": ("hivis", {}),
-        "text-only": ("eagle2", {"text_only": True}),
-        "all": ("eagle2", {}),
+    made = {"hivis": ("hivis", False), "text-only": ("eagle2", True), "all": ("eagle2", False)}
+    configs = {
+        name: HeadConfig.from_target(vlm.target, kind, **({"text_only": True} if blind else {}))
+        for name, (kind, blind) in made.items()
     }
-    return {
-        name: build_head(HeadConfig.from_target(vlm.target, kind, **options)) for name, (kind, options) in kinds.items()
-    }
+    return {name: build_head(config) for name, config in configs.items()}
 
 
 @pytest.fixture(scope="module")
 def headed(vlm: saccade.VLM, heads: dict[str, Head]) -> saccade.VLM:
     assert vlm.draft_model is not None
-    return saccade.VLM(
-        vlm.target.model,
-        vlm.processor,
-        drafter=vlm.draft_model.model,
-        draft_processor=vlm.draft_processor,
-        heads=heads,
-    )
+    drafter = {"drafter": vlm.draft_model.model, "draft_processor": vlm.draft_processor}
+    return saccade.VLM(vlm.target.model, vlm.processor, heads=heads, **drafter)
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +68,13 @@ def made(headed: saccade.VLM, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_one_run_has_them_all_and_says_which_head_was_which(made: Run) -> None:
     methods = {m["label"]: m["head"] for m in made.header.config["methods"]}
-    assert methods == {
-        "plain": None,
-        "chain": None,
-        "hivis-chain": "hivis",
-        "blind": "text-only",
-        "seeing": "all",
-    }
+    heads = {"hivis-chain": "hivis", "blind": "text-only", "seeing": "all"}
+    assert methods == {"plain": None, "chain": None, **heads}
     assert {r.method for r in made.records} == set(methods)
     assert all(r.equal for r in made.records if r.method != "plain")
     facts = made.header.models["heads"]
-    assert {name: fact["type"] for name, fact in facts.items()} == {
-        "hivis": "hivis",
-        "text-only": "eagle2",
-        "all": "eagle2",
-    }
+    kinds = {"hivis": "hivis", "text-only": "eagle2", "all": "eagle2"}
+    assert {name: fact["type"] for name, fact in facts.items()} == kinds
     assert facts["text-only"]["options"]["text_only"] is True
     assert made.header.models["drafter"]["name"] == "tinier"
     (missing,) = [m for m in made.header.config["missing"] if m.startswith("Method")]
@@ -100,10 +87,10 @@ def test_every_head_has_a_step_time_and_a_prediction(made: Run) -> None:
     costs = Costs.of(made.header.costs)
     assert costs is not None
     assert set(costs.heads) == {"hivis", "text-only", "all"}
-    found = {p.method: p for p in predictions(made)}
+    found = predictions(made)
     assert set(found) == {"chain", "hivis-chain", "blind", "seeing"}
     for label, head in (("hivis-chain", "hivis"), ("blind", "text-only"), ("seeing", "all")):
-        assert found[label].draft_cost == costs.heads[head] / costs.target_seconds(1) > 0
+        assert found[label][-1] == pytest.approx(costs.heads[head] / costs.target_seconds(1), abs=1e-3)
 
 
 def test_the_report_names_heads_and_their_steps(made: Run) -> None:
@@ -124,11 +111,10 @@ def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
         {"label": "plain", "needs": "nothing", "max_depth": 0, "head": None},
         {"label": "h", "needs": "head", "max_depth": 5, "head": "mine"},
     ]
-    (found,) = predictions(run)
-    assert found.draft_cost == pytest.approx(0.063)
-    assert found.tabed == pytest.approx(2.29 / 1.315)
+    assert predictions(run)["h"][1] == 1.74
+    assert predictions(run)["h"][-1] == 0.063
     run.header.config["methods"][1]["head"] = "gone"
-    assert predictions(run) == []  # runs from before heads were timed
+    assert predicted(run) is None  # runs from before heads were timed
 
 
 @pytest.mark.parametrize("kind", list(HEAD_KINDS))
@@ -148,7 +134,7 @@ def test_a_head_s_step_is_one_pass_of_the_head(kind: str, vlm: saccade.VLM, monk
     prompt = vlm.processor.prompt(suite_question(vlm))
     costs = cost.measure(vlm.target, prompt, None, prompt, heads={"mine": head})
     assert costs.heads == {"mine": 1.0}
-    assert Costs.of(json.loads(json.dumps(costs.as_dict()))) == costs
+    assert Costs.of(json.loads(json.dumps(asdict(costs)))) == costs
 
 
 def suite_question(vlm: saccade.VLM) -> Any:
@@ -186,22 +172,6 @@ def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade
             assert "needs a trained" in reason or "No head is named" in reason
 
 
-def test_a_run_does_not_go_on_with_a_head_that_was_trained_further(
-    vlm: saccade.VLM, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cost, "ROUNDS", 1)
-    head = build_head(HeadConfig.from_target(vlm.target, "hivis"))
-    own = saccade.VLM(vlm.target.model, vlm.processor, heads={"hivis": head})
-    small = suite(methods=["hivis"], per_task=1, turns=1, max_new_tokens=4)
-    Runner(prepare(small, own), folder).run()
-    Runner(prepare(small, own), folder).run()
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.add_(0.01)
-    with pytest.raises(SaccadeError, match=r"a run whose models differs \(heads.hivis.digest"):
-        Runner(prepare(small, own), folder).run()
-
-
 def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import typer
     from typer.testing import CliRunner
@@ -219,18 +189,8 @@ def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "200")
     app = typer.Typer()
     app.command()(bench)
-    small = [
-        "--per-task",
-        "1",
-        "-n",
-        "4",
-        "--tasks",
-        "scene",
-        "--suite",
-        str(catalogue.SUITES / "hivis-1.toml"),
-        "--plan",
-    ]
-    result = CliRunner().invoke(app, [*small, "--head", "a=b", "--head", "c"])
+    words = f"--per-task 1 -n 4 --tasks scene --plan --head a=b --head c --suite {catalogue.SUITES / 'hivis-1.toml'}"
+    result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output
     assert asked["heads"] == {"a": "b", "c": "c"}
     assert "Method text-only: eagle2" in result.stdout

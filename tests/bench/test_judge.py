@@ -180,11 +180,8 @@ def test_passing_faults_are_tried_again_and_then_named(endpoint: Endpoint, monke
 )
 def test_the_number_of_a_reply_is_found(reply: str, score: float | None) -> None:
     assert Judge("http://x", "m").score(reply) == (None if score is None else pytest.approx(score))
-
-
-@pytest.mark.parametrize(("reply", "score"), [("Score: -1", 0.0), ("Grade: 1", 1.0), ("-1 to 1: 0.5", 0.75)])
-def test_numbers_of_a_range_below_zero_keep_their_sign(reply: str, score: float) -> None:
-    assert Judge("http://x", "m", low=-1, high=1).score(reply) == pytest.approx(score)
+    below_zero = Judge("http://x", "m", low=-1, high=1)
+    assert [below_zero.score(reply) for reply in ("Score: -1", "Grade: 1", "-1 to 1: 0.5")] == [0.0, 1.0, 0.75]
 
 
 def test_a_reply_without_a_number_is_no_score_and_not_asked_for_again(
@@ -265,24 +262,18 @@ def test_a_scorer_of_the_user_gets_answer_reference_and_row(
     assert sorted(CALLS) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (
-            "broken",
-            "On prompt mine-[ab], the scorer my_scores_b:broken failed with KeyError: 'grade'; the answers are on",
-        ),
-        ("large", "On prompt mine-[ab], the scorer my_scores_b:large must return numbers from 0 to 1, not 7; the"),
-    ],
-)
 def test_a_fault_of_the_users_scorer_is_its_own_and_loses_no_answer(
-    vlm: saccade.VLM, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, words: str
+    vlm: saccade.VLM, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_scores_b.py").write_text(SCORER)
-    with pytest.raises(SaccadeError, match=words):
-        Runner(ready(vlm, mine, scorer=f"my_scores_b:{function}"), tmp_path / "run").run()
-    assert len(read(tmp_path / "run").records) == 4
+    for function, words in (
+        ("broken", "the scorer my_scores_b:broken failed with KeyError: 'grade'; the answers are on"),
+        ("large", "the scorer my_scores_b:large must return numbers from 0 to 1, not 7; the"),
+    ):
+        with pytest.raises(SaccadeError, match=f"On prompt mine-[ab], {words}"):
+            Runner(ready(vlm, mine, scorer=f"my_scores_b:{function}"), tmp_path / function).run()
+        assert len(read(tmp_path / function).records) == 4
 
 
 def test_another_judge_is_another_run_and_another_place_of_it_is_not(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,13 +17,13 @@ from saccade.bench.cost import Costs
 from saccade.bench.questions import Question, Turn
 from saccade.bench.records import Header, Record, Run, starts
 from saccade.bench.report.page import shown_prompts
+from saccade.bench.report.tables import EMPTY
 from saccade.pocket import draw
 from tools.results.paper_tables import (
     drawn_signals,
     persistence,
     persistences,
     predicted,
-    predictions,
     view_weights,
     weights,
 )
@@ -36,8 +36,15 @@ def run(records: list[Record], costs: Costs | None) -> Run:
         {"label": "lookup", "needs": "nothing", "max_depth": 10},
     ]
     config = {"methods": methods, "repeats": 1, "sampling": {}, "missing": []}
-    header = Header("s", config, {}, {}, "now", costs=costs.as_dict() if costs else {})
+    header = Header("s", config, {}, {}, "now", costs=asdict(costs) if costs else {})
     return Run(Path("runs"), header, records, [])
+
+
+def predictions(run: Run) -> dict[str, list[float]]:
+    """By method: speed-up as measured, of TABED, as printed, SAGE and LVSpec; costs of verification and of a draft."""
+    table = predicted(run)
+    assert table is not None
+    return {r.cells[0].text: [float(c.text) if c.text != EMPTY else 0.0 for c in r.cells[1:]] for r in table.rows}
 
 
 def test_tabeds_own_example_comes_out() -> None:
@@ -45,49 +52,22 @@ def test_tabeds_own_example_comes_out() -> None:
     costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.063})
     plain = record("a", "plain", 2.0, histogram=(229,))
     records = [plain, record("a", "chain", 1.0, histogram=(0, 71, 29), drafted=500)]
-    (found,) = predictions(run(records, costs))
-    assert found.tabed == found.tabed_free == pytest.approx(2.29 / 1.315)
-    assert found.nodes == 5
-    assert found.lvspec == pytest.approx(1.29 / 1.315)
-    assert found.sage == pytest.approx(2.29 / 1.315)
-    assert found.measured == 2.0
+    assert predictions(run(records, costs)) == {"chain": [2.0, 1.74, 1.74, 1.74, 0.98, 1.0, 0.063]}
 
 
-def test_the_target_that_drafts_for_itself_pays_a_target_step_per_guess() -> None:
+def test_verification_and_drafts_are_charged_for_what_was_there() -> None:
+    """A target that drafts for itself pays a target step per guess, prompt lookup nothing; prefill's drafts are no
+    nodes of later passes."""
     costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.063})
-    made = run([record("a", "lookup", 1.0, histogram=(0, 10), drafted=20)], costs)
+    lookup = record("a", "lookup", 1.0, histogram=(0, 10), drafted=20)
+    made = run([lookup], costs)
     made.header.config["methods"][2] |= {"max_depth": 4, "options": {"draft_with": "self"}}
-    (found,) = predictions(made)
-    assert found.draft_cost == 1.0
-    assert found.tabed_free == pytest.approx(2 / 5)
-
-
-def test_verification_is_charged_for_the_nodes_that_were_there() -> None:
-    costs = Costs(kv=100, target={1: 1.0, 2: 1.5, 4: 2.5}, draft={1: 0.1})
-    records = [record("a", "lookup", 1.0, histogram=(0, 10), drafted=20)]
-    (found,) = predictions(run(records, costs))
-    assert found.draft_cost == 0.0  # prompt lookup has no draft model, though one is loaded
-    assert found.verify_cost == 2.0  # 3 tokens, between 2 and 4
-    assert found.tabed == 1.0
-    assert found.measured is None
-
-
-def test_drafts_that_prefill_verified_are_no_nodes_of_later_passes() -> None:
-    costs = Costs(kv=100, target={1: 1.0, 64: 1.0}, draft={1: 0.1})
-    made = record("a", "chain", 1.0, histogram=(0, 0, 9), tokens=31, drafted=50, prefilled=4)
-    (found,) = predictions(run([made], costs))
-    assert found.nodes == 5  # nine passes and prefill's
-
-
-def test_costs_survive_the_header() -> None:
-    costs = Costs(kv=7, target={1: 0.5, 2: 0.6}, draft={})
-    assert Costs.of({"kv": 7, "target": {"1": 0.5, "2": 0.6}, "draft": {}}) == costs
-    assert Costs.of({}) is None
-
-
-def test_nothing_is_predicted_without_step_times() -> None:
-    assert predictions(run([record("a", "chain", 1.0)], None)) == []
-    assert predicted(run([record("a", "chain", 1.0)], None)) is None
+    assert predictions(made)["lookup"] == [0.0, 0.4, 0.4, 0.67, 0.2, 1.0, 1.0]
+    costs = Costs(kv=100, target={1: 1.0, 2: 1.5, 4: 2.5, 8: 4.5}, draft={1: 0.1})
+    assert predictions(run([lookup], costs))["lookup"] == [0.0, 1.0, 2.0, 2.0, 0.5, 2.0, 0.0]  # 3 tokens, of 2 and 4
+    early = record("a", "chain", 1.0, histogram=(0, 0, 9), tokens=31, drafted=50, prefilled=4)
+    assert predictions(run([early], costs))["chain"][5] == 3.5  # 5 nodes a pass, prefill's included
+    assert predicted(run([lookup], None)) is None
 
 
 def with_signals(values: dict[str, Any]) -> Run:
@@ -127,10 +107,16 @@ def test_certainty_that_lasts_correlates_and_noise_does_not() -> None:
     assert lasting.lags[0].value > lasting.lags[4].value
 
 
-def test_alternating_certainty_correlates_negatively() -> None:
-    (found,) = persistences(with_signals({"confidence": lambda number, step: [float(step % 2)]}))
+def test_signals_that_a_trace_has_are_drawn() -> None:
+    assert not weights(with_signals({"weights": lambda number, step: [1.0]}))
+    assert view_weights(make_run(traced=2)) is None
+    assert persistence(make_run(traced=2)) is None
+    values = {"weights": lambda number, step: [0.5, 0.5], "confidence": lambda number, step: [float(step % 2)]}
+    (found,) = persistences(with_signals(values))  # that alternates
     assert found.lags[0].value < -0.9
     assert found.lags[1].value > 0.7
+    titles = [plot.title for plot in drawn_signals(with_signals(values), "x")]
+    assert titles == ["Weights of the views", "How long certainty lasts"]
 
 
 def test_weights_are_placed_at_the_tokens_emitted_before_the_step() -> None:
@@ -161,18 +147,6 @@ def test_a_step_without_a_tree_moves_no_other() -> None:
     whole, lacking = (replace(record, trees=found) for found in (trees, trees[:step] + trees[step + 1 :]))
     shown = [shown_prompts(replace(make_run(), records=[one]), 1)[0].answers[0] for one in (whole, lacking)]
     assert shown[0].steps[step + 1 :] == shown[1].steps[step:]
-
-
-def test_a_single_view_has_no_weights_to_show() -> None:
-    assert not weights(with_signals({"weights": lambda number, step: [1.0]}))
-    assert view_weights(make_run(traced=2)) is None
-    assert persistence(make_run(traced=2)) is None
-
-
-def test_both_figures_are_drawn() -> None:
-    values = {"weights": lambda number, step: [0.5, 0.5], "confidence": persisting(0.5)}
-    titles = [plot.title for plot in drawn_signals(with_signals(values), "x")]
-    assert titles == ["Weights of the views", "How long certainty lasts"]
 
 
 def test_traces_carry_what_shaped_the_drafts(vlm: saccade.VLM) -> None:

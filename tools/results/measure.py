@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import saccade
 from saccade.bench.cost import estimate
@@ -92,26 +93,25 @@ class Session:
     def run(self, chosen: Sequence[Measurement]) -> Report:
         """Measure what is not measured yet; a suite that fails or lacks heads is reported, and the rest runs."""
         report = Report()
-        clock = _Clock(self._say, chosen)
-        for measurement in chosen:
-            name = measurement.name
+        for number, measurement in enumerate(chosen, 1):
+            name, line = measurement.name, f"[{number}/{len(chosen)}] {measurement.name}: "
             lacking = self._lacking(measurement)
             if lacking:
-                report.left_out[name] = self._reason(lacking)
-                clock.skip(measurement, self._advice(lacking))
-            elif self.is_measured(measurement):
+                report.left_out[name] = f"its heads {', '.join(lacking)} are not trained; `make heads` trains them."
+                self._say(line + self._advice(lacking))
+                continue
+            if self.is_measured(measurement):
                 report.measured.append(name)
-                clock.skip(measurement, "measured before")
-            else:
-                clock.begin(measurement)
-                try:
-                    self._measure(measurement, clock)
-                    report.measured.append(name)
-                except Exception as problem:  # one suite must not cost the others their hours
-                    known = isinstance(problem, (Mismatch, SaccadeError))
-                    report.failed[name] = str(problem) if known else f"{type(problem).__name__}: {problem}"
-                    self._say(f"    failed: {report.failed[name]}")
-                clock.end()
+                self._say(line + "measured before")
+                continue
+            self._say(line + measurement.suite.title)
+            try:
+                self._measure(measurement)
+                report.measured.append(name)
+            except Exception as problem:  # one suite must not cost the others their hours
+                is_known = isinstance(problem, (Mismatch, SaccadeError))
+                report.failed[name] = str(problem) if is_known else f"{type(problem).__name__}: {problem}"
+                self._say(f"    failed: {report.failed[name]}")
         return report
 
     def plan(self, chosen: Sequence[Measurement]) -> str:
@@ -146,11 +146,17 @@ class Session:
             )
         return True
 
-    def _measure(self, measurement: Measurement, clock: _Clock) -> None:
-        prepared = self.prepared(measurement)
-        run = Runner(prepared, self._setup.out / measurement.name, clock.progress).run()
-        machine = facts(run.header.environment)
-        place = Place(self._command(measurement), machine, self._models(measurement, run))
+    def _measure(self, measurement: Measurement) -> None:
+        shown = time.monotonic()
+
+        def progress(progress: Progress) -> None:
+            nonlocal shown
+            if time.monotonic() - shown >= _EVERY:
+                shown = time.monotonic()
+                self._say(f"    {progress.done} of {count(progress.total, 'answer')}")
+
+        run = Runner(self.prepared(measurement), self._setup.out / measurement.name, progress).run()
+        place = Place(self._command(measurement), facts(run.header.environment), self._models(measurement, run))
         self.folder.write(measurement, run, place, self._digests(measurement))
 
     def prepared(self, measurement: Measurement) -> Prepared:
@@ -203,10 +209,6 @@ class Session:
         command = f"python -m tools.heads {' '.join(lacking)} {models} --out {shown.models}"
         return f"left out, because {count(len(lacking), 'head')} must be trained first: `{command}`"
 
-    def _reason(self, lacking: Sequence[str]) -> str:
-        """The same for the index, without folders of this machine."""
-        return f"its heads {', '.join(lacking)} are not trained; `make heads` trains them."
-
     def _command(self, measurement: Measurement) -> str:
         """Command that measures the same again, without folders of this machine."""
         target = self._setup.target if is_pocket(self._setup.target) else "TARGET"
@@ -218,32 +220,32 @@ class Session:
         return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *size])
 
     def _models(self, measurement: Measurement, run: Run) -> str:
-        """Models of a run in words."""
-        models = run.header.models
-        target, drafter = models["target"], models["drafter"]
-        of = f"{target['layers']} x {target['width']}, {target['dtype']}, digest {target['digest']}"
-        words = [f"Target {of}" + (f", {_VARIANT_WORDS[measurement.variant]}" if measurement.variant else "")]
-        if drafter:
-            words.append(
-                f"draft VLM {drafter['layers']} x {drafter['width']}, {drafter['dtype']}, digest {drafter['digest']}"
-            )
-        used = self.heads(measurement)
-        heads = [
-            f"{name} {facts['digest']}{self._training(name, used.get(name))}" for name, facts in models["heads"].items()
-        ]
-        words += [f"heads {', '.join(heads)}"] if heads else []
-        return "; ".join(words) + "."
+        """Models of a run in words, with the steps of every trained head, and which heads are shipped."""
+        models, used = run.header.models, self.heads(measurement)
 
-    def _training(self, name: str, path: Path | None) -> str:
-        """Steps of a head of the folder of trained heads, in brackets; of a shipped one that it is."""
-        if path is None:
-            return ""
-        if not path.is_relative_to(self._setup.models):
-            return " (shipped)"
-        steps = steps_of(self._setup.models, name)
-        return f" ({count(steps, 'step')})" if steps is not None else ""
+        def words(name: str, model: Mapping[str, Any]) -> str:
+            return f"{name} {model['layers']} x {model['width']}, {model['dtype']}, digest {model['digest']}"
+
+        parts = [words("Target", models["target"])]
+        if measurement.variant:
+            parts[0] += f", {_VARIANT_WORDS[measurement.variant]}"
+        if models["drafter"]:
+            parts.append(words("draft VLM", models["drafter"]))
+        heads = []
+        for name, head in models["heads"].items():
+            remark, path = "", used.get(name)
+            if path is not None and not path.is_relative_to(self._setup.models):
+                remark = " (shipped)"
+            elif path is not None and (steps := steps_of(self._setup.models, name)) is not None:
+                remark = f" ({count(steps, 'step')})"
+            heads.append(f"{name} {head['digest']}{remark}")
+        if heads:
+            parts.append(f"heads {', '.join(heads)}")
+        return "; ".join(parts) + "."
 
 
+_EVERY = 60.0
+"""Seconds between lines of progress."""
 _VARIANT_WORDS = {
     "inflated": "which is the pair's inflated to 1024 x 24",
     "experts": "which is the pair's as a mixture of 8 experts, 2 per token",
@@ -255,57 +257,3 @@ def _digest(head: Path) -> str:
     for file in sorted(head.glob("*.safetensors")):
         hasher.update(file.read_bytes())
     return hasher.hexdigest()
-
-
-class _Clock:
-    """Progress over all measurements, in lines; the time left follows from the answers of this session."""
-
-    def __init__(self, say: Callable[[str], None], measurements: Sequence[Measurement]) -> None:
-        self._say, self._all = say, measurements
-        self._number = 0
-        self._left = sum(m.answers for m in measurements)
-        self._current = 0
-        self._answers, self._seconds = 0, 0.0
-        self._begun = self._shown = time.monotonic()
-        self._first = 0
-
-    def skip(self, measurement: Measurement, why: str) -> None:
-        """Pass over a measurement."""
-        self._left -= measurement.answers
-        self._line(measurement, why)
-
-    def begin(self, measurement: Measurement) -> None:
-        """Start a measurement."""
-        self._line(measurement, f"{measurement.suite.title}{self._time_left(self._left)}")
-        self._left -= measurement.answers
-        self._begun = self._shown = time.monotonic()
-        self._current, self._first = 0, -1
-
-    def progress(self, progress: Progress) -> None:
-        """Report within a measurement, at most once a minute."""
-        if self._first < 0:
-            self._first = progress.done
-        self._current = progress.done - self._first
-        if time.monotonic() - self._shown >= _EVERY:
-            self._shown = time.monotonic()
-            left = self._time_left(self._left + progress.total - progress.done)
-            self._say(f"    {progress.done} of {count(progress.total, 'answer')}{left}")
-
-    def end(self) -> None:
-        """Close a measurement."""
-        self._answers += self._current
-        self._seconds += time.monotonic() - self._begun
-        self._current = 0
-
-    def _time_left(self, answers: int) -> str:
-        done = self._answers + self._current
-        spent = self._seconds + (time.monotonic() - self._begun if self._current else 0.0)
-        return f"; about {duration(answers * spent / done)} left" if done else ""
-
-    def _line(self, measurement: Measurement, words: str) -> None:
-        self._number += 1
-        self._say(f"[{self._number}/{len(self._all)}] {measurement.name}: {words}")
-
-
-_EVERY = 60.0
-"""Seconds between lines of progress."""

@@ -22,46 +22,44 @@ from saccade.bench.report.tables import EMPTY, Cell, Column, Row, Table, estimat
 from saccade.bench.suites import BASELINE
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Speed-ups of decoding alone, over plain decoding."""
-
-    method: str  # label
-    draft_cost: float  # T_q / T_p, one step of the draft model or head; 0 for methods without one
-    verify_cost: float  # T_p(n) / T_p(1) for the mean number of tokens n in a verification pass
-    nodes: float  # mean draft tokens per pass
-    tabed: float  # TABED Eq. 1 with the measured verification cost
-    tabed_free: float  # the same as printed, with verification as cheap as one token
-    sage: float  # SAGE Eq. 6, one drafter step per node
-    lvspec: float  # LVSpec Eq. 3, without the bonus token
-    measured: float | None  # median over prompts; None without the baseline
-
-
-def predictions(run: Run) -> list[Predicted]:
-    """One entry per method with verification passes and measured step times."""
+def predicted(run: Run) -> Table | None:
+    """Speed-up of decoding, measured and predicted by three papers; None without drafts or step times."""
     costs = Costs.of(run.header.costs)
-    if costs is None:
-        return []
+    rows = []
     results = metrics.by_method(run.records)
-    found = []
-    for method in run.header.config["methods"]:
-        label = method["label"]
+    for method in run.header.config["methods"] if costs is not None else ():
+        assert costs is not None
+        label, draft_cost = method["label"], _draft_cost(method, costs)
         records = [r for r in run.records if r.method == label]
-        draft_cost = _draft_cost(method, costs)
-        if label == BASELINE or draft_cost is None or not sum(map(metrics.passes, records)):
+        passes = sum(map(metrics.passes, records))
+        if label == BASELINE or draft_cost is None or not passes:
             continue
-        measured = results[label].decode_speedup
-        found.append(
-            _predicted(
-                label,
-                records,
-                steps=method["max_depth"] if draft_cost else 0,
-                draft_cost=draft_cost,
-                costs=costs,
-                measured=measured.value if measured else None,
-            )
+        measured, steps = results[label].decode_speedup, method["max_depth"] if draft_cost else 0
+        length = sum(map(metrics.accepted, records)) / passes
+        # prefill's pass verifies a draft, too, where the drafter needs nothing of the target
+        in_prefill = len(records) if any(r.stats.get("prefill_tokens", 1) > 1 for r in records) else 0
+        nodes = sum(r.stats["drafted_tokens"] for r in records) / (passes + in_prefill)
+        verify_cost = costs.target_seconds(nodes + 1) / costs.target_seconds(1)
+        speedups = (
+            theory.speedup(length + 1, steps, draft_cost, verify_cost=verify_cost),
+            theory.speedup(length + 1, steps, draft_cost),
+            theory.speedup(length + 1, round(nodes), draft_cost),
+            length / (steps * draft_cost + verify_cost),
+            verify_cost,
         )
-    return found
+        cells = [Cell(label), Cell(EMPTY if measured is None else f"{measured.value:.2f}")]
+        rows.append(Row([*cells, *(Cell(f"{value:.2f}") for value in speedups), Cell(f"{draft_cost:.3f}")]))
+    columns = [
+        Column("method", "as in the comparison"),
+        Column("measured", "speed-up of decoding only, median over prompts"),
+        Column("TABED Eq. 1", "from block efficiency, T_q/T_p and the measured cost of verification"),
+        Column("as printed", "the same with verification costing as much as a pass on one token"),
+        Column("SAGE Eq. 6", "one drafter step per node"),
+        Column("LVSpec Eq. 3", "without the bonus token"),
+        Column("T_p(n)/T_p(1)", "a verification pass over a pass on one token"),
+        Column("T_q/T_p", "a drafter step over a target step"),
+    ]
+    return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows) if rows else None
 
 
 def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
@@ -72,38 +70,6 @@ def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
     if method.get("options", {}).get("draft_with") == "self":
         return 1.0
     return costs.draft[1] / costs.target_seconds(1) if method["needs"] == "draft model" else 0.0
-
-
-def _drafts_in_prefill(records: Sequence[Record]) -> int:
-    """Drafts that prefill's pass verified: one an answer, where the drafter needs nothing of the target."""
-    early = any(record.stats.get("prefill_tokens", 1) > 1 for record in records)
-    return len(records) if early else 0
-
-
-def _predicted(
-    label: str,
-    records: Sequence[Record],
-    *,
-    steps: int,
-    draft_cost: float,
-    costs: Costs,
-    measured: float | None,
-) -> Predicted:
-    passes = sum(map(metrics.passes, records))
-    length = sum(map(metrics.accepted, records)) / passes
-    nodes = sum(r.stats["drafted_tokens"] for r in records) / (passes + _drafts_in_prefill(records))
-    verify_cost = costs.target_seconds(nodes + 1) / costs.target_seconds(1)
-    return Predicted(
-        method=label,
-        draft_cost=draft_cost,
-        verify_cost=verify_cost,
-        nodes=nodes,
-        tabed=theory.speedup(length + 1, steps, draft_cost, verify_cost=verify_cost),
-        tabed_free=theory.speedup(length + 1, steps, draft_cost),
-        sage=theory.speedup(length + 1, round(nodes), draft_cost),
-        lvspec=length / (steps * draft_cost + verify_cost),
-        measured=measured,
-    )
 
 
 LAGS = (1, 2, 3, 4, 5)
@@ -178,35 +144,6 @@ def _correlation(series: Sequence[Array], lag: int) -> Estimate:
         return found
 
     return bootstrap(statistic, len(table))
-
-
-def predicted(run: Run) -> Table | None:
-    """Speed-up of decoding, measured and predicted by three papers; None without drafts."""
-    found = predictions(run)
-    if not found:
-        return None
-    rows = [
-        Row(
-            [
-                Cell(p.method),
-                Cell(EMPTY if p.measured is None else f"{p.measured:.2f}"),
-                *(Cell(f"{value:.2f}") for value in (p.tabed, p.tabed_free, p.sage, p.lvspec, p.verify_cost)),
-                Cell(f"{p.draft_cost:.3f}"),
-            ]
-        )
-        for p in found
-    ]
-    columns = [
-        Column("method", "as in the comparison"),
-        Column("measured", "speed-up of decoding only, median over prompts"),
-        Column("TABED Eq. 1", "from block efficiency, T_q/T_p and the measured cost of verification"),
-        Column("as printed", "the same with verification costing as much as a pass on one token"),
-        Column("SAGE Eq. 6", "one drafter step per node"),
-        Column("LVSpec Eq. 3", "without the bonus token"),
-        Column("T_p(n)/T_p(1)", "a verification pass over a pass on one token"),
-        Column("T_q/T_p", "a drafter step over a target step"),
-    ]
-    return Table("Speed-up of decoding, measured and by the papers' formulas", columns, rows)
 
 
 def step_times(run: Run) -> Table | None:

@@ -74,12 +74,18 @@ def answer_turns(
     options = question.options(options)
     conversation = _Conversation(vlm, len(question.turns) > 1, options)
     traced_conversation = _Conversation(vlm, len(question.turns) > 1, {**options, "trace": True})
+    memory = PeakMemory(vlm.target.device)
     answers = []
     for index, turn in enumerate(question.turns):
         seed_of_turn = zlib.crc32(f"{seed}/{question.turn_id(index)}/{repeat}".encode())
+        memory.start()
         with _recorded_warnings() as warned:
-            reply = conversation.answer(turn, seed_of_turn)
-        traced = traced_conversation.answer(turn, seed_of_turn) if trace else None
+            output, stats, messages, seconds, _ = conversation.answer(turn, seed_of_turn)
+        peak = memory.read()
+        trees: list[dict[str, Any]] = []
+        traced_seconds = 0.0
+        if trace:
+            *_, traced_seconds, trees = traced_conversation.answer(turn, seed_of_turn)
         record = Record(
             prompt_id=question.turn_id(index),
             task=question.turn_task(index),
@@ -87,62 +93,49 @@ def answer_turns(
             repeat=repeat,
             question=turn.text,
             media=list(media[index]) if media else [],
-            text=reply.output.text,
-            tokens=list(reply.output.tokens),
-            marks=list(reply.output.marks),
-            pieces=_pieces(vlm, reply.output.tokens),
-            finish_reason=reply.output.finish_reason,
+            text=output.text,
+            tokens=list(output.tokens),
+            marks=list(output.marks),
+            pieces=_pieces(vlm, output.tokens),
+            finish_reason=output.finish_reason,
             lossless=vlm.lossless,
-            stats=reply.stats,
-            scores=turn.score(reply.output.text) if turn.score else {},
-            peak_bytes=reply.peak,
-            trees=[_tree(vlm, tree, start) for start, tree in traced.trees] if traced else [],
+            stats=stats,
+            scores=turn.score(output.text) if turn.score else {},
+            peak_bytes=peak,
+            trees=trees,
             warnings=list(dict.fromkeys(warned)),
         )
-        answers.append(
-            TimedAnswer(record, reply.messages, reply.seconds, traced.seconds if traced else 0.0, question.reading)
-        )
+        answers.append(TimedAnswer(record, messages, seconds, traced_seconds, question.reading))
     return answers
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    output: Output
-    messages: list[Mapping[str, Any]]
-    stats: dict[str, Any]
-    seconds: float
-    peak: int | None
-    trees: list[tuple[int, TreeTrace]]
 
 
 class _Conversation:
     """Conversation with one method; later turns reuse the KV cache of earlier ones."""
 
     def __init__(self, vlm: VLM, has_turns: bool, options: Mapping[str, Any]) -> None:
-        self._vlm = vlm
+        self._vlm, self._options = vlm, options
         self._session = vlm.engine.open(1) if has_turns else None
-        self._options = options
         self._messages: list[Mapping[str, Any]] = []
-        self._memory = PeakMemory(vlm.target.device)
 
-    def answer(self, turn: Turn, seed: int) -> _Reply:
+    def answer(
+        self, turn: Turn, seed: int
+    ) -> tuple[Output, dict[str, Any], list[Mapping[str, Any]], float, list[dict[str, Any]]]:
+        """Answer a turn: output, statistics, the conversation before the answer, seconds, and draft trees."""
         messages = [*self._messages, *turn.messages]
-        trees: list[tuple[int, TreeTrace]] = []  # each behind the number of tokens emitted before it
+        trees: list[dict[str, Any]] = []
         emitted = 0
-        self._memory.start()
         started = time.perf_counter()
         stream = self._vlm.stream(messages, seed=seed, session=self._session, **self._options)
         inputs = time.perf_counter() - started
         for chunk in stream:
-            trees += [(emitted, tree) for tree in chunk.trees if tree is not None]
+            trees += [_tree(self._vlm, tree, emitted) for tree in chunk.trees if tree is not None]
             emitted += len(chunk.tokens[0])
         output = stream.output  # reads the clock, which waits for the device
         seconds = time.perf_counter() - started
-        answer = {"role": "assistant", "content": [{"type": "text", "text": output.text}]}
-        self._messages = [*messages, answer]
+        self._messages = [*messages, {"role": "assistant", "content": [{"type": "text", "text": output.text}]}]
         stats = output.stats.as_dict()
         stats["seconds"]["inputs"] = round(inputs, 6)
-        return _Reply(output, messages, stats, seconds, self._memory.read(), trees)
+        return output, stats, messages, seconds, trees
 
 
 @contextmanager

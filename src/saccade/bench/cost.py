@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from statistics import median
@@ -41,10 +41,6 @@ class Costs:
     target: dict[int, float]  # seconds by number of tokens in the pass
     draft: dict[int, float]  # the draft model's seconds by number of tokens; empty without one
     heads: dict[str, float] = field(default_factory=dict)  # by name
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON (which turns keys into strings)."""
-        return asdict(self)
 
     @classmethod
     def of(cls, stored: dict[str, Any]) -> Costs | None:

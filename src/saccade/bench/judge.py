@@ -55,9 +55,11 @@ class Judge:
     def messages(self, fields: Mapping[str, Any], pictures: Sequence[Path]) -> list[dict[str, Any]]:
         """Return the request for one grade."""
         text = Template(self.template).fill({"low": f"{self.low:g}", "high": f"{self.high:g}", **fields})
-        encoded = [base64.b64encode(path.read_bytes()).decode() for path in (pictures if self.pictures else ())]
-        shown = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in encoded]
-        return [{"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}]
+        content: list[dict[str, Any]] = []
+        for path in pictures if self.pictures else ():
+            url = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+            content.append({"type": "image_url", "image_url": {"url": url}})
+        return [{"role": "user", "content": [*content, {"type": "text", "text": text}] if content else text}]
 
     def client(self) -> Any:
         """Return a client of the endpoint, which repeats requests after passing faults."""

@@ -114,8 +114,8 @@ def by_method(records: Iterable[Record]) -> dict[str, MethodResult]:
     """Results of every method over all records: plain decoding, then in order of appearance."""
     groups = records_by_method(records)
     baseline = groups.get(BASELINE, [])
-    first = [BASELINE] if baseline else []
-    return {m: _result(m, groups[m], baseline) for m in dict.fromkeys([*first, *groups])}
+    order = sorted(groups, key=lambda method: method != BASELINE)
+    return {method: _result(method, groups[method], baseline) for method in order}
 
 
 def rate(record: Record) -> float | None:
@@ -253,14 +253,21 @@ def headline(run: Run) -> str:
     lossless = [pair for pair in fastest_first if pair[0].lossless]
     lossy = next((pair for pair in fastest_first if not pair[0].lossless), None)
     text = "" if lossless or lossy is None else "No lossless method was timed."
+
+    def times(estimate: Estimate) -> str:
+        interval = ""
+        if estimate.low is not None and estimate.high is not None:
+            interval = f" ({100 * LEVEL:.0f} % interval {estimate.low:.2f} to {estimate.high:.2f})"
+        return f"{estimate.value:.2f} times{interval}"
+
     if lossless:
         best, speed = lossless[0]
         if speed.low is not None and speed.low <= 1:
             text = f"No lossless method is clearly faster than plain decoding; the best, {best.method}, has"
-            text += f" {_times(speed)} its speed"
+            text += f" {times(speed)} its speed"
         else:
             place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
-            text = f"{best.method}{place} is {_times(speed)} as fast as plain decoding"
+            text = f"{best.method}{place} is {times(speed)} as fast as plain decoding"
         if best.compared:
             same = f"{best.equal} of its {best.compared} answers are"
             if best.equal == best.compared:
@@ -269,15 +276,9 @@ def headline(run: Run) -> str:
         text += "."
     if lossy is not None and (not lossless or lossy[1].value > lossless[0][1].value):
         kept = lossy[0].retention
-        text += f" {lossy[0].method}, which is lossy, is {_times(lossy[1])} as fast"
+        text += f" {lossy[0].method}, which is lossy, is {times(lossy[1])} as fast"
         text += f" and keeps {kept.value:.1%} of the score." if kept is not None else "; no score was measured."
     return text
-
-
-def _times(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.2f} times"
-    return f"{estimate.value:.2f} times ({100 * LEVEL:.0f} % interval {estimate.low:.2f} to {estimate.high:.2f})"
 
 
 def cautions(run: Run) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,23 +53,38 @@ class Prepared:
         resolved = {
             **self.suite.as_dict(),
             "tasks": [t for t in self.suite.as_dict()["tasks"] if t["name"] in self.questions],
-            "methods": [_resolved(m, self.methods[m.label]) for m in self.suite.methods if m.label in self.methods],
+            "methods": [self._resolved(m) for m in self.suite.methods if m.label in self.methods],
             "prompts": {task: {"count": len(group), "digest": digest(group)} for task, group in self.questions.items()},
             "missing": list(self.missing),
         }
         for task in resolved["tasks"]:
             task.pop("media")  # places of files do not identify a run
         resolved["judge"] = judge.facts(self.suite.judge)
-        return _from_json(resolved)
+        return as_json(resolved)
+
+    def _resolved(self, entry: MethodEntry) -> dict[str, Any]:
+        """Method with its defaults filled in, and the bounds of its trees (nodes include the root)."""
+        vlm = self.methods[entry.label]
+        drafter = vlm.engine.drafter
+        return {
+            "name": entry.name,
+            "label": entry.label,
+            "options": dict(vlm.options),
+            "lossless": vlm.lossless,
+            "needs": methods.needs(vlm.options),
+            "head": vlm.head_name,
+            "max_nodes": drafter.max_nodes if drafter else 1,
+            "max_depth": drafter.max_depth if drafter else 0,
+        }
 
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and used heads, with digests of their weights."""
         target, drafter = self.names
         exact = {"exact": True} if self.vlm.target.exact else {}
-        found = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
+        facts = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
         if self.vlm.draft_model is not None:
-            found["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
-        found["heads"] = {
+            facts["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
+        facts["heads"] = {
             name: {
                 "name": name,
                 "type": head.kind,
@@ -82,7 +98,7 @@ class Prepared:
             }
             for name, head in self.heads.items()
         }
-        return _from_json(found)
+        return as_json(facts)
 
     @property
     def heads(self) -> dict[str, Head]:
@@ -92,7 +108,7 @@ class Prepared:
 
     def environment(self) -> dict[str, Any]:
         """Facts about software and machine."""
-        return _from_json(environment(self.vlm.target.device))
+        return as_json(environment(self.vlm.target.device))
 
 
 def prepare(
@@ -103,41 +119,47 @@ def prepare(
     gathered: questions.Gathered | None = None,
 ) -> Prepared:
     """Resolve a suite against the loaded models."""
-    found: dict[str, VLM] = {}
+    usable: dict[str, VLM] = {}
     missing: list[str] = []
     for entry in suite.methods:
         reason = lacking(entry)
-        if reason and not entry.optional:
-            raise MethodError(reason)
-        if reason:
-            missing.append(f"Method {entry.label}: {reason}")
-        else:
-            try:
-                found[entry.label] = vlm.using(entry.name, head=entry.head, **entry.options)
-            except MethodError as problem:  # needs another drafter or head than those that are loaded
-                if not entry.optional:
-                    raise
-                missing.append(f"Method {entry.label}: {problem}")
-    if len(found) == 1 and len(suite.methods) > 1:
+        try:
+            if reason:
+                raise MethodError(reason)
+            usable[entry.label] = vlm.using(entry.name, head=entry.head, **entry.options)
+        except MethodError as problem:  # also one that needs another drafter or head than those that are loaded
+            if not entry.optional:
+                raise
+            missing.append(f"Method {entry.label}: {problem}")
+    if len(usable) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
-    asked, absent = gathered or questions.gather(suite)
-    asked, absent = dict(asked), dict(absent)
+    groups, absent = gathered or questions.gather(suite)
+    groups, absent = dict(groups), dict(absent)
     for task in suite.tasks:
-        reason = _refusal(vlm, asked[task.name]) if task.name in asked else ""
-        if reason and not task.optional:
-            raise InputError(f"This model cannot run task {task.name}: {reason}")
-        if reason:
-            absent[task.name] = reason
-            del asked[task.name]
-    if not asked:
+        try:
+            for question in groups.get(task.name, ()):
+                options = MediaOptions(**question.reading)
+                vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages, options=options)))
+        except InputError as problem:  # the prompt's length included
+            if not task.optional:
+                raise InputError(f"This model cannot run task {task.name}: {problem}") from problem
+            absent[task.name] = str(problem)
+            del groups[task.name]
+    if not groups:
         raise SaccadeError(
             f"Suite {suite.name} has no usable task: {' '.join(absent.values())} Choose others with --tasks."
         )
     missing += [f"Task {task}: {reason}" for task, reason in absent.items()]
-    ids = [q.id for group in asked.values() for q in group]
-    if len(set(ids)) < len(ids):
-        raise SaccadeError(f"Suite {suite.name} contains {next(i for i in ids if ids.count(i) > 1)} twice.")
-    return Prepared(suite, vlm, found, asked, tuple(missing), names, places or {})
+    for name, times in Counter(q.id for group in groups.values() for q in group).items():
+        if times > 1:
+            raise SaccadeError(f"Suite {suite.name} contains {name} twice.")
+    return Prepared(suite, vlm, usable, groups, tuple(missing), names, places or {})
+
+
+def as_json(content: dict[str, Any]) -> dict[str, Any]:
+    """Content as read back from JSON: tuples as lists, keys as strings."""
+    read: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    return read
 
 
 def lacking(entry: MethodEntry) -> str:
@@ -149,35 +171,3 @@ def lacking(entry: MethodEntry) -> str:
     except MethodError as problem:
         return str(problem)
     return ""
-
-
-def _refusal(vlm: VLM, group: list[Question]) -> str:
-    """Reason why the model cannot take a question of a task, its prompt's length included; empty when it can."""
-    try:
-        for question in group:
-            options = MediaOptions(**question.reading)
-            vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages, options=options)))
-    except InputError as problem:
-        return str(problem)
-    return ""
-
-
-def _from_json(content: dict[str, Any]) -> dict[str, Any]:
-    """Content as read back from JSON: tuples as lists, keys as strings."""
-    read: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    return read
-
-
-def _resolved(entry: MethodEntry, vlm: VLM) -> dict[str, Any]:
-    """Method with its defaults filled in, and the bounds of its trees (nodes include the root)."""
-    drafter = vlm.engine.drafter
-    return {
-        "name": entry.name,
-        "label": entry.label,
-        "options": dict(vlm.options),
-        "lossless": vlm.lossless,
-        "needs": methods.needs(vlm.options),
-        "head": vlm.head_name,
-        "max_nodes": drafter.max_nodes if drafter else 1,
-        "max_depth": drafter.max_depth if drafter else 0,
-    }

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -94,7 +95,9 @@ def gather(suite: Suite) -> Gathered:
             continue
         count = entry.count or suite.per_task
         if entry.dataset is not None:
-            group = _of_dataset(entry, suite.per_task)
+            data = data_of(entry)
+            count = entry.count or data.count or suite.per_task  # of every category, where there are some
+            group = list(_of_rows(entry, data, _first(read(data), count) if data.category else read(data, count)))
         elif entry.file is not None:
             group = read_questions(replace(entry, count=count), suite.turns)
         else:
@@ -164,10 +167,13 @@ def read_questions(entry: TaskEntry, turns: int = 1) -> list[Question]:
     except (OSError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise SaccadeError(f"Cannot read the prompts in {path}: {reason}.") from problem
+    first: Any = None
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not lines:
         raise SaccadeError(f"{path} holds no prompt; expected one JSON object per line.")
-    if _has_turns(lines[0][1]):
+    with suppress(InputError):  # a damaged line is refused below
+        first = parse_json(lines[0][1])
+    if _has_turns(first):
         data = DataSet(entry.name, str(path), scorer="")
         return list(_of_rows(entry, data, _first(_asked(entry, lines, path, folder), entry.count)))
     if entry.prompt is not None or entry.system is not None:
@@ -186,12 +192,8 @@ def read_questions(entry: TaskEntry, turns: int = 1) -> list[Question]:
     return questions
 
 
-def _has_turns(line: str) -> bool:
-    """Whether a line is a question of Spec-Bench or MMSpec: an object with a list of turns."""
-    try:
-        row = parse_json(line)
-    except InputError:
-        return False  # refused when the line is read
+def _has_turns(row: Any) -> bool:
+    """Whether a row is a question of Spec-Bench or MMSpec: an object with a list of turns."""
     return isinstance(row, Mapping) and isinstance(row.get("turns"), list)
 
 
@@ -228,17 +230,20 @@ def _asked(entry: TaskEntry, lines: Iterable[tuple[int, str]], path: Path, folde
     """
     for number, line in lines:
         try:
-            if not _has_turns(line):
-                parse_json(line)
-                raise InputError("expected an object with turns, a list of the user's texts")
             row = parse_json(line)
-            named: dict[str, Any] = {
-                "id": next((name for name in ("question_id", "id") if name in row), None),
-                "category": next((name for name in ("topic", "category") if name in row), None),
-                "reference": "reference" if "reference" in row else None,
-                "images": tuple(name for name in ("image", "images") if name in row),
-            }
-            yield question_of(DataSet(entry.name, str(path), turns="turns", system=entry.system, **named), row, folder)
+            if not _has_turns(row):
+                raise InputError("expected an object with turns, a list of the user's texts")
+            data = DataSet(
+                entry.name,
+                str(path),
+                turns="turns",
+                system=entry.system,
+                id=next((name for name in ("question_id", "id") if name in row), None),
+                category=next((name for name in ("topic", "category") if name in row), None),
+                reference="reference" if "reference" in row else None,
+                images=tuple(name for name in ("image", "images") if name in row),
+            )
+            yield question_of(data, row, folder)
         except InputError as problem:
             raise SaccadeError(f"{path}, line {number}: {str(problem).rstrip('.')}.") from problem
 
@@ -254,13 +259,6 @@ def data_of(entry: TaskEntry) -> DataSet:
     if entry.prompt is not None and data.open_prompt is not None:
         data = data.with_(open_prompt=entry.prompt)
     return data
-
-
-def _of_dataset(entry: TaskEntry, per_task: int) -> list[Question]:
-    """Questions of a task's data set; with a column of groups, so many of every group."""
-    data = data_of(entry)
-    count = entry.count or data.count or per_task
-    return list(_of_rows(entry, data, _first(read(data), count) if data.category else read(data, count)))
 
 
 def _first(rows: Iterable[RowQuestion], count: int | None) -> Iterator[RowQuestion]:
@@ -318,13 +316,11 @@ def _message(message: Mapping[str, Any], files: dict[str, str]) -> Any:
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
         return _plain(message)
-    parts = []
+    parts: list[Any] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "video") and kind in part:
-            parts.append([_plain({**part, kind: None}), _hashed(part[kind], kind, files)])
-        else:
-            parts.append(_plain(part))
+        kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+        is_medium = kind in ("image", "video") and kind in part
+        parts.append([_plain({**part, kind: None}), _hashed(part[kind], kind, files)] if is_medium else _plain(part))
     return [_plain({**message, "content": None}), parts]
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from saccade.errors import SaccadeError
 from saccade.files import writing
-from saccade.resumable import lock
+from saccade.resumable import encoded, lock, whole_lines
 from saccade.schema import make
 
 SCHEMA = 1
@@ -76,11 +76,11 @@ class Record:
 
 def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with tasks by name and methods by label: of long lists a message shows no difference."""
-    parts = {"tasks": "name", "methods": "label"}
-    return {
-        **config,
-        **{part: {each[key]: each for each in config[part]} for part, key in parts.items() if part in config},
-    }
+    named = dict(config)
+    for part, key in (("tasks", "name"), ("methods", "label")):
+        if part in config:
+            named[part] = {each[key]: each for each in config[part]}
+    return named
 
 
 def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
@@ -110,48 +110,46 @@ class Run:
     problems: list[str]  # one sentence per unreadable line, with its number
 
 
-class Writer:
-    """Holds a run's folder against other writers, appends whole lines and syncs each to disk before returning."""
+class LineFile:
+    """A file of whole JSON lines, locked for this process; every line is on disk before `add` returns."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open and lock a folder, and drop what a kill left of a header."""
-        path = folder / FILE
+    def __init__(self, path: Path) -> None:
+        """Open and lock the file, and cut off the unfinished line of a killed run."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
         except OSError as problem:
-            raise SaccadeError(
-                f"Cannot write records to {path}: {problem.strerror}; choose another folder."
-            ) from problem
+            raise SaccadeError(f"Cannot write records to {path}: {problem.strerror}; choose another folder.") from None
         try:
             lock(self._file.fileno())
         except OSError:
-            self.close()
-            raise SaccadeError(f"Another run is writing to {folder}; wait for it, or choose another folder.") from None
-        if lacks_header(path):
-            self._file.truncate(0)
-        elif not path.read_bytes().endswith(b"\n"):  # of a killed run; the next line stays readable
-            self._file.write("\n")
-            self._file.flush()
+            self._file.close()
+            raise SaccadeError(
+                f"Another run is writing to {path.parent}; wait for it, or choose another folder."
+            ) from None
+        self._file.truncate(whole_lines(path))
 
-    def begin(self, header: Header) -> None:
-        """Write the header of a new run."""
-        self._line({"kind": "run", **asdict(header)})
+    def __enter__(self) -> Self:
+        return self
 
-    def add(self, record: Record) -> None:
-        """Append a record."""
-        self._line({"kind": "record", **asdict(record)})
-
-    def close(self) -> None:
-        """Close the file; failed writes have been reported already."""
-        with suppress(OSError):
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # failed writes have been reported already
             self._file.close()
 
-    def _line(self, content: dict[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a line."""
         with writing(Path(self._file.name), advice=RESUME):
-            self._file.write(json.dumps(content, ensure_ascii=False) + "\n")
+            self._file.write(encoded(row))
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def begin(self, header: Header) -> None:
+        """Append the header of a new run."""
+        self.add({"kind": "run", **asdict(header)})
+
+    def add_record(self, record: Record) -> None:
+        """Append a record."""
+        self.add({"kind": "record", **asdict(record)})
 
 
 def lacks_header(path: Path) -> bool:

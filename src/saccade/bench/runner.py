@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from saccade.bench.grading import grade
 from saccade.bench.judge import parse as parse_judge
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
-from saccade.bench.records import FILE, Header, Record, Run, Writer, by_name, first_difference, lacks_header, read
+from saccade.bench.records import FILE, Header, LineFile, Record, Run, by_name, first_difference, lacks_header, read
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.inputs.processor import MediaOptions
@@ -29,18 +28,6 @@ from saccade.wording import differences, shortened
 
 class Mismatch(SaccadeError):
     """A lossless method differs from plain decoding in float32 or exact mode."""
-
-
-def compare_with_plain(record: Record, plain: Sequence[int], target: Target, prompt: Callable[[], Prompt]) -> Record:
-    """Complete a record with its comparison with plain decoding, with the target's logits at the first difference."""
-    position = first_difference(record.tokens, plain)
-    if position is None:
-        return replace(record, equal=True)
-    question = prompt()
-    logits = logits_after(target, Prompt((*question.ids, *plain[:position]), question.media))
-    tokens = {name: next(iter(ids[position:]), None) for name, ids in (("ours", record.tokens), ("plain", plain))}
-    scores = {name: None if token is None else float(logits[token]) for name, token in tokens.items()}
-    return replace(record, equal=False, difference={"position": position, **tokens, "logits": scores})
 
 
 def logits_after(target: Target, prompt: Prompt) -> torch.Tensor:
@@ -128,41 +115,44 @@ class Runner:
         return grade(self._answered(), self._prepared.questions, judge, report)
 
     def _answered(self) -> Run:
-        complete = self._complete(earlier_run(self._folder, self._prepared))
-        if complete is not None:
-            return complete
-        writer = Writer(self._folder)
-        try:
-            earlier = earlier_run(self._folder, self._prepared)  # again, now that nobody else writes
-            complete = self._complete(earlier)
-            if complete is not None:
-                return complete
-            self._answer(writer, resumed=earlier is not None)
-        finally:
-            writer.close()
+        earlier = self._resumed()
+        if earlier is not None and not self._left():
+            return earlier
+        with LineFile(self._folder / FILE) as file:
+            is_new = self._resumed() is None  # again, now that nobody else writes
+            left = self._left()
+            if is_new or left:
+                self._answer(file, left, is_new)
         return read(self._folder)
 
-    def _complete(self, earlier: Run | None) -> Run | None:
-        """Take over the records of an earlier attempt; return its run if nothing is left to answer."""
+    def _resumed(self) -> Run | None:
+        """Take over the records of an earlier attempt."""
+        earlier = earlier_run(self._folder, self._prepared)
         self._done = {r.key: r for r in earlier.records} if earlier else {}
         for record in self._done.values():
             self._require(record)
-        return earlier if earlier is not None and not any(self._open(*group[:2]) for group in self._groups()) else None
+        return earlier
 
-    def _answer(self, writer: Writer, resumed: bool) -> None:
-        """Answer what has no record yet, in a new run behind its header."""
+    def _left(self) -> list[tuple[Question, int, list[str]]]:
+        """Groups in which a method has no answer to every turn."""
+        return [group for group in self._groups() if self._open(*group[:2])]
+
+    def _answer(self, file: LineFile, left: Sequence[tuple[Question, int, list[str]]], is_new: bool) -> None:
         self._report("warming up")
         started = time.perf_counter()
-        self._warm_up()
-        header = None if resumed else self._header()
+        suite, options = self._prepared.suite, self._prepared.options
+        first = next(iter(self._prepared.questions.values()))[0]
+        for label, vlm in self._prepared.methods.items():
+            for _ in range(suite.warmup):
+                answer_turns(vlm, label, first, 0, options=options, seed=0)
+        header = self._header(first) if is_new else None
         self.spent.warmup = time.perf_counter() - started
         if header is not None:
-            writer.begin(header)
-        left = [group for group in self._groups() if self._open(*group[:2])]
+            file.begin(header)
         started = time.perf_counter()
         try:
             for question, repeat, order in left:
-                self._group(writer, question, repeat, order)
+                self._group(file, question, repeat, order)
             self._report("done")
         finally:
             self.spent.total = time.perf_counter() - started
@@ -182,49 +172,39 @@ class Runner:
         ids = [question.turn_id(i) for i in range(len(question.turns))]
         return [label for label in self._prepared.methods if any((i, label, repeat) not in self._done for i in ids)]
 
-    def _warm_up(self) -> None:
-        question = next(iter(self._prepared.questions.values()))[0]
-        for label, vlm in self._prepared.methods.items():
-            for _ in range(self._prepared.suite.warmup):
-                answer_turns(vlm, label, question, 0, options=self._prepared.options, seed=0)
-
-    def _header(self) -> Header:
+    def _header(self, first: Question) -> Header:
+        """Header of a new run, with step times after the first prompt."""
         prepared = self._prepared
+        prompt = prepared.vlm.processor.prompt(first.turns[0].messages, options=MediaOptions(**first.reading))
+        trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
+        text = prepared.vlm.processor.text_only(prompt)
+        models = prepared.vlm.target, prompt, prepared.vlm.draft_model, text
         return Header(
             suite=prepared.suite.name,
             config=prepared.config(),
             models=prepared.models(),
             environment=prepared.environment(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
-            costs=self._costs().as_dict(),
+            costs=asdict(cost.measure(*models, trees, prepared.heads)),
             places=dict(prepared.places),
         )
 
-    def _costs(self) -> cost.Costs:
-        """Step times after the first prompt."""
-        prepared = self._prepared
-        first = next(iter(prepared.questions.values()))[0]
-        prompt = prepared.vlm.processor.prompt(first.turns[0].messages, options=MediaOptions(**first.reading))
-        trees = [vlm.engine.drafter.max_nodes for vlm in prepared.methods.values() if vlm.engine.drafter]
-        text = prepared.vlm.processor.text_only(prompt)
-        models = prepared.vlm.target, prompt, prepared.vlm.draft_model, text
-        return cost.measure(*models, trees, prepared.heads)
-
-    def _group(self, writer: Writer, question: Question, repeat: int, order: Sequence[str]) -> None:
+    def _group(self, file: LineFile, question: Question, repeat: int, order: Sequence[str]) -> None:
         """Run all methods on one prompt; answers that precede plain decoding's are compared after it."""
-        still_open = self._open(question, repeat)
+        prepared, still_open = self._prepared, self._open(question, repeat)
         media = answering.save(question, self._folder)
-        plain = self._earlier(question, repeat)
+        keys = [(question.turn_id(turn), BASELINE, repeat) for turn in range(len(question.turns))]
+        plain = [self._done[key].tokens for key in keys if key in self._done]  # of an earlier attempt
         waiting: list[list[TimedAnswer]] = []
         for label in (name for name in order if name in still_open):
             self._report(f"{question.id}, {label}")
             answers = answer_turns(
-                self._prepared.methods[label],
+                prepared.methods[label],
                 label,
                 question,
                 repeat,
-                options=self._prepared.options,
-                seed=self._prepared.suite.seed,
+                options=prepared.options,
+                seed=prepared.suite.seed,
                 media=media,
                 trace=repeat == 0 and question.id in self._traced,
             )
@@ -232,37 +212,42 @@ class Runner:
             self.spent.traced += sum(a.traced_seconds for a in answers)
             if label == BASELINE:
                 plain = [a.record.tokens for a in answers]
-                self._write(writer, [a.record for a in answers])
-                for early in waiting:
-                    self._write(writer, self._records(early, plain))
-            elif plain is None:
-                waiting.append(answers)
+                self._write(file, [a.record for a in answers])
             else:
-                self._write(writer, self._records(answers, plain))
+                waiting.append(answers)
+            if len(plain) == len(keys):
+                for each in waiting:
+                    self._write(file, self._compared(each, plain))
+                waiting.clear()
 
-    def _earlier(self, question: Question, repeat: int) -> list[list[int]] | None:
-        """Plain decoding's tokens per turn from an earlier attempt."""
-        keys = [(question.turn_id(i), BASELINE, repeat) for i in range(len(question.turns))]
-        return [self._done[k].tokens for k in keys] if all(k in self._done for k in keys) else None
+    def _compared(self, answers: Sequence[TimedAnswer], plain: Sequence[Sequence[int]]) -> list[Record]:
+        """Records with comparisons with plain decoding, and the target's logits at the first difference.
 
-    def _records(self, answers: Sequence[TimedAnswer], plain: Sequence[Sequence[int]]) -> list[Record]:
-        """Records with comparisons; turns after a differing one have another history and are not compared."""
+        Turns after a differing one have another history and are not compared.
+        """
         if not (self._prepared.compares_tokens and answers[0].record.lossless):
-            return [a.record for a in answers]
-        records: list[Record] = []
-        for answer, tokens in zip(answers, plain, strict=True):
+            return [answer.record for answer in answers]
+        vlm, records, same = self._prepared.vlm, list[Record](), True
+        for answer, expected in zip(answers, plain, strict=True):
             record = answer.record
-            if all(r.equal for r in records):
-                vlm = self._prepared.vlm
-                prompt = partial(vlm.processor.prompt, answer.messages, options=MediaOptions(**answer.reading))
-                record = compare_with_plain(record, tokens, vlm.target, prompt)
+            position = first_difference(record.tokens, expected)
+            if same and position is None:
+                record = replace(record, equal=True)
+            elif same:
+                same = False
+                prompt = vlm.processor.prompt(answer.messages, options=MediaOptions(**answer.reading))
+                logits = logits_after(vlm.target, Prompt((*prompt.ids, *expected[:position]), prompt.media))
+                both = {"ours": record.tokens, "plain": expected}
+                tokens = {name: next(iter(ids[position:]), None) for name, ids in both.items()}
+                scores = {name: None if token is None else float(logits[token]) for name, token in tokens.items()}
+                record = replace(record, equal=False, difference={"position": position, **tokens, "logits": scores})
             records.append(record)
         return records
 
-    def _write(self, writer: Writer, records: Sequence[Record]) -> None:
+    def _write(self, file: LineFile, records: Sequence[Record]) -> None:
         for record in records:
             if record.key not in self._done:
-                writer.add(record)
+                file.add_record(record)
                 self._done[record.key] = record
         for record in records:
             self._require(record)

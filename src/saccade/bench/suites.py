@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,11 @@ _NOT_OF = {
 def load(name: str) -> Suite:
     """Load a built-in suite by name, or one from a TOML or YAML file."""
     path = Path(name)
-    if path.suffix in (".toml", ".yaml", ".yml"):
+    if path.suffix == ".toml":
         return parse(_read(path), path.stem, str(path))
     if name not in NAMES:
         raise SaccadeError(
-            f"There is no suite {name!r}; expected one of {', '.join(NAMES)}, or the path of a .toml or .yaml file."
+            f"There is no suite {name!r}; expected one of {', '.join(NAMES)}, or the path of a .toml file."
         )
     text = (resources.files("saccade.bench") / "suites" / f"{name}.toml").read_text(encoding="utf-8")
     return parse(tomllib.loads(text), name, f"{name}.toml")
@@ -117,29 +117,12 @@ def load(name: str) -> Suite:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise SaccadeError(f"Cannot read the suite {path}: {reason}.") from problem
-    try:
-        content = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except ValueError as problem:
-        first = str(problem).strip().replace("\n", " ")
-        raise SaccadeError(f"{path} is not valid {path.suffix[1:].upper()}: {first}") from problem
-    if not isinstance(content, dict):
-        raise SaccadeError(f"{path} holds no table; expected keys such as tasks and methods.")
-    return content
-
-
-def _yaml(text: str) -> Any:
-    try:
-        yaml: Any = import_module("yaml")
-    except ImportError:
-        raise SaccadeError("Reading YAML needs the package pyyaml; install it or write TOML.") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        raise ValueError(problem) from problem
+        raise SaccadeError(f"{path} is not valid TOML: {str(problem).strip()}") from problem
 
 
 def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:

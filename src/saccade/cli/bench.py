@@ -66,7 +66,7 @@ def bench(
     *,
     suite: str | None = option(
         None,
-        "A built-in suite, or the path of a .toml or .yaml file; without it, list the built-in suites.",
+        "A built-in suite, or the path of a .toml file; without it, list the built-in suites.",
         "-s",
         metavar="NAME",
         autocompletion=completion.suites,

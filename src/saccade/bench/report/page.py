@@ -166,14 +166,14 @@ def embed(folder: Path, name: str) -> Medium:
     return Medium(name, f"data:image/{kind};base64,{data}", picture.width, picture.height)
 
 
-KNOWN_MARKS = {
+MEANINGS = {
     "target": "the target's own",
     "draft": "drafted and accepted",
     "loose": "loosened: drafted, accepted in place of the target's own token",
     "shifted": "shifted: drafted, accepted because the target's token occurs nearby in the draft",
+    "other": "another mark (point at the token to read it)",
 }
 """Meaning of the marks of `saccade.bench.records.Record`."""
-MEANINGS = {**KNOWN_MARKS, "other": "another mark (point at the token to read it)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class ShownToken:
 
     text: str  # as displayed, with visible line breaks
     mark: str  # as recorded
-    kind: str  # the mark if it is one of `KNOWN_MARKS`, else `other`
+    kind: str  # the mark if it is one of `MEANINGS`, else `other`
     step: int  # number of the step that emitted it; 0 without a tree
 
 
@@ -192,7 +192,7 @@ class ShownAnswer:
 
     record: Record  # of the answer
     tokens: list[ShownToken]  # its tokens
-    marks: list[str]  # kinds that occur, in the order of `KNOWN_MARKS`
+    marks: list[str]  # kinds that occur, in the order of `MEANINGS`
     steps: list[dict[str, Any]]  # for the script: tree and accepted path of every step
     summary: str  # length and time
     difference: str  # first difference from plain decoding's answer; empty if equal
@@ -240,7 +240,7 @@ def _answer(record: Record, plain: Record | None) -> ShownAnswer:
         numbers[start:end] = [len(steps) + 1] * (end - start)
         steps.append(_step(tree, record, start, end))
     tokens = [
-        ShownToken(_visible(piece), mark, mark if mark in KNOWN_MARKS else "other", step)
+        ShownToken(_visible(piece), mark, mark if mark in MEANINGS else "other", step)
         for piece, mark, step in zip(record.pieces, record.marks, numbers, strict=True)
     ]
     seen = {token.kind for token in tokens}
@@ -254,7 +254,7 @@ def _answer(record: Record, plain: Record | None) -> ShownAnswer:
 def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[str, Any]:
     """Data for the page's script: node texts, parents, accepted path, marks of the path and the token after it."""
     path, last = list(tree["path"]), end - 1
-    kinds = [m if m in KNOWN_MARKS else "other" for m in record.marks[start:end]]
+    kinds = [m if m in MEANINGS else "other" for m in record.marks[start:end]]
     bonus = _visible(record.pieces[last]) if end > start else None
     if len(path) > len(kinds):  # the answer ended on a draft token, so no bonus token follows
         bonus = None
