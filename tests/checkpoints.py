@@ -106,12 +106,7 @@ def llava(path: Path, *, seed: int = 0, noise: float = 0.0, side: int = 28, tok:
     """A LLaVA-1.5 for square images of ``side`` pixels, 16 tokens each at 28; ``noise`` makes it a drafter."""
     tok = tok or tokenizer()
     vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=side,
-        patch_size=7,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=side, patch_size=7
     )
     config = LlavaConfig(
         vision_config=vision,

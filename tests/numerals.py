@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from families import (
-    FIRST_WORD,
-    IMAGE,
-    IMAGE_BREAK,
-    IMAGE_END,
-    LAST_WORD,
-    VIDEO,
-    VISION_END,
-    VISION_START,
-    VOCAB,
-)
+from families import FIRST_WORD, IMAGE, IMAGE_BREAK, IMAGE_END, LAST_WORD, VIDEO, VISION_END, VISION_START, VOCAB
 
 NEWLINE = FIRST_WORD - 1
 """In no prompt of `families`."""

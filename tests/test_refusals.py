@@ -2,75 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from checkpoints import picture, ready, saved_picture, says, text, vlm
+from checkpoints import picture, ready, vlm
 from saccade import InputError, MethodError, ModelError, load
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "does not exist"),
-        (b"", "is empty"),
-        (b"hello", "not an image in an accepted format; give one of PNG"),
-        ("half", "is damaged"),
-        ("folder", "is a directory"),
-        ("http://example.com/a.png", "is on the network; download it first"),
-    ],
-)
-def test_a_bad_image_is_refused(content: bytes | str | None, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.png"
-    given = str(file)
-    if content == "half":
-        saved_picture(file)
-        file.write_bytes(file.read_bytes()[:80])
-    elif content == "folder":
-        file.mkdir()
-    elif isinstance(content, bytes):
-        file.write_bytes(content)
-    elif content is not None:
-        given = content
-    with pytest.raises(InputError, match=words):
-        vlm("llava").generate("What?", [given])
-    with pytest.raises(InputError, match=words):
-        vlm("llava").generate(says({"type": "image", "image": given}, text("What?")))
-
-
-def test_a_video_without_pyav_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "av", None)
-    (tmp_path / "a.mp4").write_bytes(b"some")
-    with pytest.raises(InputError, match=r"need PyAV, which is not installed; run `pip install saccade\[video\]`"):
-        vlm("qwen").generate("What?", videos=[tmp_path / "a.mp4"])
-
 
 Call = Callable[[], Any]
 REFUSED: dict[str, tuple[Call, str]] = {
     "image for a language model": (lambda: vlm("llama").generate("?", [picture()]), "reads text only"),
-    "more images than places": (
-        lambda: vlm("llava").generate(says(text("?")), [picture()]),
-        "1 image more than the messages have places for",
-    ),
-    "fewer images than places": (
-        lambda: vlm("llava").generate(says({"type": "image"}, text("?"))),
-        "a place for an image that none was given for",
-    ),
-    "placeholder in the text": (lambda: vlm("llava").generate("<image>?"), "1 of <image> for 0 images"),
     "too long": (lambda: vlm("llava").generate("?" * 1100), "context is 1024; shorten the prompt"),
     "too much to generate": (lambda: vlm("llava").generate("?", max_new_tokens=1024), "context is 1024"),
-    "unknown role": (lambda: vlm("llava").generate([{"role": "usr", "content": "?"}]), "knows no role 'usr'"),
-    "no role": (lambda: vlm("llava").generate([{"content": "?"}]), 'must be a dict with "role"'),
-    "unknown part": (lambda: vlm("llava").generate(says({"type": "audio"})), "of type 'audio' is not usable"),
-    "content of another type": (
-        lambda: vlm("llava").generate([{"role": "user", "content": 3}]),
-        "content is of type int",
-    ),
     "empty list": (lambda: vlm("llama").generate([]), "must be a string, a list of messages, or a non-empty"),
     "nothing": (lambda: vlm("llama").generate(None), "must be a string, a list of messages, or"),
     "bare message": (lambda: vlm("llama").generate({"role": "user"}), "must be a string, a list of"),
@@ -80,10 +26,7 @@ REFUSED: dict[str, tuple[Call, str]] = {
         lambda: vlm("llava").generate(["a", "b"], [picture(), picture()]),
         "images must be a list of 2 lists",
     ),
-    "too few lists of images": (
-        lambda: vlm("llava").generate(["a", "b"], [[picture()]]),
-        "a list of 2 lists",
-    ),
+    "too few lists of images": (lambda: vlm("llava").generate(["a", "b"], [[picture()]]), "a list of 2 lists"),
     "seeds of another batch": (lambda: vlm("llama").generate(["a", "b"], seed=[1]), "2 prompts but 1 seeds"),
     "seed of another type": (lambda: vlm("llama").generate("a", seed="x"), "seed must be a whole number"),
     "negative seed": (lambda: vlm("llama").generate("a", seed=-1), "seed must be a whole number"),
@@ -96,10 +39,8 @@ def test_an_unusable_request_is_refused_in_one_sentence(name: str) -> None:
     call, words = REFUSED[name]
     with pytest.raises(InputError) as caught:
         call()
-    message = str(caught.value)
-    assert words in message
-    assert message.endswith(".")
-    assert "\n" not in message
+    assert words in str(caught.value)
+    assert re.fullmatch(r"[^\n]*\.", str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,7 @@ from checkpoints import picture, saved_picture, says, text, vlm
 from saccade import VLM, InputError, MethodError, load
 from saccade.processors import stateless
 
-PAIRS = [
-    ("llava", "llava-draft"),
-    ("llava", "llava-small-images"),
-    ("llava", "llama"),
-    ("qwen", "qwen-draft"),
-]
+PAIRS = [("llava", "llava-draft"), ("llava", "llava-small-images"), ("llava", "llama"), ("qwen", "qwen-draft")]
 PAIRS += [("llama", "llama"), ("llava", None), ("llama", None)]
 
 

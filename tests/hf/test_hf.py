@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,8 +20,6 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.errors import MethodError
 from saccade.hf import Speculation, speculate
-from saccade.methods import METHODS, build
-from saccade.methods.compositions import Models
 from saccade.target_model.adapter import Target
 
 NAMES = ("llama", "llava", "qwen2_5_vl", "gemma3")
@@ -417,10 +410,7 @@ def cache_with_content() -> Any:
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported"),
         ({"assistant_early_exit": 1}, "assistant_early_exit=1 is not supported"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not available"),
-        (
-            {"return_dict_in_generate": True, "output_hidden_states": True},
-            "output_hidden_states is not available",
-        ),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states is not available"),
         ({"inputs_embeds": torch.zeros(1, 5, 64)}, "Embeddings as inputs"),
         ({"past_key_values": cache_with_content}, "past_key_values must be empty"),
         ({"assistant_model": lambda: model("llama")}, "speculate"),
@@ -459,43 +449,20 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
         (lambda: speculate(model("llama"), "prompt-lookup"), "takes no drafter"),
         (lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"), "ready-made drafter"),
         (lambda: speculate(None, "no such method"), "Unknown method"),
-        (
-            lambda: speculate(None, "eagle2"),
-            "needs a trained eagle2 head; give its folder with drafter=",
-        ),
+        (lambda: speculate(None, "eagle2"), "needs a trained eagle2 head; give its folder with drafter="),
         (lambda: speculate(model("llama"), "eagle2"), "needs a trained eagle2 head"),
         (lambda: speculate(None, "chain"), "needs a draft model; give one with drafter="),
-        (
-            lambda: speculate(model("llama"), gama=3),
-            "no option gama; its options are: draft_with, tree, gamma",
-        ),
+        (lambda: speculate(model("llama"), gama=3), "no option gama; its options are: draft_with, tree, gamma"),
         (lambda: speculate(model("llama"), gamma="3"), "gamma of method auto must be a whole number"),
         (
             lambda: speculate(model("llama"), assistant_model=model("llama")),
             "drafter and assistant_model are two names",
         ),
         (lambda: speculate(gama=3), "Method prompt-lookup has no option gama"),
-        (
-            lambda: speculate(model("llama"), "spd"),
-            "rewrites the draft model's prompt and needs its processor",
-        ),
+        (lambda: speculate(model("llama"), "spd"), "rewrites the draft model's prompt and needs its processor"),
         (lambda: speculate(model("llama"), "tabed"), "use saccade.load"),
     ],
 )
 def test_what_does_not_go_with_the_method_is_refused_at_once(build: Any, message: str) -> None:
     with pytest.raises(MethodError, match=message):
         build()
-
-
-def test_methods_that_rewrite_prompts_are_the_ones_that_are_refused() -> None:
-    """Any other method is composed without a processor, or needs a trained head."""
-    own = Target(model("llava"))
-    parts = Models(own, Target(FAMILIES["llava"].draft_model()))
-    for name, method in METHODS.items():
-        if method.needs == "head":
-            continue
-        if method.options.get("views"):
-            with pytest.raises(MethodError, match=r"needs its processor; use saccade\.load\(\)"):
-                build(name, parts)
-        else:
-            build(name, parts)

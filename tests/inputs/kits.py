@@ -38,9 +38,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
-    LlavaOnevisionImageProcessorPil,
-)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -228,30 +226,18 @@ def _tiled(config_class: type, image_processor: type, smol: bool) -> Kit:
     config.vision_config.image_size, config.vision_config.patch_size = 28, 7
     sizes = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
     images = image_processor(**sizes)
-    video = {
-        **sizes,
-        "size": {"longest_edge": 56},
-        "video_sampling": {"max_frames": 8, "fps": 2, "video_size": {}},
-    }
+    video = {**sizes, "size": {"longest_edge": 56}, "video_sampling": {"max_frames": 8, "fps": 2, "video_size": {}}}
     ours = InputProcessor.from_parts(config, tok, images, video if smol else None, IDEFICS_TEMPLATE)
     if not smol:
         return Kit(config, ours, Idefics3Processor(images, tok, image_seq_len=4, chat_template=IDEFICS_TEMPLATE))
     theirs = _unchecked(processing_smolvlm.SmolVLMProcessor)(
-        images,
-        tok,
-        VIDEO_PROCESSORS["SmolVLMVideoProcessor"](**video),
-        image_seq_len=4,
-        chat_template=IDEFICS_TEMPLATE,
+        images, tok, VIDEO_PROCESSORS["SmolVLMVideoProcessor"](**video), image_seq_len=4, chat_template=IDEFICS_TEMPLATE
     )
     return Kit(config, ours, theirs, video="<video>")
 
 
 def _gemma3() -> Kit:
-    named = {
-        "image_token": "<image_soft_token>",
-        "boi_token": "<start_of_image>",
-        "eoi_token": "<end_of_image>",
-    }
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     tok = tokenizer(list(named.values()), named, bos=True)
     template = chatml("<start_of_image>", bos="{{ bos_token }}")
     config = Gemma3Config(
@@ -278,18 +264,10 @@ def _internvl() -> Kit:
     size = {"size": {"height": 28, "width": 28}}
     images = GotOcr2ImageProcessorPil(**size, crop_to_patches=False, max_patches=6)
     theirs = _unchecked(InternVLProcessor)(
-        images,
-        tok,
-        VIDEO_PROCESSORS["InternVLVideoProcessor"](**size),
-        image_seq_length=4,
-        chat_template=template,
+        images, tok, VIDEO_PROCESSORS["InternVLVideoProcessor"](**size), image_seq_length=4, chat_template=template
     )
     return Kit(
-        config,
-        InputProcessor.from_parts(config, tok, images, size, template),
-        theirs,
-        "<IMG_CONTEXT>",
-        "<video>",
+        config, InputProcessor.from_parts(config, tok, images, size, template), theirs, "<IMG_CONTEXT>", "<video>"
     )
 
 

@@ -111,15 +111,6 @@ def test_images_without_token_types_are_refused_where_they_matter(case: FamilyCa
     check(config, {name: bare[name] for name in ("input_ids", "attention_mask")})
 
 
-def test_types_of_a_batch_keep_its_shape() -> None:
-    case = FAMILIES["qwen3_vl"]
-    inputs = case.inputs("video", rows=3)
-    types = type_ids(config_of(case), inputs["input_ids"])["mm_token_type_ids"]
-    assert torch.equal(types, inputs["mm_token_type_ids"])
-    assert visual_mask(config_of(case), inputs["input_ids"]).equal(types > 0)
-    assert type_ids(config_of(FAMILIES["llama"]), [1, 2, 3]) == {}
-
-
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
@@ -137,11 +128,7 @@ def test_a_batch_that_is_none_is_refused(inputs: dict[str, torch.Tensor], says: 
 
 
 def test_pixels_without_their_sizes_are_refused() -> None:
-    for name, key in (
-        ("qwen2_vl", "image_grid_thw"),
-        ("llava_next", "image_sizes"),
-        ("mistral3", "image_sizes"),
-    ):
+    for name, key in (("qwen2_vl", "image_grid_thw"), ("llava_next", "image_sizes"), ("mistral3", "image_sizes")):
         case = FAMILIES[name]
         inputs = {k: v for k, v in case.inputs("image").items() if k != key}
         with pytest.raises(InputError, match=f"no {key}"):

@@ -139,14 +139,6 @@ def test_a_directory_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_digest_tells_names_types_shapes_and_values_apart() -> None:
     x = torch.arange(6.0)
-    different = [
-        {"a": x},
-        {"b": x},
-        {"a": x.double()},
-        {"a": x.view(2, 3)},
-        {"a": x + 1},
-        {"a": x.bfloat16()},
-        {},
-    ]
+    different = [{"a": x}, {"b": x}, {"a": x.double()}, {"a": x.view(2, 3)}, {"a": x + 1}, {"a": x.bfloat16()}, {}]
     assert len({digest(tensors) for tensors in different}) == len(different)
     assert digest({"a": x, "b": x.view(2, 3).T}) == digest({"b": x.view(2, 3).T.contiguous(), "a": x.clone()})

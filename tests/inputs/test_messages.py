@@ -144,13 +144,7 @@ def test_template_options_reach_the_template() -> None:
         ("llava", "Look", [], [[IMAGE]], "takes images but no videos"),
         ("pixtral", "Look", [], [[IMAGE]], "takes images but no videos"),
         ("qwen2_vl", "Look", ["nothing.png"], [], "does not exist"),
-        (
-            "qwen2_vl",
-            "Look",
-            [Image.new("RGB", (2, 500))],
-            [],
-            "The image of 2x500 pixels cannot be prepared",
-        ),
+        ("qwen2_vl", "Look", [Image.new("RGB", (2, 500))], [], "The image of 2x500 pixels cannot be prepared"),
         ("qwen2_vl", "Look", [], [[Image.new("RGB", (2, 500))]], "more than 200 times longer than wide"),
         ("qwen2_vl", "Look", "cat.png", [], "Images must come as a list, but one str was given"),
         ("qwen2_vl", "Look", IMAGE, [], "Images must come as a list, but one Image was given"),
@@ -206,12 +200,7 @@ def test_every_image_becomes_one_newline(name: str, size: tuple[int, int]) -> No
     )
     blind = k.ours.text_only(prompt)
     assert blind.media == ()
-    special = set(k.ours.tokenizer.all_special_tokens) - {
-        "<s>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<end_of_utterance>",
-    }
+    special = set(k.ours.tokenizer.all_special_tokens) - {"<s>", "<|im_start|>", "<|im_end|>", "<end_of_utterance>"}
     text = k.ours.tokenizer.decode(blind.ids)
     assert not [token for token in special if token in text]
     template = k.ours.parts.chat_template

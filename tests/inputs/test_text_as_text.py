@@ -218,10 +218,7 @@ def test_any_hugging_face_processor_can_be_made_to_encode_text_as_text(name: str
     text = render(item.ours.tokenizer, template, literal.mark(messages), True, {})
     bos = item.ours.tokenizer.bos_token
     made = literal.through(item.theirs)(
-        text=[text],
-        images=[[PICTURE]],
-        return_tensors="pt",
-        add_special_tokens=not (bos and text.startswith(bos)),
+        text=[text], images=[[PICTURE]], return_tensors="pt", add_special_tokens=not (bos and text.startswith(bos))
     )
     expected = item.ours.prompt(conversation(hostile(item.ours), name), options=TEXT)
     assert made["input_ids"][0].tolist() == list(expected.ids)
