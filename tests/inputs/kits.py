@@ -8,45 +8,9 @@ from functools import cache
 from typing import Any
 
 import tokenizers
+import transformers as hf
 from torchvision_free import VIDEO_PROCESSORS, PixtralProcessor
-from transformers import (
-    CLIPVisionConfig,
-    Gemma3Config,
-    Idefics3Config,
-    InternVLConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaNextConfig,
-    LlavaOnevisionConfig,
-    Mistral3Config,
-    PixtralVisionConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen3VLConfig,
-    SiglipVisionConfig,
-    SmolVLMConfig,
-)
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.llava.processing_llava import LlavaProcessor
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
-from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
-from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm import processing_smolvlm
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from saccade.inputs.families.idefics import number_words
 from saccade.inputs.processor import InputProcessor
@@ -100,7 +64,7 @@ def tokenizer(special: list[str], named: dict[str, str] | None = None, bos: bool
         core.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
         )
-    return PreTrainedTokenizerFast(
+    return hf.PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token="<s>" if bos else None,
         eos_token="</s>",
@@ -116,139 +80,136 @@ def _unchecked(processor: type) -> type:
     return type(processor.__name__, (processor,), {"check_argument_for_proper_class": lambda *_: object})
 
 
+def _kit(
+    config: Any,
+    tok: Any,
+    images: Any,
+    template: str,
+    processor: Any,
+    video: dict[str, Any] | None = None,
+    video_processor: str | None = None,
+    marks: tuple[str, str | None] = ("<image>", None),
+    **theirs: Any,
+) -> Kit:
+    videos = []
+    if video_processor is not None:
+        processor, videos = _unchecked(processor), [VIDEO_PROCESSORS[video_processor](**(video or {}))]
+    ours = InputProcessor.from_parts(config, tok, images, video, template)
+    return Kit(config, ours, processor(images, tok, *videos, chat_template=template, **theirs), *marks)
+
+
+_SQUARE = {"height": 28, "width": 28}
+_CROPPED = {"size": {"shortest_edge": 28}, "crop_size": _SQUARE}
+_CLIP_TOKENS = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+
+
 def _llava() -> Kit:
     tok = tokenizer(["<image>"], bos=True)
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(image_size=28, patch_size=7),
-        text_config=LlamaConfig(),
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(image_size=28, patch_size=7),
+        text_config=hf.LlamaConfig(),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
     )
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    theirs = LlavaProcessor(
-        images,
-        tok,
-        patch_size=7,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=LLAVA_TEMPLATE,
-    )
-    return Kit(config, InputProcessor.from_parts(config, tok, images, None, LLAVA_TEMPLATE), theirs)
+    images = hf.CLIPImageProcessorPil(**_CROPPED)
+    return _kit(config, tok, images, LLAVA_TEMPLATE, hf.LlavaProcessor, **_CLIP_TOKENS)
 
 
-def _pixtral(mistral3: bool) -> Kit:
+def _pixtral(merge: int) -> Kit:
     tok = tokenizer(["[IMG]", "[IMG_BREAK]", "[IMG_END]"], bos=True)
-    template = chatml("[IMG]", bos="{{ bos_token }}")
-    index = tok.convert_tokens_to_ids("[IMG]")
-    vision = PixtralVisionConfig(image_size=64, patch_size=8)
-    merge = 2 if mistral3 else 1
-    if mistral3:
-        config = Mistral3Config(vision_config=vision, image_token_index=index, spatial_merge_size=merge)
+    shared = {
+        "vision_config": hf.PixtralVisionConfig(image_size=64, patch_size=8),
+        "image_token_index": tok.convert_tokens_to_ids("[IMG]"),
+    }
+    if merge > 1:
+        config = hf.Mistral3Config(**shared, spatial_merge_size=merge)
     else:
-        config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(), image_token_index=index)
-    images = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 8, "width": 8})
-    theirs = PixtralProcessor(images, tok, patch_size=8, spatial_merge_size=merge, chat_template=template)
-    return Kit(config, InputProcessor.from_parts(config, tok, images, None, template), theirs, "[IMG]")
+        config = hf.LlavaConfig(**shared, text_config=hf.LlamaConfig())
+    images = hf.PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 8, "width": 8})
+    template = chatml("[IMG]", bos="{{ bos_token }}")
+    sizes = {"patch_size": 8, "spatial_merge_size": merge}
+    return _kit(config, tok, images, template, PixtralProcessor, marks=("[IMG]", None), **sizes)
 
 
 def _llava_next() -> Kit:
     tok = tokenizer(["<image>"], bos=True)
     pinpoints = [[28, 56], [56, 28], [56, 56], [28, 84]]
-    config = LlavaNextConfig(
-        vision_config=CLIPVisionConfig(image_size=28, patch_size=7),
-        text_config=LlamaConfig(),
+    config = hf.LlavaNextConfig(
+        vision_config=hf.CLIPVisionConfig(image_size=28, patch_size=7),
+        text_config=hf.LlamaConfig(),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=pinpoints,
     )
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=pinpoints
-    )
-    theirs = LlavaNextProcessor(
-        images,
-        tok,
-        patch_size=7,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=LLAVA_TEMPLATE,
-    )
-    return Kit(config, InputProcessor.from_parts(config, tok, images, None, LLAVA_TEMPLATE), theirs)
+    images = hf.LlavaNextImageProcessorPil(**_CROPPED, image_grid_pinpoints=pinpoints)
+    return _kit(config, tok, images, LLAVA_TEMPLATE, hf.LlavaNextProcessor, **_CLIP_TOKENS)
 
 
 def _llava_onevision() -> Kit:
     tok = tokenizer(["<image>", "<video>"])
     pinpoints = [[28 * i, 28 * j] for i in range(1, 5) for j in range(1, 5)]
-    config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(image_size=28, patch_size=4),
-        text_config=Qwen2Config(),
+    config = hf.LlavaOnevisionConfig(
+        vision_config=hf.SiglipVisionConfig(image_size=28, patch_size=4),
+        text_config=hf.Qwen2Config(),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
         video_token_index=tok.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=pinpoints,
         vision_aspect_ratio="anyres_max_4",
     )
-    size = {"size": {"height": 28, "width": 28}}
-    images = LlavaOnevisionImageProcessorPil(**size, image_grid_pinpoints=pinpoints)
-    theirs = _unchecked(LlavaOnevisionProcessor)(
-        images,
+    images = hf.LlavaOnevisionImageProcessorPil(size=_SQUARE, image_grid_pinpoints=pinpoints)
+    return _kit(
+        config,
         tok,
-        VIDEO_PROCESSORS["LlavaOnevisionVideoProcessor"](**size),
+        images,
+        LLAVA_TEMPLATE,
+        hf.LlavaOnevisionProcessor,
+        {"size": _SQUARE},
+        "LlavaOnevisionVideoProcessor",
+        ("<image>", "<video>"),
         num_image_tokens=49,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_4",
-        chat_template=LLAVA_TEMPLATE,
     )
-    return Kit(config, InputProcessor.from_parts(config, tok, images, size, LLAVA_TEMPLATE), theirs, video="<video>")
 
 
-_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+_QWEN_MARKS = ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
+_QWEN_IDS = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
 
 
-def _qwen(config_class: type, processor: type, video_processor: str, patch: int) -> Kit:
-    tok = tokenizer(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
-    template = chatml(_QWEN_IMAGE, _QWEN_VIDEO)
-    config = config_class(
-        image_token_id=tok.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tok.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tok.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tok.convert_tokens_to_ids("<|vision_end|>"),
-    )
-    factor = (2 * patch) ** 2
-    images = Qwen2VLImageProcessorPil(patch_size=patch, size={"shortest_edge": 4 * factor, "longest_edge": 24 * factor})
-    video = {"patch_size": patch, "size": {"shortest_edge": 8 * factor, "longest_edge": 40 * factor}}
-    theirs = _unchecked(processor)(images, tok, VIDEO_PROCESSORS[video_processor](**video), chat_template=template)
-    ours = InputProcessor.from_parts(config, tok, images, video, template)
-    return Kit(config, ours, theirs, _QWEN_IMAGE, _QWEN_VIDEO)
+def _qwen(config_class: Any, processor: Any, video_processor: str, patch: int) -> Kit:
+    tok = tokenizer([f"<|{word}|>" for word in _QWEN_IDS.values()])
+    ids = {f"{name}_token_id": tok.convert_tokens_to_ids(f"<|{word}|>") for name, word in _QWEN_IDS.items()}
+    area = (2 * patch) ** 2
+    images = hf.Qwen2VLImageProcessorPil(patch_size=patch, size={"shortest_edge": 4 * area, "longest_edge": 24 * area})
+    video = {"patch_size": patch, "size": {"shortest_edge": 8 * area, "longest_edge": 40 * area}}
+    template = chatml(*_QWEN_MARKS)
+    return _kit(config_class(**ids), tok, images, template, processor, video, video_processor, _QWEN_MARKS)
 
 
-def _tiled(config_class: type, image_processor: type, smol: bool) -> Kit:
+def _tiled(config_class: Any, image_processor: Any, processor: Any, smol: bool) -> Kit:
     named = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", "<video>"]
     tok = tokenizer([*named, *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7))], bos=not smol)
     config = config_class(image_token_id=tok.convert_tokens_to_ids("<image>"), scale_factor=2)
     config.vision_config.image_size, config.vision_config.patch_size = 28, 7
     sizes = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
-    images = image_processor(**sizes)
-    video = {**sizes, "size": {"longest_edge": 56}, "video_sampling": {"max_frames": 8, "fps": 2, "video_size": {}}}
-    ours = InputProcessor.from_parts(config, tok, images, video if smol else None, IDEFICS_TEMPLATE)
-    if not smol:
-        return Kit(config, ours, Idefics3Processor(images, tok, image_seq_len=4, chat_template=IDEFICS_TEMPLATE))
-    theirs = _unchecked(processing_smolvlm.SmolVLMProcessor)(
-        images, tok, VIDEO_PROCESSORS["SmolVLMVideoProcessor"](**video), image_seq_len=4, chat_template=IDEFICS_TEMPLATE
-    )
-    return Kit(config, ours, theirs, video="<video>")
+    videos: tuple[Any, ...] = ()
+    if smol:
+        sampling = {"max_frames": 8, "fps": 2, "video_size": {}}
+        video = {**sizes, "size": {"longest_edge": 56}, "video_sampling": sampling}
+        videos = (video, "SmolVLMVideoProcessor", ("<image>", "<video>"))
+    return _kit(config, tok, image_processor(**sizes), IDEFICS_TEMPLATE, processor, *videos, image_seq_len=4)
 
 
 def _gemma3() -> Kit:
     named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     tok = tokenizer(list(named.values()), named, bos=True)
-    template = chatml("<start_of_image>", bos="{{ bos_token }}")
-    config = Gemma3Config(
+    config = hf.Gemma3Config(
         image_token_index=tok.image_token_id,
         boi_token_index=tok.boi_token_id,
         eoi_token_index=tok.eoi_token_id,
         mm_tokens_per_image=4,
     )
-    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    theirs = Gemma3Processor(images, tok, chat_template=template, image_seq_length=4)
-    return Kit(config, InputProcessor.from_parts(config, tok, images, None, template), theirs, "<start_of_image>")
+    images, template = hf.Gemma3ImageProcessorPil(size=_SQUARE), chatml("<start_of_image>", bos="{{ bos_token }}")
+    marks = ("<start_of_image>", None)
+    return _kit(config, tok, images, template, hf.Gemma3Processor, marks=marks, image_seq_length=4)
 
 
 def _internvl() -> Kit:
@@ -259,35 +220,29 @@ def _internvl() -> Kit:
         "video_token": "<video>",
     }
     tok = tokenizer(list(named.values()), named)
+    config = hf.InternVLConfig(image_token_id=tok.context_image_token_id, image_seq_length=4)
+    images = hf.GotOcr2ImageProcessorPil(size=_SQUARE, crop_to_patches=False, max_patches=6)
+    videos = ({"size": _SQUARE}, "InternVLVideoProcessor", ("<IMG_CONTEXT>", "<video>"))
     template = chatml("<IMG_CONTEXT>\n", "<video>\n")
-    config = InternVLConfig(image_token_id=tok.context_image_token_id, image_seq_length=4)
-    size = {"size": {"height": 28, "width": 28}}
-    images = GotOcr2ImageProcessorPil(**size, crop_to_patches=False, max_patches=6)
-    theirs = _unchecked(InternVLProcessor)(
-        images, tok, VIDEO_PROCESSORS["InternVLVideoProcessor"](**size), image_seq_length=4, chat_template=template
-    )
-    return Kit(
-        config, InputProcessor.from_parts(config, tok, images, size, template), theirs, "<IMG_CONTEXT>", "<video>"
-    )
+    return _kit(config, tok, images, template, hf.InternVLProcessor, *videos, image_seq_length=4)
 
 
 def _text() -> Kit:
-    tok = tokenizer([], bos=True)
-    config = LlamaConfig()
+    tok, config = tokenizer([], bos=True), hf.LlamaConfig()
     return Kit(config, InputProcessor.from_parts(config, tok, None, None, chatml("")), None)
 
 
 _BUILDERS: dict[str, Callable[[], Kit]] = {
     "llava": _llava,
-    "pixtral": lambda: _pixtral(mistral3=False),
-    "mistral3": lambda: _pixtral(mistral3=True),
+    "pixtral": lambda: _pixtral(1),
+    "mistral3": lambda: _pixtral(2),
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
-    "qwen2_vl": lambda: _qwen(Qwen2VLConfig, Qwen2VLProcessor, "Qwen2VLVideoProcessor", 14),
-    "qwen2_5_vl": lambda: _qwen(Qwen2_5_VLConfig, Qwen2_5_VLProcessor, "Qwen2VLVideoProcessor", 14),
-    "qwen3_vl": lambda: _qwen(Qwen3VLConfig, Qwen3VLProcessor, "Qwen3VLVideoProcessor", 16),
-    "idefics3": lambda: _tiled(Idefics3Config, Idefics3ImageProcessorPil, smol=False),
-    "smolvlm": lambda: _tiled(SmolVLMConfig, SmolVLMImageProcessorPil, smol=True),
+    "qwen2_vl": lambda: _qwen(hf.Qwen2VLConfig, hf.Qwen2VLProcessor, "Qwen2VLVideoProcessor", 14),
+    "qwen2_5_vl": lambda: _qwen(hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, "Qwen2VLVideoProcessor", 14),
+    "qwen3_vl": lambda: _qwen(hf.Qwen3VLConfig, hf.Qwen3VLProcessor, "Qwen3VLVideoProcessor", 16),
+    "idefics3": lambda: _tiled(hf.Idefics3Config, hf.Idefics3ImageProcessorPil, hf.Idefics3Processor, False),
+    "smolvlm": lambda: _tiled(hf.SmolVLMConfig, hf.SmolVLMImageProcessorPil, hf.SmolVLMProcessor, True),
     "gemma3": _gemma3,
     "internvl": _internvl,
     "llama": _text,
