@@ -36,7 +36,7 @@ from saccade.target_model.adapter import Target
 
 BOUND = 1.02
 """Times of plain decoding that `auto` may take over any window."""
-WINDOW = 200
+WINDOW = 500
 """Tokens of a window, of every row."""
 _STRIDE = 10
 _NOISE = 0.01

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, target, tokens
@@ -11,7 +10,7 @@ from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, targe
 from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
-from saccade.engine.pacing import Pacer, Trials
+from saccade.engine.costs import Pacer
 from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
@@ -50,8 +49,8 @@ class Wilful(Pacer):
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         return self._chance.random() < 0.5
 
-    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
-        return [self._chance.choice((0, 0, 1, 2, 4)) for _ in rows]
+    def lengths(self, rows: int, others: int = 0) -> list[int]:
+        return self._chance.choices((0, 0, 1, 2, 4), k=rows)
 
 
 @pytest.mark.some_families

@@ -6,7 +6,6 @@ import math
 import random
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ import torch
 from checkpoints import ready
 from saccade import load
 from saccade.draft.model import ModelDraftSession
-from saccade.engine.pacing import SPAN, Ledger, Pacer, Trials, sampled_length
-from saccade.engine.step import Clock
-from saccade.engine.step_times import Forwards
+from saccade.engine.costs import Clock, Pacer, Trials, sampled_length
 from saccade.errors import MethodError
 from saccade.target_model.adapter import Target
 from saccade.target_model.traits import ContextError
@@ -67,8 +64,8 @@ class Course:
         self.tokens.append(self.tokens[-1] + tokens)
 
     def worst(self, rows: int) -> float:
-        """The largest ratio of both over any window of 200 tokens of every row."""
-        size = 200 * rows
+        """The largest ratio of both over any window of 1000 tokens of every row."""
+        size = 1000 * rows
         starts = np.arange(0, self.tokens[-1] - size, 5)
         each = [
             np.interp(starts + size, self.tokens, seconds) - np.interp(starts, self.tokens, seconds)
@@ -97,15 +94,15 @@ def simulate(world: World, answers: int, length: int | None = None, seed: int = 
         ]
         for _ in filter(None, joined):
             pacer.observe_prefill(world.prompt, took(spent))
-        pacer.observe_prefill_step(world.rows * world.prompt, took(prefill), world.rows, world.rows)
+        pacer.observe_prefill_step(took(prefill), world.rows)
         course.add(prefill + sum(joined) * spent, prefill, world.rows)
-        left, trials = [world.answer - 1] * world.rows, [Trials() for _ in range(world.rows)]
+        left = [world.answer - 1] * world.rows
         while any(left):
             rows = [i for i, tokens in enumerate(left) if tokens]
             count, own = len(rows), [i for i in rows if joined[i]]
             lengths = dict.fromkeys(rows, length or 0)
             if length is None and own:
-                paced = pacer.lengths([trials[i] for i in own], count - len(own))
+                paced = pacer.lengths(len(own), count - len(own))
                 lengths |= {i: min(tokens, left[i]) for i, tokens in zip(own, paced, strict=True)}
             drafting, longest = sum(map(bool, lengths.values())), max(lengths.values())
             verified = count + sum(lengths.values())
@@ -116,7 +113,7 @@ def simulate(world: World, answers: int, length: int | None = None, seed: int = 
                 while good < tokens and rng.random() < accepted:
                     good += 1
                 if tokens:
-                    pacer.observe_acceptance(trials[i], tokens, good)
+                    pacer.observe_acceptance(tokens, good)
                 emitted += min(left[i], good + 1)
                 left[i] = max(0, left[i] - good - 1)
             pacer.observe_step(verified, took(forward), count, emitted, drafting, longest, took(draft))
@@ -128,7 +125,7 @@ def simulate(world: World, answers: int, length: int | None = None, seed: int = 
 
 HOPELESS = {
     "a random drafter": World(accepted=0.01),
-    "a random drafter on a noisy machine": World(accepted=0.01, noise=0.2, drift=0.1),
+    "a random drafter on a noisy machine": World(accepted=0.01, noise=0.2, drift=0.02),
     "a drafter as large as the target": World(accepted=0.95, draft=1.0, guess=1.0),
     "a slow drafter": World(accepted=0.6, draft=0.7, guess=0.7),
     "answers of five tokens": World(accepted=0.5, answer=5),
@@ -141,13 +138,15 @@ HOPELESS = {
 
 
 @pytest.mark.parametrize("world", HOPELESS.values(), ids=HOPELESS)
-def test_drafting_that_cannot_pay_costs_two_percent_over_any_200_tokens_of_every_row(world: World) -> None:
-    worst = sorted(simulate(world, max(40, 2000 // world.answer), seed=seed).worst(world.rows) for seed in range(3))
-    assert worst[1] < (1.03 if world.noise else 1.02)
+def test_drafting_that_cannot_pay_costs_two_percent_over_any_1000_tokens_of_every_row(world: World) -> None:
+    courses = [simulate(world, max(40, 2000 // world.answer), seed=seed) for seed in range(3)]
+    assert sorted(course.worst(world.rows) for course in courses)[1] < 1.02
+    first = [[np.interp(200 * world.rows, c.tokens, each) for each in (c.ours, c.plain)] for c in courses]
+    assert sorted(ours / plain for ours, plain in first)[1] < 1.02, "since the start"
 
 
 @pytest.mark.singly
-@pytest.mark.parametrize(("noise", "drift"), [(0.0, 0.0), (0.5, 0.0), (0.2, 0.1)])
+@pytest.mark.parametrize(("noise", "drift"), [(0.0, 0.0), (0.5, 0.0), (0.2, 0.02)])
 @pytest.mark.parametrize(
     ("accepted", "draft", "slope", "rows"),
     [
@@ -167,7 +166,7 @@ def test_a_good_drafter_is_nearly_as_fast_as_its_best_fixed_length(
     for seed in range(3):
         fixed = [simulate(world, 30, length, seed).ours[-1] for length in range(9)]
         ratios.append(simulate(world, 30, seed=seed).ours[-1] / min(fixed))
-    assert sorted(ratios)[1] < 1.1
+    assert sorted(ratios)[1] < (1.08 if noise else 1.03)  # from a cold start
 
 
 def test_bad_luck_at_first_does_not_end_drafting_for_a_span() -> None:
@@ -177,72 +176,37 @@ def test_bad_luck_at_first_does_not_end_drafting_for_a_span() -> None:
     assert slowness[54] < 0.92
 
 
-def test_a_drafter_that_pays_is_tried_again_after_a_doubling_wait() -> None:
-    pacer, trials = Pacer(8, 0.1), Trials()
-    pacer.observe_step(1, 1.0, 1, 1)
-    for _ in range(30):
-        pacer.observe_acceptance(trials, 5, 5)
-    pacer.ledger.add(10.0)
-    lengths = []
-    for _ in range(120):
-        (length,) = pacer.lengths([trials])
-        lengths.append(length)
-        if length:
-            pacer.observe_acceptance(trials, length, 0)
-        pacer.observe_step(length + 1, 1 + 0.1 * length, 1, 1, int(length > 0), length, 0.1 * length)
-    tried = [step for step, length in enumerate(lengths) if length]
-    assert [after - before for before, after in pairwise(tried)] == [33, 65]
-    assert max(lengths) == 1
-
-
 def test_a_machine_that_gets_slower_changes_no_estimate() -> None:
-    forwards, seconds = Forwards(), 0.01
+    pacer, seconds = Pacer(8, 0.1), 0.01
     for _ in range(40):
         for tokens, units in ((1, 1.0), (4, 2.0), (6, 2.5)):
-            forwards.observe(tokens, units * seconds)
+            pacer.observe_step(tokens, units * seconds, 1, 1)
             seconds *= 1.01
-    assert forwards(4) == pytest.approx(2 * forwards(1), rel=0.02)
-    assert forwards(6) == pytest.approx(2.5 * forwards(1), rel=0.03)
+    assert pacer.forward(4) == pytest.approx(2 * pacer.forward(1), rel=0.02)
+    assert pacer.forward(6) == pytest.approx(2.5 * pacer.forward(1), rel=0.03)
 
 
-def test_a_single_interrupted_prefill_does_not_end_drafting() -> None:
+def test_a_single_interrupted_step_or_prefill_is_not_believed() -> None:
     pacer = Pacer(8, 0.1)
-    pacer.observe_step(1, 1.0, 1, 1)
-    assert pacer.admits(0, 150, 100)
-    pacer.observe_prefill(150, 400.0)
-    for _ in range(400):
-        pacer.observe_step(1, 1.0, 1, 1)
-    assert pacer.admits(0, 150, 100)
-
-
-def test_a_single_interrupted_step_is_not_believed() -> None:
-    forwards = Forwards()
     for tokens, seconds in ((1, 0.01), (1, 0.01), (3, 0.2), (1, 0.01)):
-        forwards.observe(tokens, seconds)
-    assert forwards(3) < 2 * forwards(1)
-
-
-def test_the_ledger_sums_losses_up_to_its_worst_and_forgets_them_after_a_span() -> None:
-    ledger = Ledger()
-    for loss in (-2.0, 1.0, 1.0, -0.5, 0.75):
-        ledger.add(loss)
-        ledger.advance(10)
-    assert ledger.lost == 2.25
-    ledger.advance(SPAN - 35)  # the first loss is out of the span
-    assert ledger.lost == 1.25
-    ledger.advance(SPAN)
-    assert ledger.lost == 0
+        pacer.observe_step(tokens, seconds, 1, 1)
+    assert pacer.forward(3) < 2 * pacer.forward(1)
+    assert pacer.admits(0, 150, 100)
+    pacer.observe_prefill(150, 4.0)
+    for _ in range(400):
+        pacer.observe_step(1, 0.01, 1, 1)
+    assert pacer.admits(0, 150, 100)
 
 
 def test_a_drafter_that_gets_better_is_found_again() -> None:
     bad = World(accepted=0.01)
-    pacer, trials = Pacer(8, 0.1), Trials()
+    pacer = Pacer(8, 0.1)
 
     def step(accepts: bool) -> int:
-        (length,) = pacer.lengths([trials])
+        (length,) = pacer.lengths(1)
         accepted = length if accepts else 0
         if length:
-            pacer.observe_acceptance(trials, length, accepted)
+            pacer.observe_acceptance(length, accepted)
         pacer.observe_step(length + 1, bad.forward(length + 1), 1, accepted + 1, int(length > 0), length, length * 0.1)
         return length
 
@@ -255,28 +219,29 @@ def test_a_drafter_that_gets_better_is_found_again() -> None:
 
 def test_the_longest_chain_is_drafted_where_every_token_is_accepted_and_none_where_none_is() -> None:
     for accepted, expected in ((8, 8), (0, 0)):
-        pacer, trials = Pacer(8, 0.05), Trials()
+        pacer = Pacer(8, 0.05)
+        pacer.lengths(1)
         pacer.observe_step(1, 1.0, 1, 1)
-        pacer.observe_step(9, 1.3, 1, accepted + 1, 1, 8, 0.4)
         for _ in range(60):
-            pacer.observe_acceptance(trials, 8, accepted)
-        assert pacer.lengths([trials]) == [expected]
+            pacer.observe_step(9, 1.3, 1, accepted + 1, 1, 8, 0.4)
+            pacer.observe_acceptance(8, accepted)
+        assert pacer.lengths(1) == [expected]
 
 
 def test_a_row_that_samples_drafts_five_tokens_until_its_own_trials_say_none() -> None:
     row = Trials()
     assert sampled_length(row) == 5
     for _ in range(10):
-        row.add(5, 0)
+        row.observe(5, 0)
     assert sampled_length(row) == 0
 
 
 def test_trials_count_only_tokens_behind_accepted_ones() -> None:
     trials = Trials()
-    trials.add(5, 2)  # two accepted, the third rejected, the others never reached
+    trials.observe(5, 2)  # two accepted, the third rejected, the others never reached
     assert trials.accepted / trials.count == pytest.approx(2 / 3, abs=0.02)
     trials = Trials()
-    trials.add(2, 2)
+    trials.observe(2, 2)
     assert trials.accepted == trials.count
 
 
@@ -288,7 +253,7 @@ def test_a_drafter_joins_rows_that_began_without_it_once_it_pays(monkeypatch: py
     lengths = random.Random(0)
     monkeypatch.setattr(Pacer, "admits", lambda self, others, prompt, remaining: remaining < 60 or others == 1)
     monkeypatch.setattr(Pacer, "is_proven", True)
-    monkeypatch.setattr(Pacer, "lengths", lambda self, rows, others: [lengths.choice((0, 0, 1, 3, 8)) for _ in rows])
+    monkeypatch.setattr(Pacer, "lengths", lambda self, rows, others: lengths.choices((0, 0, 1, 3, 8), k=rows))
     outputs = vlm.generate(questions, max_new_tokens=60)
     assert [output.tokens for output in outputs] == plain
     assert all(output.stats.drafted_tokens for output in outputs)
@@ -301,8 +266,7 @@ def test_what_neighbours_take_of_the_processor_shortens_no_drafts(
 ) -> None:
     """Several answers of a drafter that is always right, which waits for neighbours in every forward."""
     vlm = load(ready("llava"), ready("llava"), "auto")
-    assert vlm.engine.pacer is not None
-    vlm.engine.pacer.draft_cost = 0.05
+    vlm.engine.pacer = Pacer(8, 0.05)
     forward, seconds = Target.forward, {"wall": 0.0, "processor": 0.0}
 
     def timed(model: Target, cache: Any, blocks: Any, *more: Any) -> Any:
@@ -312,10 +276,10 @@ def test_what_neighbours_take_of_the_processor_shortens_no_drafts(
         return forward(model, cache, blocks, *more)
 
     monkeypatch.setattr(Target, "forward", timed)
-    monkeypatch.setattr("saccade.engine.step.time.perf_counter", lambda: seconds["wall"])
-    monkeypatch.setattr("saccade.engine.step.time.thread_time", lambda: seconds["processor"])
+    monkeypatch.setattr("saccade.engine.costs.time.perf_counter", lambda: seconds["wall"])
+    monkeypatch.setattr("saccade.engine.costs.time.thread_time", lambda: seconds["processor"])
     outputs = vlm.generate(["What is it?", "Why is it so?", "How many of them are there?", "Who?"], max_new_tokens=100)
-    assert [output.stats.target_passes for output in outputs] == [12] * 4
+    assert [output.stats.target_passes for output in outputs] == [13] * 4
     times = outputs[0].stats.times
     assert times.verify + times.prefill + times.draft + times.draft_prefill == pytest.approx(seconds["wall"])
 

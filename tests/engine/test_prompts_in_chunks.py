@@ -158,7 +158,7 @@ def test_a_step_with_a_part_of_a_prompt_stays_below_three_without(
         return forward(target, cache, blocks, *more)
 
     batch = engine(method).open(2)
-    monkeypatch.setattr("saccade.engine.step.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr("saccade.engine.costs.time.thread_time", lambda: clock[0])
     monkeypatch.setattr(Target, "forward", timed)
     first, steps = add(batch, prompts()[0], n=300), list[float]()
     while len(first.output) < 30:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from saccade.draft.drafter import DraftSession
-from saccade.engine.chunks import LONGEST_STEP, ChunkSizes
+from saccade.engine.costs import LONGEST_STEP, ChunkSizes
 from saccade.engine.generation import RowPlan
 from saccade.engine.row import Request, Row, RowStep
 from saccade.engine.state import BatchState, Components

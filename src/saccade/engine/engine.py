@@ -7,8 +7,8 @@ from typing import Any
 
 from saccade.draft.drafter import Drafter
 from saccade.engine.batch import RunningBatch
+from saccade.engine.costs import Pacer
 from saccade.engine.generation import DecodingPlan, plan
-from saccade.engine.pacing import Pacer
 from saccade.engine.row import Request, Row, RowStep
 from saccade.errors import InputError
 from saccade.output import Output, Step

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from saccade.draft.drafter import Divisible
-from saccade.engine.chunks import ChunkSizes
+from saccade.engine.costs import ChunkSizes, Clock
 from saccade.engine.row import Row
 from saccade.engine.state import BatchState
-from saccade.engine.step import Clock, PrefillChunk
+from saccade.engine.step import PrefillChunk
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
 from saccade.target_model.context import PrefillResult

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from saccade.engine.costs import Trials
 from saccade.engine.generation import RowPlan
-from saccade.engine.pacing import Trials
 from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
 from saccade.verify.processing import RowProcessing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.engine.pacing import Pacer
+from saccade.engine.costs import Pacer
 from saccade.engine.row import Row, RowStep
 from saccade.engine.slots import SlotAllocator, most_slots
 from saccade.target_model.adapter import Target

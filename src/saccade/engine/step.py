@@ -1,11 +1,8 @@
-"""Parts of one step: prefill chunks, trees with their verdicts, and stage timers."""
+"""Parts of one step: prefill chunks, and trees with their verdicts."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,56 +18,6 @@ from saccade.tree import DraftTree
 from saccade.verify.lossless import Uniforms
 from saccade.verify.processing import Processing
 from saccade.verify.rule import Judge, Rule, Verdict
-
-
-class Clock:
-    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU.
-
-    Beside them the stages' costs, by which drafts are paced. On the CPU they are processor time of this thread, which
-    has its share of every product and does not run on while other programs and threads have the processor.
-    """
-
-    def __init__(self, device: torch.device, waits: bool = False) -> None:
-        self._device = device
-        self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
-        self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage; on a GPU `read` has them
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time until the context closes to stage ``name``."""
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            start = torch.cuda.Event(enable_timing=True)
-            stop = torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            try:
-                yield
-            finally:
-                stop.record(stream)
-                self._events.append((name, start, stop))
-        else:
-            started, cost = time.perf_counter(), self.timer()
-            try:
-                yield
-            finally:
-                self._seconds[name] += time.perf_counter() - started
-                self.costs[name] += self.timer() - cost
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds measured elsewhere."""
-        self._seconds[name] += seconds
-
-    def read(self) -> dict[str, float]:
-        """Return seconds per stage, once the step's results are on the host."""
-        for name, start, stop in self._events:
-            stop.synchronize()  # returns at once: the transfer of the results ran behind it
-            self._seconds[name] += start.elapsed_time(stop) / 1000
-        self._events.clear()
-        if self._device.type == "cuda":
-            self.costs = self._seconds
-        return dict(self._seconds)
 
 
 def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:

@@ -9,13 +9,11 @@ import torch
 
 from saccade.draft.drafter import FollowsTarget
 from saccade.draft.trees.policy import DrawProposer, Proposer, Signals, TopProposer, Traced
-from saccade.engine.chunks import ChunkSizes
-from saccade.engine.pacing import sampled_length
+from saccade.engine.costs import ChunkSizes, Clock, sampled_length
 from saccade.engine.prompts import PromptRunner
 from saccade.engine.row import Row, RowStep
 from saccade.engine.state import BatchState
 from saccade.engine.step import (
-    Clock,
     PrefillChunk,
     VerificationGroup,
     append_tree,
@@ -75,8 +73,9 @@ class StepRunner:
         self._count_seconds([*chunks, *prefilled, *ahead], groups)
         with_tree = {id(c.row): c for c in chunks if c.has_tree}
         emitted = sum(self._emit(group, numbers, with_tree) for group, numbers in zip(groups, host, strict=True))
-        self._observe_costs(groups, [*chunks, *prefilled, *ahead], emitted)
-        self._prompts.observe(self._clock.timer() - started)
+        seconds = self._clock.timer() - started
+        self._observe_costs(groups, [*chunks, *prefilled, *ahead], emitted, seconds)
+        self._prompts.observe(seconds)
 
     # -- trees ---------------------------------------------------------------------------------------------
 
@@ -129,31 +128,32 @@ class StepRunner:
         elif do_sample:
             lengths = [sampled_length(row.trials) for row in rows]
         else:
-            lengths = pacer.lengths([row.trials for row in rows], others)
+            lengths = pacer.lengths(len(rows), others)
         if pacer is not None and self._target.ranks is not None:  # times differ from rank to rank
             lengths = self._target.ranks.numbers(lengths)
         return {id(row): length for row, length in zip(rows, lengths, strict=True)}
 
-    def _observe_costs(self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int) -> None:
-        """Let the pacer take in the times of a step with these chunks of prompts."""
-        pacer, seconds = self._state.pacer, self._clock.costs
+    def _observe_costs(
+        self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int, seconds: float
+    ) -> None:
+        """Let the pacer take in the time of a step with these chunks of prompts."""
+        pacer, draft = self._state.pacer, self._clock.costs["draft"]
+        rows = sum(len(group.rows) for group in groups)
         if pacer is None or not groups:
             return
         if chunks:
-            tokens = sum(chunk.block.count for chunk in chunks if chunk.block is not None)
-            alone = 0 if seconds.get("verify") else tokens
-            spent = seconds.get("prefill", 0.0) + seconds.get("vision", 0.0)
-            pacer.observe_prefill_step(alone, spent, sum(len(group.rows) for group in groups), emitted)
+            spent = self._clock.costs["prefill"] + self._clock.costs["vision"]
+            pacer.observe_prefill_step(spent, rows)
             return
         drafted = [group for group in groups if group.drafted]
         pacer.observe_step(
             tokens=sum(len(group.rows) * group.tree.size for group in groups),
-            forward=seconds.get("verify", 0.0),
-            rows=sum(len(group.rows) for group in groups),
+            forward=seconds - draft,
+            rows=rows,
             emitted=emitted,
             drafting=sum(len(group.rows) for group in drafted),
             length=max((group.tree.size - 1 for group in drafted), default=0),
-            draft=seconds.get("draft", 0.0),
+            draft=draft,
         )
 
     def _propose_group(self, rows: list[Row], do_sample: bool, length: int) -> VerificationGroup:
@@ -335,7 +335,8 @@ class StepRunner:
         if not first:
             row.record_pass(min(count, row.remaining))
         if self._state.pacer is not None and drafted:
-            self._state.pacer.observe_acceptance(row.trials, drafted, min(count, drafted))
+            self._state.pacer.observe_acceptance(drafted, min(count, drafted))
+            row.trials.observe(drafted, min(count, drafted))
         emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
         if barred and len(emitted) > count:
             names = ", ".join(name_of(processor) for processor in row.plan.processors) or "none"

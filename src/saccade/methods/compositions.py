@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from saccade.draft.heads.head import Head
     from saccade.draft.trees.policy import TreePolicy
     from saccade.engine import Engine
-    from saccade.engine.pacing import Pacer
+    from saccade.engine.costs import Pacer
     from saccade.inputs.processor import InputProcessor
     from saccade.target_model.adapter import Target
     from saccade.verify.rule import Rule
@@ -60,7 +60,7 @@ def compose(parts: Models, values: Values) -> Engine:
 
 def _pacer(parts: Models, values: Values) -> Pacer | None:
     from saccade.draft.heads.registry import HEAD_KINDS
-    from saccade.engine.pacing import Pacer
+    from saccade.engine.costs import Pacer
     from saccade.methods.groups import LOSSLESS_RULE
 
     if values.get("tree") != "paced":
