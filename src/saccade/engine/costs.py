@@ -103,7 +103,7 @@ class Typical:
         self.value = median_low(self._values)
 
 
-class Costs:
+class CostsByTokens:
     """Typical costs by number of tokens; of a number that was not measured by the nearest one's."""
 
     def __init__(self, guess: Callable[[int], float]) -> None:
@@ -170,8 +170,8 @@ class Pacer:
         self.max_length = max_length  # most draft tokens of a row and step
         self.draft_cost = draft_cost  # guess of the time of a drafter's forward in units
         self.credit = START
-        self.forward = Costs(lambda tokens: 1 + SLOPE * (tokens - 1))  # units of the target's step by its tokens
-        self.draft = Costs(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # of one level by rows
+        self.forward = CostsByTokens(lambda tokens: 1 + SLOPE * (tokens - 1))  # units of a step by its tokens
+        self.draft = CostsByTokens(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # of one level by rows
         self._unit: float | None = None  # seconds
         self._run: tuple[int, deque[float]] = (0, deque(maxlen=5))  # tokens of the last steps, and their seconds
         self._anchor = 0  # tokens of the first step, whose units are fixed
