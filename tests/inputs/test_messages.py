@@ -149,7 +149,7 @@ def test_template_options_reach_the_template() -> None:
         ("qwen2_vl", "Look", "cat.png", [], "Images must come as a list, but one str was given"),
         ("qwen2_vl", "Look", IMAGE, [], "Images must come as a list, but one Image was given"),
         ("qwen2_vl", "Look", [], "film.mp4", "Videos must come as a list, but one str was given"),
-        ("qwen2_vl", "Look", [], [IMAGE], "A video of type Image"),
+        ("qwen2_vl", "Look", [], [IMAGE], "The video of type Image"),
         ("qwen2_vl", [], [], [], "list of messages is empty"),
         ("qwen2_vl", [{"content": "Hello"}], [], [], '"role"'),
         ("qwen2_vl", ["Hello"], [], [], '"role"'),

@@ -15,7 +15,7 @@ import torch
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from saccade.errors import InputError
+from saccade.errors import InputError, first_line
 from saccade.inputs.prompt import Prompt
 from saccade.processors import criterion_of_row, of_row
 from saccade.target_model.adapter import Target
@@ -143,7 +143,7 @@ def _refusals() -> Iterator[None]:
     except InputError:
         raise
     except (ValueError, TypeError) as problem:
-        reason = "".join(str(problem).strip().splitlines()[:1]).rstrip(".")
+        reason = first_line(problem)
         raise InputError(f"The generation options cannot be used together or as they are: {reason}.") from problem
 
 

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import BatchEncoding
 
-from saccade.errors import InputError
+from saccade.errors import InputError, first_line
 
 Message = Mapping[str, Any]
 
@@ -121,9 +121,8 @@ def render(
     if isinstance(outcomes[-1], str):
         return next(text for text in outcomes if isinstance(text, str))
     failure = next(error for error in outcomes if isinstance(error, Exception))
-    reason = str(failure).strip().rstrip(".").splitlines()[:1]
     raise InputError(
-        f"The chat template refuses the messages ({''.join(reason)}); check roles and their order."
+        f"The chat template refuses the messages ({first_line(failure)}); check roles and their order."
     ) from failure
 
 
@@ -383,7 +382,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _find(text: str, names: Iterable[str]) -> Iterator[Span]:
     for name in names:
-        yield from (found.span() for found in re.finditer(re.escape(name), text))
+        yield from (match.span() for match in re.finditer(re.escape(name), text))
 
 
 def _stripped(text: str, span: Span) -> Span:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saccade.errors import ModelError
+from saccade.errors import ModelError, first_line
 from saccade.inputs.families import family_of
 
 
@@ -85,8 +85,7 @@ def _loaded(auto: Any, path: str, what: str, **options: Any) -> Any:
     try:
         return auto.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        first_line = "".join(str(error).strip().splitlines()[:1])
-        reason = first_line.split(". ")[0].rstrip(".: ")[:300]
+        reason = first_line(error).split(". ")[0].rstrip(".: ")[:300]
         raise ModelError(
             f"The {what} of {path} cannot be loaded ({reason}); give a complete checkpoint directory "
             "or a model id that can be reached."
@@ -94,13 +93,10 @@ def _loaded(auto: Any, path: str, what: str, **options: Any) -> Any:
 
 
 def _find(path: str, name: str) -> Path | None:
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return file if file.is_file() else None
     from transformers.utils import cached_file
 
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return Path(found) if found else None
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return Path(file) if file else None
 
 
 def _json(path: str, name: str) -> dict[str, Any]:

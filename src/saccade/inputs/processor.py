@@ -15,7 +15,7 @@ from numpy import integer
 from PIL import Image
 from torch import Tensor
 
-from saccade.errors import InputError, ModelError, SaccadeError
+from saccade.errors import InputError, ModelError, SaccadeError, first_line
 from saccade.inputs.chat import (
     Controls,
     LiteralText,
@@ -306,8 +306,8 @@ class InputProcessor:
                 raise
             sizes = ", ".join(f"{image.width}x{image.height}" for image in _flat(images))
             raise InputError(
-                f"The image of {sizes} pixels cannot be prepared for {self._family.name} ({_reason(error)}); scale or "
-                "crop it."
+                f"The image of {sizes} pixels cannot be prepared for {self._family.name} ({first_line(error)}); scale "
+                "or crop it."
             ) from error
 
     def _composite_prompt(
@@ -333,7 +333,7 @@ class InputProcessor:
             )
         except (ValueError, TypeError, KeyError, ImportError) as error:
             raise InputError(
-                f"The processor of {family.name} refuses the prompt ({_reason(error)}); check its images."
+                f"The processor of {family.name} refuses the prompt ({first_line(error)}); check its images."
             ) from error
         ids = tuple(made["input_ids"][0].tolist())
         tensors = {k: v for k, v in made.items() if k not in _TEXT_KEYS and hasattr(v, "shape")}
@@ -372,11 +372,6 @@ def _counted(n: int, kind: str) -> str:
 
 def _flat(images: Any) -> list[Image.Image]:
     return [image for nested in images for image in _flat(nested)] if isinstance(images, list) else [images]
-
-
-def _reason(error: Exception) -> str:
-    """First line of a foreign error, without its full stop."""
-    return "".join(str(error).strip().rstrip(".").splitlines()[:1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,15 +40,15 @@ class Prompt:
         return len(self.ids)
 
     @property
-    def given(self) -> list[tuple[Medium, ...]]:
+    def sources(self) -> list[tuple[Medium, ...]]:
         """Media by source: the frames of one video together, all others alone."""
-        found: list[tuple[Medium, ...]] = []
+        sources: list[tuple[Medium, ...]] = []
         for medium in self.media:
-            if medium.frame is not None and medium.frame[0] and found:
-                found[-1] = (*found[-1], medium)
+            if medium.frame is not None and medium.frame[0] and sources:
+                sources[-1] = (*sources[-1], medium)
             else:
-                found.append((medium,))
-        return found
+                sources.append((medium,))
+        return sources
 
     def salted(self, salt: str) -> Prompt:
         """The same prompt, whose media share features and captions with those of the same salt alone."""

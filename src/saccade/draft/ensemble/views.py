@@ -118,7 +118,7 @@ class Caption(PlainView):
         spans = iter(spans_with_wrappers(self._config, self._tokenizer, prompt))
         ids: list[int] = []
         end = 0
-        for media in prompt.given:
+        for media in prompt.sources:
             places = [next(spans) for _ in media]
             start, stop = places[0][0], places[-1][1]
             shown = PromptMedium(media, prompt.ids[start:stop])

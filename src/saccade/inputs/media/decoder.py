@@ -69,12 +69,6 @@ class Decoder:
         self._container = accepted_container(data, limits)
         self._deadline = time.monotonic() + limits.decode_seconds
 
-    def __enter__(self) -> Decoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def probe(self) -> tuple[int, float | None, int]:
         """Number of frames as the file says (0: it does not), frames per second and pixels of one frame."""
         limits = self._limits
@@ -218,15 +212,15 @@ def _main() -> None:
     try:
         _import_all()
         confine(limits.decode_memory, limits.decode_seconds, files=False)
-        with Decoder(data, limits) as decoder:
-            send(writer, decoder.probe())
-            while True:
-                wanted, _ = receive(reader, 0)
-                for number, frame in decoder.scan(wanted):
-                    if frame is None:
-                        send(writer, {"count": number})
-                    else:
-                        send(writer, {"number": number, "shape": frame.shape}, frame)
+        decoder = Decoder(data, limits)
+        send(writer, decoder.probe())
+        while True:
+            wanted, _ = receive(reader, 0)
+            for number, frame in decoder.scan(wanted):
+                if frame is None:
+                    send(writer, {"count": number})
+                else:
+                    send(writer, {"number": number, "shape": frame.shape}, frame)
     except EOFError:
         return
     except MemoryError:

@@ -116,13 +116,9 @@ def read_source(source: Any, what: str, limits: MediaLimits = LOCAL) -> tuple[st
         path = _local_path(os.fspath(source), what, limits)
         name, data = f"The {what} file {path}", _read(path, what, most)
     else:
-        article, rest = (
-            ("An", "a PIL image or a NumPy array")
-            if what == "image"
-            else ("A", "a list of frames or a NumPy array [T, H, W, C]")
-        )
+        rest = "a PIL image or a NumPy array" if what == "image" else "a list of frames or a NumPy array [T, H, W, C]"
         raise InputError(
-            f"{article} {what} of type {type(source).__name__} is not usable; give a path, bytes, a data: URI, {rest}."
+            f"The {what} of type {type(source).__name__} is not usable; give a path, bytes, a data: URI, {rest}."
         )
     if not data:
         raise InputError(f"{name} is empty; give one with content.")
@@ -241,9 +237,7 @@ def fetch(url: str, what: str, limits: MediaLimits, most: int) -> bytes:
     except (OSError, http.client.HTTPException, ValueError):
         if time.monotonic() >= deadline:
             raise late from None
-        raise InputError(
-            f"The {what}'s address cannot be read; check it, or send its content as a data: URI."
-        ) from None
+        raise InputError(f"The {what}'s address cannot be read; check it, or send it as a data: URI.") from None
 
 
 def is_public(ip: str) -> bool:
@@ -257,9 +251,7 @@ def is_public(ip: str) -> bool:
             return is_public(str(address.ipv4_mapped))
         if any(address in network for network in _TUNNELS):
             return False
-    return address.is_global and not (
-        address.is_multicast or address.is_reserved or address.is_unspecified or address.is_loopback
-    )
+    return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def _parse(url: str, what: str) -> _Address:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -104,7 +104,7 @@ def _decode(name: str, data: bytes, choose: Choose | None, limits: MediaLimits) 
     if find_spec("av") is None:
         raise InputError("Video files need PyAV, which is not installed; run `pip install saccade[video]`.")
     try:
-        with (DecoderProcess if limits.own_process else Decoder)(data, limits) as decoder:
+        with DecoderProcess(data, limits) if limits.own_process else nullcontext(Decoder(data, limits)) as decoder:
             total, fps, pixels = decoder.probe()
             if not total:
                 total = _scan(decoder, (), limits)[1]
