@@ -14,8 +14,7 @@ from train_kit import head, listed, samples, target
 
 sys.path.append(str(Path(__file__).parents[1] / "draft" / "heads"))
 
-from dream_kit import dropped_of, run
-from heads_kit import POLICIES, recorded
+from heads_kit import POLICIES, dropped_of, recorded, run_dream
 
 from families import FAMILIES, reset_rope_deltas
 from saccade.draft.heads.block import Placement
@@ -84,14 +83,14 @@ def later_steps(
     made: Dream, tokens: list[int], embeddings: Tensor, last: Tensor, prompt: int, feeding: str, count: int
 ) -> list[Tensor]:
     """``[E, d]`` per step by the slowest means: with ``guess`` every place of every step is a sequence of its own."""
-    outs = [run(made, tokens, embeddings, last)]
+    outs = [run_dream(made, tokens, embeddings, last)]
     for step in range(1, count):
         if feeding == "answer":
             fed = last.clone()
             for place, token in enumerate(tokens):
                 if token >= prompt:
                     fed[token] = outs[-1][place]
-            outs.append(run(made, tokens, embeddings, fed))
+            outs.append(run_dream(made, tokens, embeddings, fed))
             continue
         rows = []
         for place, token in enumerate(tokens):
@@ -100,7 +99,7 @@ def later_steps(
                 if token - behind >= 0 and place - behind >= 0:
                     fed[token - behind] = outs[step - behind][place - behind]
             upto = slice(0, place + 1)
-            rows.append(run(made, tokens[upto], embeddings[upto], fed)[-1])
+            rows.append(run_dream(made, tokens[upto], embeddings[upto], fed)[-1])
         outs.append(torch.stack(rows))
     return outs
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dream_kit import dream
-from heads_kit import POLICIES, target
+from heads_kit import POLICIES, random_head, target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +23,12 @@ from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError
 from saccade.methods.compositions import Models
 from saccade.target_model.context import Context
+
+
+def dream(name: str, **options: Any) -> Dream:
+    head = random_head(name, "dream", **options)
+    assert isinstance(head, Dream)
+    return head
 
 
 def fresh(**options: Any) -> Dream:
