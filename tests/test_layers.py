@@ -22,7 +22,6 @@ LAYERS = [
         "files",
         "wording",
         "resumable",
-        "schema",
         "environment",
         "cpu",
         "pocket",

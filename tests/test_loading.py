@@ -113,10 +113,8 @@ def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path)
         ("~/nowhere-at-all", "There is no folder"),
         # hub ids, and the tests have no network
         ("some/model", "There is no folder some/model here, and the hub could not give it "),
-        (
-            "drfat",
-            r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); check the spelling, the ",
-        ),
+        ("drfat", r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); check the spelling, the "),
+        (__file__, "is a file; give the folder"),
     ],
 )
 def test_a_missing_checkpoint_is_distinguished_from_an_unreachable_one(given: str, words: str) -> None:
@@ -131,15 +129,9 @@ ConnectError = type("ConnectError", (Exception,), {"__module__": "httpx"})
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (
-            OSError("You are trying to access a gated repo.\nMake sure"),
-            "(You are trying to access a gated repo);",
-        ),
+        (OSError("You are trying to access a gated repo.\nMake sure"), "(You are trying to access a gated repo);"),
         (ConnectError("403 Forbidden: no."), "(403 Forbidden: no); check the spelling, the"),
-        (
-            ValueError("Unrecognized model in some/model. Should"),
-            "some/model cannot be loaded (Unrecognized model in",
-        ),
+        (ValueError("Unrecognized model in some/model. Should"), "some/model cannot be loaded (Unrecognized model in"),
     ],
 )
 def test_an_unreachable_hub_is_distinguished_from_an_unusable_checkpoint(
@@ -154,15 +146,6 @@ def test_an_unreachable_hub_is_distinguished_from_an_unusable_checkpoint(
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("." if "cannot be loaded" in words else "your access (hf auth login).")
-
-
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    with pytest.raises(ModelError, match="is a file; give the folder"):
-        load(file)
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        load(tmp_path)
 
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,11 +238,8 @@ def test_spreading_needs_accelerate_and_a_single_device_does_not(monkeypatch: py
 # -- tokenizers --------------------------------------------------------------------------------------------
 
 
-def test_equal_tokenizers_share_everything() -> None:
-    assert shared_vocabulary(tokenizer(), tokenizer(), ("a", "b")) == len(tokenizer())
-
-
 def test_tokens_at_the_end_of_one_vocabulary_are_left_out() -> None:
+    assert shared_vocabulary(tokenizer(), tokenizer(), ("a", "b")) == len(tokenizer())
     more = tokenizer(more=["<one>", "<two>"])
     for pair in ((tokenizer(), more), (more, tokenizer())):
         assert shared_vocabulary(*pair, ("a", "b")) == len(tokenizer())

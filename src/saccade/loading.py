@@ -15,6 +15,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
@@ -35,11 +36,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     ``dtype`` auto is the stored one, but on a CPU float32 for the built-in pair and where the stored format is not
     faster; ``device_map`` is as in `from_pretrained`, or ``tp`` or ``fsdp`` (`saccade.target_model.sharding`).
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     config = check_checkpoint(path)
-    is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
-    auto = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
     dtype, device_map = check_dtype(dtype), check_device(device_map)
     splitting = {}
     check_processes(device_map, config)
@@ -59,7 +56,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         dtype = _cpu_dtype(path, config)
     moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
     with _refusing(path), _unreported():
-        model, info = auto.from_pretrained(
+        model, info = _auto_class(config).from_pretrained(
             str(path),
             config=config,
             dtype=dtype,
@@ -108,16 +105,21 @@ def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
 
 def empty_model(config: Any) -> Any:
     """Return a configuration's model on torch's meta device: shapes without memory."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config)
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads models of a configuration; None for one that generates no text."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    is_vlm = type(config) in AutoModelForImageTextToText._model_mapping
-    with torch.device("meta"):
-        return (AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM).from_config(config)
+    both = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    return next((auto for auto in both if type(config) in auto._model_mapping), None)
 
 
 def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
     """Check a checkpoint, whose weights a folder may lack without ``weights``, and return its configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     folder = Path(path)
     if not str(path):
@@ -130,7 +132,7 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
         raise ModelError(f"There is no folder {str(path)!r}; give one that exists, or a hub id such as OWNER/NAME.")
     with _refusing(path):
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    if not any(type(config) in auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM)):
+    if _auto_class(config) is None:
         raise ModelError(
             f"{path} holds a {config.model_type} model, which does not generate text from text and images; "
             "give a language model or a vision-language model."
@@ -189,23 +191,12 @@ def _check_files(folder: Path, weights: bool) -> None:
     files = [folder / s for s in shards] or sorted(folder.glob("model*.safetensors"))
     if not files and not any(folder.glob("pytorch_model*")):
         raise ModelError(f"The checkpoint {folder} has no weights (model.safetensors); {again}.")
-    for file in files:
-        if file.suffix == ".safetensors" and not _is_whole(file):
-            raise ModelError(f"The weight file {file} is damaged or only partly downloaded; {again}.")
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file has the length in its header."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            return False
+    for file in (file for file in files if file.suffix == ".safetensors"):
         try:
-            header = json.loads(stream.read(length))
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return False
-    return file.stat().st_size == 8 + length + max(ends, default=0)
+            with safe_open(file, "pt"):  # which compares its length with its header
+                pass
+        except SafetensorError:
+            raise ModelError(f"The weight file {file} is damaged or only partly downloaded; {again}.") from None
 
 
 def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -23,7 +23,7 @@ from saccade.inputs.chat import normalise
 from saccade.inputs.conversations import resolve
 from saccade.inputs.families import family_of
 from saccade.loading import check_checkpoint, check_dtype, empty_model
-from saccade.schema import make
+from saccade.options import make
 from saccade.target_model.adapter import Target
 from saccade.wording import nearest
 

@@ -1,15 +1,26 @@
-"""Options of tree policies and acceptance rules as documented dataclasses, which those inherit.
+"""Options as dataclasses, checked and made from tables (TOML, JSON), and those that tree policies and rules inherit.
 
 They import nothing heavy, so that methods can be listed without loading torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from saccade.errors import MethodError
+from saccade.errors import MethodError, SaccadeError
+
+T = TypeVar("T")
+_WORDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+    bool: ((bool,), "true or false"),
+    dict: ((Mapping,), "a table"),
+    Mapping: ((Mapping,), "a table"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +48,8 @@ class Option:
         """Raise `MethodError` unless a value is of the right type and in range."""
         if self.takes is not None and self.takes(value):
             return
-        kind = type(self.default)
-        if not (type(value) is kind or (kind is float and type(value) is int)):
-            raise MethodError(f"Option {name} of {owner} must be {_WORDS[kind]}, not {value!r}.")
+        if expected := _mismatch(value, type(self.default)):
+            raise MethodError(f"Option {name} of {owner} must be {expected}, not {value!r}.")
         if self.choices and value not in self.choices:
             raise MethodError(f"Option {name} of {owner} must be one of {', '.join(self.choices)}, not {value!r}.")
         is_low = self.low is not None and (value < self.low or (self.beyond_low and value == self.low))
@@ -48,7 +58,67 @@ class Option:
             raise MethodError(f"Option {name} of {owner} must be {words}, not {value!r}.")
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+def _mismatch(value: Any, hint: Any) -> str:
+    """Expected type in words when a value does not have it; empty when it does, or the hint is not checked."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in options:
+        return ""
+    names = []
+    for option in options:
+        if option is NoneType:
+            continue
+        types, words = _WORDS.get(get_origin(option) or option, ((object,), ""))
+        if isinstance(value, types) and (bool in types or object in types or not isinstance(value, bool)):
+            return ""
+        names.append(words)
+    return " or ".join(names)
+
+
+def make(
+    kind: type[T],
+    table: Mapping[str, Any],
+    where: str,
+    *,
+    prefix: str = "",
+    error: type[SaccadeError] = SaccadeError,
+) -> T:
+    """Make a dataclass of the values of a table; fields of numbers, text, truths and tables are checked."""
+    check_keys(table, (entry.name for entry in fields(kind)), where, prefix=prefix, error=error)  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
+    for name, value in table.items():
+        expected = _mismatch(value, hints[name])
+        if expected:
+            raise error(f"{where}: {prefix}{name} must be {expected}, not {value!r}.")
+    for entry in fields(kind):  # type: ignore[arg-type]
+        if entry.name not in table and entry.default is MISSING and entry.default_factory is MISSING:
+            raise error(f"{where}: {prefix}{entry.name} is missing.")
+    try:
+        return kind(**table)
+    except SaccadeError as problem:  # of its own checks, which do not know the place
+        raise error(f"{where}: {problem}") from problem
+
+
+def check_keys(
+    table: Mapping[str, Any],
+    known: Iterable[str],
+    where: str,
+    *,
+    prefix: str = "",
+    error: type[SaccadeError] = SaccadeError,
+) -> None:
+    """Raise ``error`` for a key that is not known."""
+    names = sorted(known)
+    unknown = next((key for key in table if key not in names), None)
+    if unknown is not None:
+        expected = ", ".join(prefix + name for name in names)
+        raise error(f"{where}: unknown key {prefix + unknown!r}; expected one of {expected}.")
+
+
+def check_whole(value: Any, least: int, name: str, where: str = "", error: type[SaccadeError] = SaccadeError) -> None:
+    """Raise ``error`` unless a value is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        place = f"{where}: " if where else ""
+        raise error(f"{place}{name} must be a whole number of at least {least}, not {value!r}.")
 
 
 def option(default: Any, meaning: str, low: float | None = None, high: float | None = None, **limits: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from saccade.errors import InputError
 from saccade.files import write_file
-from saccade.schema import make
+from saccade.options import make
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,23 +99,14 @@ class ManyUniforms:
 
 @dataclass(frozen=True)
 class Trial:
-    """One verification pass for many rows, without any model.
+    """One verification pass for many rows, without any model."""
 
-    Attributes:
-        target: gives p.
-        draft: gives q.
-        policy: tree policy.
-        proposer: how children are taken.
-        rule: the acceptance rule under test.
-        uniforms: shared by proposer and rule.
-    """
-
-    target: Table
-    draft: Table
+    target: Table  # gives p
+    draft: Table  # gives q
     policy: Any
     proposer: Any
     rule: Rule
-    uniforms: ManyUniforms
+    uniforms: ManyUniforms  # of proposer and rule
 
     def sequences(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """``[rows, length]`` tokens, and how many of each row were accepted drafts.
@@ -156,6 +147,15 @@ class Trial:
                 paths = _paths(tree.tokens, tree.ancestors, depth + 1)[..., 1:]  # without the root
                 scores = torch.where(here[..., None], self.target.logits(paths), scores)
         return scores
+
+
+def p_of(setup: Trial, rows: int, length: int, seed: int = 0) -> float:
+    """How likely the target draws the sequences of a trial."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        sequences, accepted = setup.sequences(rows, length)
+    assert accepted.float().mean() > 0
+    return p_value(histogram(sequences, setup.target.vocab), setup.target.exact(length))
 
 
 def _paths(tokens: Tensor, allow: Tensor | None, depth: int) -> Tensor:

@@ -51,10 +51,26 @@ def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
     return split(target(case.name).config, inputs)
 
 
+def requests(name: str, kind: str | None = None, rows: int = 3) -> list[Request]:
+    """Rows of a family's prompts of one kind, by default its first."""
+    case = FAMILIES[name]
+    return [Request(prompt) for prompt in prompts(case, case.inputs(kind or case.kinds[0], rows))]
+
+
 def run(name: str, method: str, inputs: Inputs, n: int = MAX_NEW_TOKENS, **options: Any) -> list[Output]:
     """The engine's outputs for all rows of a Hugging Face batch."""
-    requests = [Request(prompt) for prompt in prompts(FAMILIES[name], inputs)]
-    return engine(name, method).generate(requests, max_new_tokens=n, **options)
+    rows = [Request(prompt) for prompt in prompts(FAMILIES[name], inputs)]
+    return engine(name, method).generate(rows, max_new_tokens=n, **options)
+
+
+def assert_equals_generate(
+    method: Engine, name: str, kind: str | None = None, rows: int = 3, n: int = 24
+) -> list[Output]:
+    """Compare an engine's greedy answers with those of `generate`; return its outputs."""
+    kind = kind or FAMILIES[name].kinds[0]
+    outputs: list[Output] = method.generate(requests(name, kind, rows), max_new_tokens=n)
+    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=n)
+    return outputs
 
 
 def tokens(outputs: Sequence[Output]) -> list[list[int]]:
@@ -67,3 +83,8 @@ def assert_partly_accepted(outputs: Sequence[Output]) -> None:
         stats = output.stats
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
         assert stats.target_passes < len(output.tokens) - 1
+
+
+def course(output: Output) -> tuple[Any, ...]:
+    """The answer's tokens, and which of them were drafted in which pass."""
+    return output.tokens, output.marks, output.stats.accepted_histogram, output.stats.drafted_tokens

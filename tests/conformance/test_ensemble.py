@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, _paths, histogram, p_value
-from harness import POLICIES, assert_partly_accepted, draft, engine, prompts, target, tokens
-from sampling_kit import LIKELY, OPTIONS, UNLIKELY, accepted, p_of_answers, sampled, small_model
+from enumeration import ManyUniforms, Table, Trial, _paths, p_of
+from harness import (
+    POLICIES,
+    assert_equals_generate,
+    assert_partly_accepted,
+    course,
+    draft,
+    engine,
+    prompts,
+    requests,
+    target,
+)
+from sampling_kit import LIKELY, UNLIKELY
 from test_sampling import identity
 from test_turns import FIRST, second_turn
 from torch import Tensor
@@ -28,7 +38,6 @@ from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopPropo
 from saccade.engine import Engine, Request
 from saccade.engine.generation import RowPlan, plan
 from saccade.inputs.prompt import Prompt
-from saccade.output import Output
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Sampling
@@ -54,16 +63,6 @@ def views(name: str, letters: str) -> list[View]:
 @cache
 def ensemble(name: str, letters: str, policy: str, weighting: Weighting | None = None) -> Engine:
     return Engine(target(name), EnsembleDrafter(draft(name), TREES[policy], views(name, letters), weighting))
-
-
-def requests(name: str, kind: str, rows: int) -> list[Request]:
-    case = FAMILIES[name]
-    return [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows))]
-
-
-def course(output: Output) -> tuple[Any, ...]:
-    """What was said, and which of it had been guessed in which pass."""
-    return output.tokens, output.marks, output.stats.accepted_histogram, output.stats.drafted_tokens
 
 
 # --------------------------------------------------------------------------- greedy
@@ -101,29 +100,24 @@ CASES += [(name, policy, 3) for name in ("llava", "qwen2_5_vl") for policy in ("
 @pytest.mark.singly
 @pytest.mark.parametrize(("name", "policy", "rows"), CASES)
 def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
-    kind = FAMILIES[name].kinds[0]
-    outputs = ensemble(name, VIEWS[name], policy).generate(requests(name, kind, rows), max_new_tokens=NEW_TOKENS)
-    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=NEW_TOKENS)
+    outputs = assert_equals_generate(ensemble(name, VIEWS[name], policy), name, None, rows)
     assert_partly_accepted(outputs)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize(("name", "kind"), [("llava", "images2"), ("qwen2_5_vl", "video")])
 def test_no_weighting_changes_a_token(name: str, kind: str, weighting: str) -> None:
-    method = ensemble(name, "MT", "dynamic", WEIGHTINGS[weighting])
-    outputs = method.generate(requests(name, kind, 3), max_new_tokens=NEW_TOKENS)
-    assert tokens(outputs) == FAMILIES[name].reference(kind, 3, n=NEW_TOKENS)
+    assert_equals_generate(ensemble(name, "MT", "dynamic", WEIGHTINGS[weighting]), name, kind)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "mistral"])
 def test_the_multimodal_view_alone_is_the_plain_draft_model(name: str, policy: str) -> None:
-    kind = FAMILIES[name].kinds[0]
-    asked = requests(name, kind, 3)
-    alone = ensemble(name, "M", policy).generate(asked, max_new_tokens=NEW_TOKENS)
-    plain = engine(name, policy).generate(asked, max_new_tokens=NEW_TOKENS)
-    for ours, theirs in zip(alone, plain, strict=True):
-        assert course(ours) == course(theirs)
+    ours, theirs = (
+        method.generate(requests(name), max_new_tokens=NEW_TOKENS)
+        for method in (ensemble(name, "M", policy), engine(name, policy))
+    )
+    assert list(map(course, ours)) == list(map(course, theirs))
 
 
 @pytest.mark.singly
@@ -141,11 +135,9 @@ def test_the_text_view_is_the_draft_model_on_the_text(name: str, policy: str, we
 
 
 def test_a_drafter_that_only_reads_takes_the_text_view_too() -> None:
-    case = FAMILIES["llava"]
-    blind = Target(case.text_draft_model())
+    blind = Target(FAMILIES["llava"].text_draft_model())
     reads = EnsembleDrafter(blind, TREES["static"], [TextOnly(target("llava").config, WORDS)])
-    outputs = Engine(target("llava"), reads).generate(requests("llava", "image", 3), max_new_tokens=24)
-    assert tokens(outputs) == case.reference("image", 3, n=24)
+    assert_equals_generate(Engine(target("llava"), reads), "llava")
 
 
 # --------------------------------------------------------------------------- rows and turns
@@ -158,11 +150,9 @@ def test_the_pruned_view_alone_is_the_pruned_draft_model(name: str, select: Any)
     alone = EnsembleDrafter(draft(name), TREES["static"], [Pruned(pruning)])
     pruned = PrunedDrafter(draft(name), TREES["static"], pruning=pruning)
     ours, theirs = (
-        Engine(target(name), drafter).generate(requests(name, "images2", 3), max_new_tokens=NEW_TOKENS)
-        for drafter in (alone, pruned)
+        assert_equals_generate(Engine(target(name), drafter), name, "images2") for drafter in (alone, pruned)
     )
     assert list(map(course, ours)) == list(map(course, theirs))
-    assert tokens(ours) == FAMILIES[name].reference("images2", 3, n=NEW_TOKENS)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -315,19 +305,11 @@ def mixed(form: str, proposer: Any = None, drawn: bool = True) -> Mixed:
     )
 
 
-def p_of(setup: Trial) -> float:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sequences, accepted = setup.sequences(ROWS, DEPTH + 1)
-    assert accepted.float().mean() > 0
-    return p_value(histogram(sequences, VOCAB), setup.target.exact(DEPTH + 1))
-
-
 @pytest.mark.parametrize(
     ("form", "drawn"), [(f, d) for f in FORMS for d in (True, False) if FORMS[f].can_sample or not d]
 )
 def test_one_pass_of_a_mixture_draws_from_the_target(form: str, drawn: bool) -> None:
-    assert p_of(mixed(form, drawn=drawn)) > LIKELY
+    assert p_of(mixed(form, drawn=drawn), ROWS, DEPTH + 1) > LIKELY
 
 
 class _OneViewsDistribution(DrawProposer):
@@ -353,34 +335,7 @@ def test_verifying_with_one_view_s_distribution_is_noticed(form: str, monkeypatc
         return right(q, shares)
 
     monkeypatch.setattr(module, "mixture", noted)
-    setup = mixed(form, proposer)
-    assert p_of(setup) < UNLIKELY
-
-
-class _Forgetful(PlainView):
-    """Reads all but the first words: another opinion of a language model."""
-
-    name = "F"
-
-    def read(self, prompt: Prompt) -> Prompt:
-        return Prompt(prompt.ids[3:])
-
-
-@pytest.mark.parametrize(
-    ("form", "option"), [("chain", "top_p"), ("static", "repetition_penalty"), ("width", "temperature")]
-)
-def test_the_engine_draws_from_the_target(form: str, option: str) -> None:
-    """The warpers act on the mixture, whose weights change from block to block."""
-    forms: dict[str, Any] = {
-        "chain": Chain(2),
-        "static": StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
-        "width": WidthTree(2, 2),
-    }
-    drafter = EnsembleDrafter(Target(small_model(2)), forms[form], [Multimodal(), _Forgetful()], Grid(steps=4))
-    method = Engine(Target(small_model(1)), drafter)
-    outputs = sampled(method, **OPTIONS[option])
-    assert accepted(outputs) > 0
-    assert p_of_answers(outputs, **OPTIONS[option]) > LIKELY
+    assert p_of(mixed(form, proposer), ROWS, DEPTH + 1) < UNLIKELY
 
 
 def test_the_plain_draft_model_and_the_ensemble_share_one_loop() -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import METHODS, POLICIES, assert_partly_accepted, draft, run, target, tokens
+from harness import (
+    METHODS,
+    POLICIES,
+    assert_equals_generate,
+    assert_partly_accepted,
+    draft,
+    engine,
+    run,
+    target,
+    tokens,
+)
 
 from families import FAMILIES, MAX_NEW_TOKENS, VISUAL_FAMILIES
 from saccade.draft.model import ModelDrafter
@@ -56,11 +66,8 @@ class Wilful(Pacer):
 @pytest.mark.some_families
 @pytest.mark.parametrize(("name", "kind", "rows"), CASES)
 def test_a_paced_chain_equals_generate_whichever_steps_are_drafted(name: str, kind: str, rows: int) -> None:
-    case = FAMILIES[name]
     paced = Engine(target(name), ModelDrafter(draft(name), POLICIES["chain"]), pacer=Wilful())
-    requests = [Request(prompt) for prompt in split(target(name).config, case.inputs(kind, rows))]
-    outputs = paced.generate(requests, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens(outputs) == case.reference(kind, rows)
+    outputs = assert_equals_generate(paced, name, kind, rows, MAX_NEW_TOKENS)
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
 
 
@@ -68,9 +75,7 @@ def test_a_paced_chain_equals_generate_whichever_steps_are_drafted(name: str, ki
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_prompt_lookup_equals_generate(name: str, rows: int) -> None:
-    case = FAMILIES[name]
-    outputs = run(name, "lookup", case.inputs(case.kinds[0], rows), 32)  # shorter answers may repeat nothing
-    assert tokens(outputs) == case.reference(case.kinds[0], rows, 32)
+    outputs = assert_equals_generate(engine(name, "lookup"), name, None, rows, 32)  # shorter answers may repeat nothing
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
 
 
@@ -138,9 +143,7 @@ def test_the_stock_modules_equal_generate_too(name: str) -> None:
     stock = Target(case.model(), lean=False)
     assert not stock.is_lean
     drafter = ModelDrafter(Target(case.draft_model(), lean=False), POLICIES["static"])
-    requests = [Request(prompt) for prompt in split(stock.config, case.inputs(case.kinds[0], rows=3))]
-    outputs = Engine(stock, drafter).generate(requests, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens(outputs) == case.reference(case.kinds[0], rows=3)
+    outputs = assert_equals_generate(Engine(stock, drafter), name, n=MAX_NEW_TOKENS)
     assert_partly_accepted(outputs)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, histogram, p_value
-from harness import POLICIES, draft, prompts, target, tokens
-from sampling_kit import LIKELY, PROMPT, p_of_answers, sampled, small_model
+from enumeration import ManyUniforms, Table, Trial, p_of
+from harness import POLICIES, assert_equals_generate, draft, prompts, requests, target
+from sampling_kit import LIKELY, PROMPT, small_model
 from test_turns import FIRST, second_turn
 
 from families import FAMILIES, pristine, reference_greedy
@@ -33,28 +33,20 @@ def engine(name: str, policy: str, total: int = 64) -> Engine:
     return Engine(target(name), MergedDrafter(drafter, PromptLookup(6), total))
 
 
-def requests(name: str, rows: int) -> list[Request]:
-    case = FAMILIES[name]
-    return [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows))]
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("name", "policy"),
     [("llama", "chain"), ("llava", "sage"), ("qwen2_5_vl", "static"), ("gemma3", "dynamic")],
 )
 def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
-    kind = FAMILIES[name].kinds[0]
-    outputs = engine(name, policy).generate(requests(name, rows), max_new_tokens=24)
-    assert tokens(outputs) == FAMILIES[name].reference(kind, rows, n=24)
+    outputs = assert_equals_generate(engine(name, policy), name, None, rows)
     for output in outputs:
         assert 0 < output.stats.accepted_tokens < output.stats.drafted_tokens
 
 
 @pytest.mark.parametrize("total", [1, 5])
 def test_a_node_cap_changes_no_token(total: int) -> None:
-    outputs = engine("llava", "static", total).generate(requests("llava", 3), max_new_tokens=24)
-    assert tokens(outputs) == FAMILIES["llava"].reference("image", 3, n=24)
+    outputs = assert_equals_generate(engine("llava", "static", total), "llava")
     for stats in (output.stats for output in outputs):
         assert stats.drafted_tokens <= total * (stats.target_passes + 1), "the pass that ends the prompt, too"
 
@@ -62,7 +54,7 @@ def test_a_node_cap_changes_no_token(total: int) -> None:
 def test_a_second_turn_goes_on() -> None:
     method = engine("llava", "chain")
     session = method.open(1)
-    method.generate(requests("llava", 1), max_new_tokens=FIRST, session=session)
+    method.generate(requests("llava", rows=1), max_new_tokens=FIRST, session=session)
     inputs = second_turn("llava", "image", 0)
     (prompt,) = prompts(FAMILIES["llava"], inputs)
     (output,) = method.generate([Request(prompt)], max_new_tokens=24, session=session)
@@ -110,30 +102,8 @@ class _WithChain:
         return Grown()
 
 
-def p_of(seed: int) -> float:
-    policy = _WithChain(StaticTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]), Table(VOCAB, DEPTH, seed=8))
-    uniforms = ManyUniforms(ROWS)
-    trial = Trial(
-        Table(VOCAB, DEPTH + 1, seed=1),
-        Table(VOCAB, DEPTH, seed=seed),
-        policy,
-        TopProposer(),
-        Sampling(),
-        uniforms,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sequences, accepted = trial.sequences(ROWS, DEPTH + 1)
-    assert accepted.float().mean() > 0
-    return p_value(histogram(sequences, VOCAB), trial.target.exact(DEPTH + 1))
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_one_pass_draws_from_the_target(seed: int) -> None:
-    assert p_of(seed) > LIKELY
-
-
-def test_the_engine_draws_from_the_target() -> None:
-    drafter = MergedDrafter(ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3))
-    method = Engine(Target(small_model(1)), drafter)
-    assert p_of_answers(sampled(method, temperature=0.8), temperature=0.8) > LIKELY
+    policy = _WithChain(StaticTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]), Table(VOCAB, DEPTH, seed=8))
+    tables = Table(VOCAB, DEPTH + 1, seed=1), Table(VOCAB, DEPTH, seed=seed)
+    assert p_of(Trial(*tables, policy, TopProposer(), Sampling(), ManyUniforms(ROWS)), ROWS, DEPTH + 1) > LIKELY

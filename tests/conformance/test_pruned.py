@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import draft, prompts, target, tokens
+from harness import assert_equals_generate, draft, prompts, target, tokens
 
 from families import FAMILIES, pristine, reference_greedy
 from saccade.draft.pruning import PrunedDrafter, Pruning
@@ -37,10 +37,7 @@ def engine(name: str, drafter: str, policy: str, select: Any = "specvlm") -> Eng
 @pytest.mark.parametrize("drafter", ["smaller", "self"])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_tokens_equal_generate(name: str, kind: str, drafter: str, policy: str, rows: int) -> None:
-    case = FAMILIES[name]
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows))]
-    outputs = engine(name, drafter, policy).generate(requests, max_new_tokens=NEW)
-    assert tokens(outputs) == case.reference(kind, rows, n=NEW)
+    outputs = assert_equals_generate(engine(name, drafter, policy), name, kind, rows)
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
     if rows == 3:
         assert sum(output.stats.accepted_tokens for output in outputs) > 0
@@ -49,10 +46,7 @@ def test_tokens_equal_generate(name: str, kind: str, drafter: str, policy: str, 
 @pytest.mark.parametrize("select", ["uniform", "attention"])
 @pytest.mark.parametrize("name", ["llava_next", "qwen3_vl"])
 def test_other_selections_equal_generate(name: str, select: str) -> None:
-    case = FAMILIES[name]
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs("images2", 3))]
-    outputs = engine(name, "smaller", "sage", select).generate(requests, max_new_tokens=NEW)
-    assert tokens(outputs) == case.reference("images2", 3, n=NEW)
+    assert_equals_generate(engine(name, "smaller", "sage", select), name, "images2")
 
 
 @pytest.mark.some_families
@@ -85,18 +79,6 @@ def test_rows_with_and_without_images_share_a_batch(name: str) -> None:
     for drafter in ("smaller", "self"):
         outputs = engine(name, drafter, "sage").generate(requests, max_new_tokens=NEW)
         assert tokens(outputs) == [case.reference(kind, n=NEW)[0] for kind in kinds]
-
-
-@pytest.mark.parametrize(("name", "policy"), [("qwen2_5_vl", "chain"), ("gemma3", "sage")])
-def test_a_row_s_draws_do_not_depend_on_its_neighbours(name: str, policy: str) -> None:
-    """Drawn children of a chain, and point masses of a SAGE tree."""
-    case = FAMILIES[name]
-    rows = prompts(case, case.inputs("image", rows=3))
-    requests = [Request(prompt, seed=60 + row) for row, prompt in enumerate(rows)]
-    options = {"do_sample": True, "max_new_tokens": NEW, "temperature": 0.7, "top_k": 20}
-    method = engine(name, "smaller", policy)
-    together = tokens(method.generate(requests, **options))
-    assert together == [tokens(method.generate([request], **options))[0] for request in requests]
 
 
 def test_without_pruning_self_speculation_is_always_right() -> None:

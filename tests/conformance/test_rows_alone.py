@@ -9,7 +9,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from test_ensemble import course
+from harness import course
 from torch import Tensor
 
 from families import FAMILIES
@@ -101,7 +101,7 @@ CASES = [
     *(("merged", tree, "llama") for tree in ("chain", "dynamic", "confident")),
     *((head, "static", "llava") for head in HEADS),
     *((head, "sage", "llava") for head in HEADS if head not in ("medusa", "hydra")),  # these reach five levels
-    *(("pruned", tree, "llava") for tree in ("static", "sage")),
+    *(("pruned", tree, name) for tree, name in (("static", "llava"), ("chain", "qwen2_5_vl"), ("sage", "gemma3"))),
     ("lookup", "", "llama"),
     ("plain", "", "llama"),
 ]

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, histogram, p_value
-from harness import assert_partly_accepted, draft, prompts, target, tokens
-from sampling_kit import LIKELY, OPTIONS, p_of_answers, sampled, small_model
+from enumeration import ManyUniforms, Table, Trial, p_of
+from harness import assert_equals_generate, assert_partly_accepted, draft, requests, target
+from sampling_kit import LIKELY
 
 from families import FAMILIES
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.sage import SageSession, SageTree
-from saccade.engine import Engine, Request
-from saccade.target_model.adapter import Target
+from saccade.engine import Engine
 from saccade.verify.lossless import Sampling
 
 SWITCHES: dict[str, SageTree] = {
@@ -39,20 +38,14 @@ def engine(name: str, switch: str) -> Engine:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_tokens_equal_generate(name: str, rows: int) -> None:
-    case = FAMILIES[name]
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows))]
-    outputs = engine(name, "as published").generate(requests, max_new_tokens=24)
-    assert tokens(outputs) == case.reference(case.kinds[0], rows, n=24)
+    outputs = assert_equals_generate(engine(name, "as published"), name, None, rows)
     assert_partly_accepted(outputs)
 
 
 @pytest.mark.parametrize("switch", list(SWITCHES)[1:])
 @pytest.mark.parametrize("name", ["llama", "qwen3_vl", "gemma3"])
 def test_every_switch_leaves_the_tokens_alone(name: str, switch: str) -> None:
-    case = FAMILIES[name]
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
-    outputs = engine(name, switch).generate(requests, max_new_tokens=24)
-    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=24)
+    outputs = assert_equals_generate(engine(name, switch), name)
     assert_partly_accepted(outputs)
 
 
@@ -67,12 +60,9 @@ def test_sizes_bounded_for_accelerators_leave_the_tokens_alone(name: str, monkey
         return growth
 
     monkeypatch.setattr(SageSession, "begin", begun)
-    case = FAMILIES[name]
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], 3))]
-    outputs = engine(name, "as published").generate(requests, max_new_tokens=24)
-    assert tokens(outputs) == case.reference(case.kinds[0], 3, n=24)
+    outputs = assert_equals_generate(engine(name, "as published"), name)
     monkeypatch.undo()
-    exact_sizes = engine(name, "as published").generate(requests, max_new_tokens=24)
+    exact_sizes = engine(name, "as published").generate(requests(name), max_new_tokens=24)
     assert [o.stats.drafted_tokens for o in outputs] == [o.stats.drafted_tokens for o in exact_sizes]
 
 
@@ -87,15 +77,4 @@ def test_one_pass_draws_from_the_target(step: str, draft_seed: int) -> None:
     setup = Trial(*tables, shaping, TopProposer(), Sampling(), ManyUniforms(rows))
     if step == "second":
         setup._grow(rows)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sequences, accepted = setup.sequences(rows, length)
-    assert accepted.float().mean() > 0
-    assert p_value(histogram(sequences, 4), setup.target.exact(length)) > LIKELY
-
-
-@pytest.mark.parametrize("option", ["temperature", "top_p", "repetition_penalty"])
-def test_the_engine_draws_from_the_target(option: str) -> None:
-    policy = SageTree(d_min=1, d_max=2, ceiling=3, w_max=3)
-    method = Engine(Target(small_model(1)), ModelDrafter(Target(small_model(2)), policy))
-    assert p_of_answers(sampled(method, **OPTIONS[option]), **OPTIONS[option]) > LIKELY
+    assert p_of(setup, rows, length) > LIKELY

@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ManyUniforms, Table, Trial, histogram, p_value
+from enumeration import ManyUniforms, Table, Trial, p_of
 from sampling_kit import LIKELY, OPTIONS, SMALL, UNLIKELY, accepted, p_of_answers, sampled, small_model
 from torch import Tensor
 
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, PlainView
+from saccade.draft.ensemble.weights import Grid
 from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
+from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
+from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.verify import lossless
 from saccade.verify.lossless import Sampling
@@ -49,14 +55,6 @@ def trial(policy: Any, draft: Table, drawn: bool, target: Table | None = None, r
     return Trial(target, draft, policy, proposer, rule or Sampling(), uniforms)
 
 
-def p_of(setup: Trial, seed: int = 0) -> float:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        sequences, accepted = setup.sequences(ROWS, DEPTH + 1)
-    assert accepted.float().mean() > 0
-    return p_value(histogram(sequences, VOCAB), setup.target.exact(DEPTH + 1))
-
-
 # A form that depends on the draft's probabilities takes the likeliest children, never draws.
 KINDS = [(policy, drawn) for policy in POLICIES for drawn in (False, True) if POLICIES[policy].can_sample or not drawn]
 
@@ -64,7 +62,7 @@ KINDS = [(policy, drawn) for policy in POLICIES for drawn in (False, True) if PO
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(("policy", "drawn"), KINDS)
 def test_one_pass_draws_from_the_target(policy: str, draft: str, drawn: bool) -> None:
-    assert p_of(trial(POLICIES[policy], DRAFTS[draft], drawn)) > LIKELY
+    assert p_of(trial(POLICIES[policy], DRAFTS[draft], drawn), ROWS, DEPTH + 1) > LIKELY
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
@@ -72,7 +70,7 @@ def test_one_pass_draws_from_the_target(policy: str, draft: str, drawn: bool) ->
 def test_a_truncated_target_draws_nothing_that_it_cut_away(policy: str, drawn: bool) -> None:
     """As top-p and top-k leave it: p has zeros where q has none."""
     target = Table(VOCAB, DEPTH + 1, seed=5, keep=2)
-    assert p_of(trial(POLICIES[policy], DRAFTS["unlike"], drawn, target)) > LIKELY
+    assert p_of(trial(POLICIES[policy], DRAFTS["unlike"], drawn, target), ROWS, DEPTH + 1) > LIKELY
 
 
 def test_a_draft_like_the_target_is_always_accepted() -> None:
@@ -120,10 +118,24 @@ def _planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> Trial:
     ],
 )
 def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    assert p_of(_planted(monkeypatch, mistake)) < UNLIKELY
+    assert p_of(_planted(monkeypatch, mistake), ROWS, DEPTH + 1) < UNLIKELY
 
 
 # --------------------------------------------------------------------------- the whole engine, small models
+
+
+class _Forgetful(PlainView):
+    """Reads all but the first words: another opinion of a language model."""
+
+    name = "F"
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return Prompt(prompt.ids[3:])
+
+
+def ensemble(tree: Any) -> EnsembleDrafter:
+    """The warpers act on the mixture, whose weights change from block to block."""
+    return EnsembleDrafter(Target(small_model(2)), tree, [Multimodal(), _Forgetful()], Grid(steps=4))
 
 
 def engine(drafting: str) -> Engine:
@@ -136,6 +148,13 @@ def engine(drafting: str) -> Engine:
         "small_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), Chain(2)),
         "large_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), Chain(2), SMALL),
         "lookup": lambda: PromptLookup(gamma=2),
+        "merged": lambda: MergedDrafter(
+            ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
+        ),
+        "sage": lambda: ModelDrafter(Target(small_model(2)), SageTree(d_min=1, d_max=2, ceiling=3, w_max=3)),
+        "ensemble_chain": lambda: ensemble(Chain(2)),
+        "ensemble_static": lambda: ensemble(StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])),
+        "ensemble_width": lambda: ensemble(WidthTree(2, 2)),
     }
     return Engine(target, drafters[drafting]())
 
@@ -146,6 +165,11 @@ ENGINE_CASES = [
     ("lookup", "temperature"),
     ("small_vocabulary", "top_p"),
     ("large_vocabulary", "temperature"),
+    ("merged", "temperature"),
+    *(("sage", option) for option in ("temperature", "top_p", "repetition_penalty")),
+    ("ensemble_chain", "top_p"),
+    ("ensemble_static", "repetition_penalty"),
+    ("ensemble_width", "temperature"),
 ]
 
 

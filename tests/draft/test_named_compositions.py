@@ -132,7 +132,7 @@ def test_a_caption_that_is_missing_or_a_captioner_that_is_blind_is_refused() -> 
         loaded.using("tabed", views="MC", captioner={"other": "a cup"}).generate(QUESTION, IMAGES)
     with pytest.raises(MethodError, match="is a language model, which takes no images"):
         loaded.using("tabed", views="MC", captioner=str(ready("llama")))
-    with pytest.raises(MethodError, match="captioner of method tabed must be a word, not 3"):
+    with pytest.raises(MethodError, match="captioner of method tabed must be text, not 3"):
         loaded.using("tabed", views="MC", captioner=3)
     with pytest.raises(MethodError, match="has no option captioner"):
         loaded.using("chain", captioner="blip")

@@ -51,7 +51,7 @@ def test_what_is_no_option_of_a_head_is_refused(name: str, option: str) -> None:
 def test_options_are_of_their_defaults_type() -> None:
     with pytest.raises(MethodError, match=r"^Option top of method vispec must be a whole number, not 'many'\.$"):
         options("vispec", {"top": "many"})
-    with pytest.raises(MethodError, match=r"^Option tree of method medusa must be a word, not 3\.$"):
+    with pytest.raises(MethodError, match=r"^Option tree of method medusa must be text, not 3\.$"):
         options("medusa", {"tree": 3})
     with pytest.raises(MethodError, match=r"keep_images of method sage must be in the range above 0 to 1, not 2\.$"):
         options("sage", {"keep_images": 2})

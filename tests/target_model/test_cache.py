@@ -167,21 +167,6 @@ def test_a_row_between_others_grows_into_gaps_on_both_sides() -> None:
     assert_holds(cache, reference)
 
 
-def test_a_forward_of_several_rows_writes_each_ones_entries_behind_its_own() -> None:
-    cache, reference = new_cache(), Reference()
-    for row, n in enumerate((5, 70, 2)):
-        add(cache, reference, row, n)
-    new = [reference.numbers(3) for _ in range(2)]
-    for row in range(ROWS):
-        cache.reserve(row, cache.lengths[row] + 4)
-    alone = reference.numbers(1)
-    write(cache, [([2, 0], new), ([1], [alone])])
-    for row, numbers in ((2, new[0]), (0, new[1]), (1, alone)):
-        reference.pending[row] += numbers
-    assert_holds(cache, reference)
-    assert cache.layout.count == 7
-
-
 def test_a_row_that_grows_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, reference = new_cache(), Reference()
     cache.preallocate(4 * QUANTUM)
@@ -221,25 +206,6 @@ def test_many_rows_make_the_arena_grow_seldom() -> None:
         sizes.add(cache.slots)
     assert len(sizes) <= 9
     assert cache.slots <= 1.5 * 32 * 256
-
-
-def test_the_last_row_grows_where_it_stands() -> None:
-    cache = new_cache()
-    reference = Reference()
-    cache.reserve(0, QUANTUM)
-    add(cache, reference, 0, 3)
-    cache.reserve(0, 5 * QUANTUM)
-    assert cache.start(0) == 0
-    assert cache.slots == 5 * QUANTUM
-    assert_holds(cache, reference)
-
-
-def test_the_arena_grows_by_no_more_than_is_needed_beyond_the_most() -> None:
-    cache = RowCache([torch.device("cpu")], 4)
-    cache.max_slots = 3 * QUANTUM
-    for row in range(4):
-        cache.reserve(row, QUANTUM)
-        assert cache.slots == (row + 1) * QUANTUM
 
 
 def test_memory_is_what_was_asked_for() -> None:

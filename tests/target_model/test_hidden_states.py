@@ -88,16 +88,6 @@ def test_a_closed_tap_leaves_no_hooks_even_after_an_exception() -> None:
     assert hooks() == before
 
 
-def test_only_chosen_layers_are_kept_and_only_of_the_last_forward() -> None:
-    own = target("llama")
-    context = Context(own, 1)
-    context.cache.reserve(0, 128)
-    with FeatureTap(own, [1]) as tap:
-        context.load(0, prompt("llama", "text"))
-        context.forward([0], torch.tensor([[20]]))
-    assert {index: tuple(h.shape) for index, h in tap.hidden.items()} == {1: (1, 1, 64)}
-
-
 def test_a_model_spread_by_device_map_gives_the_same_features() -> None:
     """Accelerate's hooks stand around every layer as they do when layers lie on several devices."""
     hooks: Any = pytest.importorskip("accelerate.hooks")

@@ -62,15 +62,6 @@ def test_masks_equal_naive_ones(rows: list[NaiveTree], lengths: list[int], data:
         assert_right(built["all"], rows, lengths, new, window)
 
 
-@settings(max_examples=20, deadline=None)
-@given(trees(rows=1, max_nodes=6), LENGTHS, st.integers(1, 8))
-def test_one_tree_stands_for_all_rows(rows: list[NaiveTree], lengths: list[int], window: int) -> None:
-    tree = draft_tree(rows)
-    built = build(MaskPlan(window, ()), tree, lengths, tree.size)["all"]
-    assert built is None or built.shape[0] == 1
-    assert_right(built, rows * 3, lengths, tree.size, window)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 3), LENGTHS, st.one_of(st.none(), st.integers(1, 8)))
 def test_a_chain_needs_no_tree(count: int, pending: int, lengths: list[int], window: int | None) -> None:

@@ -87,27 +87,6 @@ def test_statistics_on_a_tree_match_eager_attention_of_each_path(name: str) -> N
             torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_rows_of_a_ragged_batch_match_eager_attention_row_by_row(name: str) -> None:
-    own, case = target(name), FAMILIES[name]
-    context = Context(own, 3)
-    for row in range(3):
-        context.cache.reserve(row, 128)
-        context.load(row, prompt(name, "text", row))
-    tokens = torch.tensor([[20, 31], [42, 53], [64, 75]])
-    assert len(set(context.lengths)) > 1
-    for row, held in enumerate(context.lengths):
-        with AttentionProbe(own, queries=[1]) as probe:
-            context.forward([row], tokens[row : row + 1])
-        inputs = extended(case.row_inputs("text", row), tokens[row].tolist())
-        for layer, weights in enumerate(eager_attentions(name, inputs)):
-            columns, entropies = statistics(weights[0], [-1])
-            (found,) = probe.columns[layer].double()
-            assert len(found) == held + 2  # not a trace of the neighbours' entries
-            torch.testing.assert_close(found, columns, **CLOSE)
-            torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)
-
-
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
 def test_models_that_only_run_eagerly_are_probed_too(model_type: str) -> None:
     """Soft-capping (Gemma 2) and attention sinks (gpt-oss) exist in eager attention only."""

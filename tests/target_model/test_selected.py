@@ -273,11 +273,3 @@ def test_a_decoder_that_is_passed_by_is_noticed() -> None:
     instead = replaced_embeddings(Wrapper(), torch.zeros(1, 1, 3), torch.zeros(1))
     with pytest.raises(ModelError, match="was called 0 times"), instead:
         pass
-
-
-def test_a_row_without_room_is_refused() -> None:
-    own = target("llama")
-    context = Context(own, 1)
-    context.load(0, Prompt((5, 6, 7, 8)))
-    with pytest.raises(ModelError, match="slots but 104 are needed"):
-        context.forward([0], torch.full((1, 100), 9))

@@ -13,7 +13,7 @@ from saccade.distill.planning import PREFIX, tasks_of
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.registry import feeder_class
 from saccade.errors import InputError
-from saccade.schema import check_keys, make
+from saccade.options import check_keys, make
 from saccade.target_model.adapter import Target
 from saccade.train.recipe import Recipe, read_recipe
 from saccade.wording import count as counted

@@ -15,7 +15,7 @@ from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate
 from saccade.bench.records import Record, Run
 from saccade.bench.suites import BASELINE, Suite
 from saccade.errors import SaccadeError
-from saccade.schema import check_keys
+from saccade.options import check_keys
 
 Judgement = Literal["holds", "reversed", "undecided"]
 CURVES = "score at equal tokens per pass"

@@ -18,7 +18,7 @@ from saccade.bench.report.tables import escape
 from saccade.environment import revision
 from saccade.errors import SaccadeError
 from saccade.files import write_folder
-from saccade.schema import make
+from saccade.options import make
 from tools.results import claims, paper_tables
 from tools.results.catalogue import Measurement
 from tools.results.paper_tables import drawn_signals

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from saccade.data.catalogue import Template
 from saccade.errors import InputError, SaccadeError
-from saccade.schema import check_whole, make
+from saccade.options import check_whole, make
 
 TEMPLATE = """Grade an answer to a question.
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from saccade.errors import SaccadeError
 from saccade.files import writing
+from saccade.options import make
 from saccade.resumable import encoded, lock, whole_lines
-from saccade.schema import make
 
 SCHEMA = 1
 FILE = "records.jsonl"

@@ -12,7 +12,7 @@ from typing import Any
 from saccade.bench import judge
 from saccade.data import catalogue
 from saccade.errors import SaccadeError
-from saccade.schema import check_keys, check_whole, make
+from saccade.options import check_keys, check_whole, make
 from saccade.wording import parse_value
 
 BASELINE = "plain"

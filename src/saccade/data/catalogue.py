@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import InputError, SaccadeError
-from saccade.schema import check_whole, make
+from saccade.options import check_whole, make
 
 PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED"}
 """Names of the papers by the word behind ``@``."""

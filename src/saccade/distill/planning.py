@@ -26,9 +26,9 @@ from saccade.inputs.conversations import (
     text_of,
 )
 from saccade.jobs.item_sources import json_row_at, json_rows
+from saccade.options import check_whole
 from saccade.pocket import WORLD, Sample, draw, lacks
 from saccade.pocket.sample import UNSEEN_BY_HEADS
-from saccade.schema import check_whole
 
 FIRST_SEED = 1_000_000
 """Pocket samples for training are drawn from here on; evaluation, benchmarks and the demo draw below."""

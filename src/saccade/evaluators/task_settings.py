@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.engine.generation import UNSUPPORTED
 from saccade.errors import InputError
-from saccade.schema import check_whole
+from saccade.options import check_whole
 from saccade.stream import GenerationOptions
 
 Log = Callable[[str], None]

@@ -21,7 +21,7 @@ from saccade.errors import InputError, SaccadeError
 from saccade.files import expanded
 from saccade.inputs.conversations import parse_json
 from saccade.jobs.items import Item, Kind, Stored, named
-from saccade.schema import check_whole
+from saccade.options import check_whole
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv")

@@ -20,8 +20,8 @@ from saccade.inputs.processor import RowInput
 from saccade.inputs.prompt import Prompt
 from saccade.jobs.items import Item
 from saccade.jobs.job import BatchJob, ItemForm, PreparedItem, key_of, seed_of, sentence_of
+from saccade.options import check_whole
 from saccade.resumable import Finished, Pending
-from saccade.schema import check_whole
 from saccade.text import text_of
 from saccade.vlm import VLM
 

@@ -21,8 +21,8 @@ from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import MediaOptions
 from saccade.jobs.item_sources import ItemSource
 from saccade.jobs.items import NO_ID, SAME_ID, Item, PromptOptions
+from saccade.options import check_whole
 from saccade.resumable import SHOWN, Journal, encoded
-from saccade.schema import check_whole
 
 _COMPARED = ("input", "options", "method", "target", "processor", "drafter")
 _FILES = 20

@@ -17,8 +17,8 @@ from saccade.jobs.item_sources import ItemSource
 from saccade.jobs.item_worker import ItemWorker, media_threads
 from saccade.jobs.items import PromptOptions
 from saccade.jobs.job import BatchJob, Known, Shard, Survey, errors_of, preview, written
+from saccade.options import check_whole
 from saccade.resumable import Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, encoded
-from saccade.schema import check_whole
 from saccade.stream import GenerationOptions
 from saccade.vlm import VLM
 

@@ -15,7 +15,7 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.costs import LONGEST_STEP
 from saccade.errors import SaccadeError
 from saccade.inputs.media import SERVER, MediaLimits
-from saccade.schema import check_keys, make
+from saccade.options import check_keys, make
 from saccade.target_model.media_cache import MEDIA_BYTES
 
 if TYPE_CHECKING:

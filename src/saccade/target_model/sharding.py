@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from saccade.errors import ModelError
 from saccade.tree import DraftTree
@@ -123,11 +123,6 @@ def sharded(load: Callable[[], Any]) -> Any:
         layer.reshard()
     setattr(decoder, _HOLDER, Shards(decoder, device))
     return model
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's decoder layers are divided by `sharded`."""
-    return any(hasattr(module, _HOLDER) for module in model.modules())
 
 
 def whole(weight: Tensor) -> Tensor:

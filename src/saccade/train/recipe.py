@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from saccade.draft.heads.registry import HEAD_KINDS, objective_class
 from saccade.errors import TrainingError
-from saccade.schema import check_keys, make
+from saccade.options import check_keys, make
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Objective
 
