@@ -388,14 +388,3 @@ def test_a_glob_that_finds_the_output_leaves_it_out(tmp_path: Path) -> None:
     for _ in range(2):
         assert run(Path(every), out, prompt="What is it?").items == 1
     assert list(records(out)) == ["q"]
-
-
-def test_shards_together_are_the_whole(photos: Path, tmp_path: Path) -> None:
-    run(photos, tmp_path / "whole.jsonl")
-    parts = dict[str, Any]()
-    for number in (1, 2):
-        run(photos, tmp_path / f"{number}.jsonl", shard=f"{number}/2")
-        part = records(tmp_path / f"{number}.jsonl")
-        assert not parts.keys() & part.keys()
-        parts |= part
-    assert parts == records(tmp_path / "whole.jsonl")

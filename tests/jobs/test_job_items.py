@@ -6,7 +6,9 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from checkpoints import saved_picture
 from saccade.data.catalogue import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
+from saccade.jobs.item_worker import Feed
 from saccade.jobs.items import Item, PromptOptions, Stored
 from saccade.jobs.job import BatchJob, Index, Shard, key_of, preview
 
@@ -361,3 +364,53 @@ def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) 
         preview(BatchJob(ItemSource([str(path)])), tmp_path / "out")
     saved_picture(tmp_path / "7.png")
     assert preview(BatchJob(ItemSource([str(path)])), tmp_path / "out").kinds == {"image": 30}
+
+
+def test_every_item_is_prepared_once_and_never_more_than_the_window_ahead() -> None:
+    lock, read, taken, most = threading.Lock(), 0, 0, 0
+
+    def items() -> Iterator[int]:
+        nonlocal read, most
+        for number in range(200):
+            with lock:
+                read += 1
+                most = max(most, read - taken)
+            yield number
+
+    feed = Feed(items(), lambda number: number * number, threads=3, ahead=5)
+    found = []
+    while not feed.is_empty:
+        result = feed.take(wait=True)
+        if result is not None:
+            found.append(result)
+        if len(found) % 50 == 0:
+            time.sleep(0.05)  # the workers could run away
+        with lock:
+            taken = len(found)
+    feed.close()
+    assert sorted(found) == [n * n for n in range(200)]
+    assert most <= 6, "the window, and the one that has just been taken"
+
+
+def test_what_is_not_ready_is_not_waited_for() -> None:
+    gate = threading.Event()
+    feed = Feed(iter([1]), lambda _: gate.wait(), threads=1, ahead=1)
+    assert feed.take(wait=False) is None
+    assert not feed.is_empty
+    gate.set()
+    assert feed.take(wait=True) is True
+    assert feed.take(wait=True) is None
+    assert feed.is_empty
+    feed.close()
+
+
+def test_a_source_that_breaks_is_told_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise SaccadeError("The file is gone.")
+
+    feed = Feed(items(), lambda number: number, threads=1, ahead=4)
+    assert feed.take(wait=True) == 1
+    with pytest.raises(SaccadeError, match="is gone"):
+        feed.take(wait=True)
+    feed.close()

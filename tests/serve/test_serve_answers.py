@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from saccade.engine import RunningBatch
 from saccade.engine.step_runner import StepRunner
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
-from saccade.serve.decoding import Penalties
+from saccade.serve.answers import Choice
+from saccade.serve.decoding import Penalties, TokenLogprob
+from saccade.serve.owner import Event
+from test_text import tokenizer
 
 
 def streamed(server: Live, body: dict[str, Any]) -> str:
@@ -170,3 +175,94 @@ def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypa
         for (status, answer), text in zip(found, expected, strict=True):
             assert status == 500 or answer["choices"][0]["message"]["content"] == text
         server.until(lambda: server.is_idle, 5)
+
+
+TEXT = "a b ab é b 🙂 a"
+
+
+def logprobs(name: str, chat: bool) -> tuple[str, dict[str, list[object]]]:
+    """Text and log-probabilities of an answer, token by token."""
+    choice = Choice(tokenizer(name), (), chat, 1, traced=False)
+    for token in tokenizer(name).encode(TEXT, add_special_tokens=False):
+        choice.add(Event((token,), ("target",), (TokenLogprob(token, -1.0, ((token, -1.0),)),)))
+    return choice.text, choice.logprobs
+
+
+@pytest.mark.parametrize("name", ["bytes", "merges", "fallback"])
+def test_words_have_their_spaces_and_their_places(name: str) -> None:
+    text, found = logprobs(name, chat=False)
+    words = [str(word) for word in found["tokens"]]
+    assert "".join(words).strip().startswith("a b ab ")
+    for word, place in zip(words, found["text_offset"], strict=True):
+        assert isinstance(place, int)
+        if "\ufffd" not in word:
+            assert text[place:].startswith(word if place else word.lstrip())
+
+
+@pytest.mark.parametrize("name", ["bytes", "merges", "fallback"])
+def test_bytes_of_tokens_join_to_the_answer(name: str) -> None:
+    """Also those of characters that are several tokens, as OpenAI's clients join them."""
+    text, found = logprobs(name, chat=True)
+    entries = [entry for entry in found["content"] if isinstance(entry, dict)]
+    assert bytes(b for entry in entries for b in entry["bytes"]).decode().strip() == text.strip()
+    assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in entries)
+
+
+BODY = {"model": "tiny", "messages": asks("What is in this picture, in all detail?", uri(5, (48, 48))), "max_tokens": 4}
+FIRST, SECOND = {"authorization": "Bearer first"}, {"authorization": "Bearer second"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text("first\nsecond\n")
+    return str(path)
+
+
+def reused(server: Live, headers: dict[str, str], **fields: Any) -> tuple[int, int]:
+    """Cached prompt tokens of a request, and media that it found in the cache."""
+    before = server.service.owner.counts.media_hits.total()
+    status, _, answer = server.call("POST", "/v1/chat/completions", json.dumps({**BODY, **fields}).encode(), headers)
+    assert status == 200, answer
+    usage = json.loads(answer)["usage"]
+    server.until(lambda: server.is_idle)
+    hits = server.service.owner.counts.media_hits.total() - before
+    return usage["prompt_tokens_details"]["cached_tokens"], hits
+
+
+@pytest.mark.parametrize("speculation", ["off", "chain"])
+def test_another_key_learns_nothing_of_an_earlier_prompt(keys: str, speculation: str) -> None:
+    with live(api_key_file=keys) as server:
+        assert reused(server, FIRST, speculation=speculation) == (0, 0)
+        assert reused(server, SECOND, speculation=speculation) == (0, 0)
+        for key in (FIRST, SECOND):
+            assert reused(server, key, speculation=speculation)[0] > 16
+
+
+def test_a_salt_of_the_request_separates_within_a_key_and_without_keys(keys: str, shared: Live) -> None:
+    with live(api_key_file=keys) as server:
+        assert reused(server, FIRST, cache_salt="a") == (0, 0)
+        assert reused(server, SECOND, cache_salt="a") == (0, 0)
+        assert reused(server, FIRST, cache_salt="a")[0] > 16
+    assert reused(shared, {}, cache_salt="b") == (0, 0)
+    assert reused(shared, {}, cache_salt="c") == (0, 0)
+    assert reused(shared, {}, cache_salt="b")[0] > 16
+
+
+def test_keys_share_where_the_server_says_so(keys: str) -> None:
+    with live(api_key_file=keys, share_prefixes=True) as server:
+        assert reused(server, FIRST) == (0, 0)
+        assert reused(server, SECOND)[0] > 16
+
+
+def test_nothing_is_reused_where_reuse_is_off() -> None:
+    with live(reuse_prefixes=False, max_rows=1) as server:
+        for _ in range(2):
+            assert reused(server, {}, n=2) == (0, 0)
+            assert reused(server, {}, cache_salt="a") == (0, 0)
+
+
+def test_an_empty_salt_is_refused(shared: Live) -> None:
+    status, answer = shared.post({**BODY, "cache_salt": ""})
+    assert status == 400
+    assert "cache_salt" in answer["error"]["message"]

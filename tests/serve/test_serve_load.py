@@ -82,46 +82,12 @@ def test_ended_requests_are_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_hundred_clients_that_leave_in_the_middle_cost_the_others_nothing() -> None:
-    model = vlm("qwen", "qwen-draft")
-    asked = [q for q in questions(60, seed=8) if q.body["max_tokens"] >= 8][:20]
-    expected = [q.expected(model) for q in asked]
-    with live(max_rows=6, max_queue=64) as server:
-        stop = threading.Event()
-
-        def leave(number: int) -> None:
-            connection = opened(server, {**LONG, "stream": True})
-            if number % 3:
-                connection.getresponse().read(number % 500 + 1)
-            connection.close()
-
-        def keep_asking() -> list[str]:
-            found = []
-            for question in asked:
-                while (answer := server.post(question.body))[0] == 503:
-                    time.sleep(0.1)
-                found.append(answer[1]["choices"][0]["message"]["content"])
-            return found
-
-        with ThreadPoolExecutor(10) as pool:
-            steady = [pool.submit(keep_asking) for _ in range(2)]
-            list(pool.map(leave, range(200)))
-            stop.set()
-            assert [future.result() for future in steady] == [expected, expected]
-        server.until(lambda: server.is_idle)
-
-
 def test_a_full_queue_is_refused_and_what_was_accepted_is_answered() -> None:
     question = {**LONG, "max_tokens": 12}
     with live(max_rows=1, max_queue=2) as server, slowed(vlm("qwen", "qwen-draft").target, 0.05):
         with ThreadPoolExecutor(10) as pool:
-            answers = list(
-                pool.map(
-                    lambda _: server.call("POST", "/v1/chat/completions", json.dumps(question).encode()), range(10)
-                )
-            )
+            body = json.dumps(question).encode()
+            answers = list(pool.map(lambda _: server.call("POST", "/v1/chat/completions", body), range(10)))
         served = [json.loads(body) for status, _, body in answers if status == 200]
         refused = [headers for status, headers, _ in answers if status == 503]
         assert all(b"(2 requests wait already)" in body for status, _, body in answers if status == 503)
@@ -163,28 +129,21 @@ def test_a_slow_reader_is_dropped_and_stalls_nobody() -> None:
                 assert answer["choices"][0]["message"]["content"] == question.expected(vlm("qwen", "qwen-draft"))
             server.until(lambda: server.is_idle, 60)
             server.until(lambda: not server.server.server_state.tasks, 10)
-            counted = [
-                line for line in server.call("GET", "/metrics")[2].decode().splitlines() if "errors_total{" in line
+            counted = server.call("GET", "/metrics")[2].decode().splitlines()
+            assert [line for line in counted if "errors_total{" in line] == [
+                'saccade:request_errors_total{kind="slow_reader"} 1.0'
             ]
-            assert counted == ['saccade:request_errors_total{kind="slow_reader"} 1.0']
         finally:
             reader.close()
 
 
-def test_a_head_that_comes_too_slowly_or_is_too_long_ends_its_connection() -> None:
+def test_heads_and_bodies_that_come_too_slowly_end_their_connection() -> None:
     with live(header_seconds=0.5, body_seconds=0.5) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
             slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
             begin = time.monotonic()
             assert slow.recv(100) == b""
             assert time.monotonic() - begin < 5
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as long:
-            try:
-                long.sendall(b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"x" * 2**20)
-                ended = long.recv(100)
-            except ConnectionError:
-                ended = b""
-            assert not ended or ended.startswith(b"HTTP/1.1 431 ")  # or reset, if it came too late
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half:
             half.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -136,11 +136,6 @@ def test_an_empty_prompt_is_refused(shared: Live, prompt: Any) -> None:
     assert status == 400, answer
 
 
-def test_half_of_a_surrogate_pair_is_refused(shared: Live) -> None:
-    status, answer = shared.post(rb'{"model":"tiny","messages":[{"role":"user","content":"\ud800"}]}')
-    assert status == 400, answer
-
-
 def test_other_paths_methods_and_content_types_have_errors_in_the_same_form(shared: Live) -> None:
     for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/chat/completions", 405)):
         found, _, body = shared.call(method, path)

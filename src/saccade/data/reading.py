@@ -7,12 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +74,6 @@ def _rows(data: DataSet) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, row
 
 
-@contextmanager
-def _in_a_sentence(words: str) -> Iterator[None]:
-    """Turn the errors of `datasets`, the hub, its cache and its readers, which are of many kinds, into one sentence."""
-    try:
-        yield
-    except SaccadeError:
-        raise
-    except Exception as problem:
-        text = " ".join(str(problem).split()) or type(problem).__name__
-        raise SaccadeError(f"{words}: {text[:300].rstrip('.')}.") from problem
-
-
 def _loaded(data: DataSet, subset: str | None) -> Iterator[dict[str, Any]]:
     try:
         datasets = import_module("datasets")
@@ -97,19 +83,18 @@ def _loaded(data: DataSet, subset: str | None) -> Iterator[dict[str, Any]]:
             "prompts as a JSONL file."
         ) from None
     where = f"the data set {data.path} ({', '.join(w for w in (subset, data.split) if w)})"
-    with _in_a_sentence(f"Cannot load {where}"):
-        rows = iter(_opened(datasets, data, subset))
-        first = next(rows, None)
-    if first is None:
+    begin = f"Cannot load {where}"
+    try:
+        for row in _opened(datasets, data, subset):
+            yield {name: _fetched(value) for name, value in row.items()}
+            begin = f"Cannot read on in {where}"
+    except SaccadeError:
+        raise
+    except Exception as problem:  # of `datasets`, the hub, its cache and its readers, which are of many kinds
+        text = " ".join(str(problem).split()) or type(problem).__name__
+        raise SaccadeError(f"{begin}: {text[:300].rstrip('.')}.") from problem
+    if begin.startswith("Cannot load"):
         raise SaccadeError(f"The data set {data.path} ({data.split}) is empty; choose another split.")
-    every = chain([first], rows)
-    while True:
-        with _in_a_sentence(f"Cannot read on in {where}"):
-            row = next(every, None)
-            fetched = None if row is None else {name: _fetched(value) for name, value in row.items()}
-        if fetched is None:
-            return
-        yield fetched
 
 
 def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mapping[str, Any]]:

@@ -6,19 +6,6 @@
 >>> batch_file(vlm, "photos", "captions.jsonl", prompt="Describe the picture.", max_new_tokens=100)
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from saccade.jobs.running import batch_file
+from saccade.jobs.running import batch_file
 
 __all__ = ["batch_file"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from saccade.jobs import running
-
-        return getattr(running, name)
-    raise AttributeError(f"module 'saccade.jobs' has no attribute {name!r}")

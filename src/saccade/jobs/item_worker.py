@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from saccade.engine import Request, Row
 from saccade.engine.generation import RowPlan, plan
@@ -24,9 +24,6 @@ from saccade.options import check_whole
 from saccade.resumable import Finished, Pending
 from saccade.text import text_of
 from saccade.vlm import VLM
-
-Given = TypeVar("Given")
-Ready = TypeVar("Ready")
 
 
 def facts_of(vlm: VLM, method_options: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,19 +52,19 @@ def media_threads(number: int | None) -> int:
     return threads
 
 
-class Feed(Generic[Given, Ready]):
+class Feed:
     """Results of ``prepare`` for items, about in their order, a bounded number ahead of the batch.
 
     Items are read by the worker threads too, one thread at a time, so that the thread of the batch waits for no disk.
     """
 
-    def __init__(self, items: Iterator[Given], prepare: Callable[[Given], Ready], threads: int, ahead: int) -> None:
+    def __init__(self, items: Iterator[Any], prepare: Callable[[Any], Any], threads: int, ahead: int) -> None:
         self._items, self._prepare, self._ahead = items, prepare, max(ahead, threads)
         self._reading, self._is_read = threading.Lock(), False
         self._pool = ThreadPoolExecutor(threads, "saccade-media")
-        self._waiting: deque[Future[tuple[Ready] | None]] = deque()
+        self._waiting: deque[Future[tuple[Any] | None]] = deque()
 
-    def take(self, wait: bool) -> Ready | None:
+    def take(self, wait: bool) -> Any:
         """Return the next result; None when there are no more, or when it is not ready and ``wait`` is False."""
         while True:
             while not self._is_read and len(self._waiting) < self._ahead:
@@ -88,18 +85,16 @@ class Feed(Generic[Given, Ready]):
         self._pool.shutdown(cancel_futures=True)
         self._waiting.clear()
 
-    def _next(self) -> tuple[Ready] | None:
+    def _next(self) -> tuple[Any] | None:
         with self._reading:
             if self._is_read:
                 return None
+            self._is_read = True  # unless there is an item
             try:
                 item = next(self._items)
             except StopIteration:
-                self._is_read = True
                 return None
-            except BaseException:
-                self._is_read = True
-                raise
+            self._is_read = False
         return (self._prepare(item),)
 
 
@@ -172,7 +167,7 @@ class ItemWorker:
     def _form(self, item: Item) -> ItemForm:
         return self._forms.get(item.is_request, self._forms[False])
 
-    def _admit(self, feed: Feed[Pending, _Running]) -> Iterator[Finished]:
+    def _admit(self, feed: Feed) -> Iterator[Finished]:
         """Fill free rows with items that are ready; wait for one where no row runs."""
         if self._suspects:
             if not self._running:

@@ -12,7 +12,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from saccade.engine import Request, Row
@@ -70,14 +69,13 @@ class BatchJob:
             try:
                 json.dumps(value)
             except TypeError:
-                raise InputError(
-                    f"The option {name} of a job must be a number, a text or a list; a resume repeats it."
-                ) from None
+                words = "must be a number, a text or a list; a resume repeats it"
+                raise InputError(f"The option {name} of a job {words}.") from None
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
         """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``.
 
-        A request of OpenAI's batch format needs an id of its own, and has a problem otherwise.
+        A request of OpenAI's batch format needs its own id, and has a problem otherwise.
         """
         return islice(self._chosen(with_media), self.limit)
 
@@ -101,10 +99,10 @@ class BatchJob:
         """Journal of the job next to its output; a stream has none."""
         if is_stream(out):
             return Streamed(out, models or {})
-        path = journal_of(out)
+        *files, path = written(out)
         if out.is_dir():
             raise SaccadeError(f"{out} is a folder; give the name of a file, such as {out}/answers.jsonl.")
-        for file in (out, errors_of(out)):
+        for file in files:
             if file.exists() and not path.exists():
                 raise SaccadeError(f"{file} exists without {path.name} of an earlier attempt; choose another file.")
         root = self.source.media_root
@@ -125,17 +123,9 @@ class BatchJob:
         return Journal(path, header, ("job.json", "records.jsonl"), compared, advice="choose another output file")
 
 
-def journal_of(out: Path) -> Path:
-    return out.with_name(f"{out.name}.journal")
-
-
-def errors_of(out: Path) -> Path:
-    """File next to an output for requests of OpenAI's batch format that failed."""
-    return out.with_name(f"{out.stem}.errors{out.suffix}")
-
-
-def written(out: Path) -> tuple[Path, ...]:
-    return out, errors_of(out), journal_of(out)
+def written(out: Path) -> tuple[Path, Path, Path]:
+    """All that a job writes: the output, OpenAI requests that failed, and the folder of the journal."""
+    return out, out.with_name(f"{out.stem}.errors{out.suffix}"), out.with_name(f"{out.name}.journal")
 
 
 _STDOUT = ("-", "/dev/stdout")
@@ -154,16 +144,15 @@ class Streamed:
 
     def __enter__(self) -> Self:
         """Open it; a named pipe waits for its reader."""
-        is_stdout = str(self._out) in _STDOUT
-        self._opened: Any = nullcontext(sys.stdout.buffer) if is_stdout else self._out.open("wb")
+        self._opened: Any = nullcontext(sys.stdout.buffer)
+        if str(self._out) not in _STDOUT:
+            self._opened = self._out.open("wb")
         self._file = self._opened.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # all has been written, or the problem is known
-            self._opened.__exit__(kind, problem, trace)
+            self._opened.__exit__(*error)
 
     def begin(self) -> Mapping[str, Any]:
         return self._header
@@ -236,7 +225,8 @@ class Known:
         for number, offset, row in journal.rows():
             try:
                 key, failed = int(row["key"], 16), bool(row["failed"])
-                self.timed, self.seconds = self.timed + 1, self.seconds + float(row["seconds"])
+                self.seconds += float(row["seconds"])
+                self.timed += 1
             except (KeyError, TypeError, ValueError):
                 raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
             if not (failed and retry_failed):
@@ -265,15 +255,12 @@ def preview(job: BatchJob, out: Path, retry_failed: bool = False) -> Survey:
     """Read all items once, without media and models; nothing is written."""
     known = Known(job.journal(out, None), retry_failed)
     survey = Survey(timed=known.timed, seconds=known.seconds)
-    files: list[str] = []  # the first ones that items name; empty once one exists
-    one_exists = False
+    files: list[str] = []  # the first ones that items name
     for item in job.items(with_media=False):
         survey.items += 1
         kind, named = _kind(job, item, survey.problems)
         survey.kinds[kind] += 1
-        for path in named if not one_exists and len(files) < _FILES else ():
-            files.append(path)
-            one_exists = one_exists or Path(path).exists()
+        files += named[: max(_FILES - len(files), 0)]
         record = known.get(item)
         if record is not None:
             survey.there += 1
@@ -284,10 +271,10 @@ def preview(job: BatchJob, out: Path, retry_failed: bool = False) -> Survey:
             f"There is no item{part} in {', '.join(job.source.inputs)[:200]}; expected pictures, videos, JSON lines, "
             "JSON, Parquet or tar files."
         )
-    if len(files) >= _FILES and not one_exists:
+    if len(files) == _FILES and not any(Path(file).exists() for file in files):
         raise SaccadeError(
-            f"None of the first {_FILES} files that the items name exists, such as {files[_FILES - 1]}; give the "
-            "folder of the media with --media-root."
+            f"None of the first {_FILES} files that the items name exists, such as {files[-1]}; give the folder of "
+            "the media with --media-root."
         )
     if survey.kinds["unusable"] == survey.items:
         raise SaccadeError(f"None of the items can be used. The first one: {survey.problems[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ class OpenAIForm:
         if not isinstance(fields, dict):
             raise InputError("the body must be a JSON object, such as one with model and messages")
         if url == _CHAT:
-            fields = {**fields, "messages": _resolved(fields.get("messages"), item.root)}
+            fields = {**fields, "messages": _resolved(deepcopy(fields.get("messages")), item.root)}
         body: Any = parse(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(fields).encode())
         if body.stream:
             raise InputError("the answer of a batch is not streamed; leave out stream")
@@ -111,25 +112,18 @@ class OpenAIForm:
 
 
 def _resolved(messages: Any, root: Path) -> Any:
-    """Messages whose relative paths of media are those of files."""
-    if not isinstance(messages, list):
-        return messages
-    return [
-        {**m, "content": [_resolved_part(part, root) for part in m["content"]]}
-        if isinstance(m, dict) and isinstance(m.get("content"), list)
-        else m
-        for m in messages
-    ]
-
-
-def _resolved_part(part: Any, root: Path) -> Any:
-    for key in ("image_url", "video_url"):
-        source = part.get(key) if isinstance(part, dict) else None
-        url = source.get("url") if isinstance(source, dict) else source
-        if isinstance(url, str) and url and "://" not in url[:16]:
-            path = resolve(url, root)
-            return {**part, key: {**source, "url": path} if isinstance(source, dict) else path}
-    return part
+    """Messages whose relative paths of media are those of files; what has no such form remains."""
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            for key in ("image_url", "video_url"):
+                source = part.get(key) if isinstance(part, dict) else None
+                url = source.get("url") if isinstance(source, dict) else source
+                if isinstance(url, str) and url and "://" not in url[:16]:
+                    part[key] = (
+                        {**source, "url": resolve(url, root)} if isinstance(source, dict) else resolve(url, root)
+                    )
+    return messages
 
 
 def _response(item: Item, status: int, body: dict[str, Any]) -> dict[str, Any]:

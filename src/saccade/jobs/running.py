@@ -16,7 +16,7 @@ from saccade.inputs.processor import MediaOptions
 from saccade.jobs.item_sources import ItemSource
 from saccade.jobs.item_worker import ItemWorker, media_threads
 from saccade.jobs.items import PromptOptions
-from saccade.jobs.job import BatchJob, Known, Shard, Survey, errors_of, preview, written
+from saccade.jobs.job import BatchJob, Known, Shard, Survey, preview, written
 from saccade.options import check_whole
 from saccade.resumable import Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, encoded
 from saccade.stream import GenerationOptions
@@ -148,11 +148,10 @@ def _write(journal: Journal, offsets: Sequence[int], out: Path, has_requests: bo
                     file.write(encoded(row["record"]))
 
     advice = "all answers are in the journal beside it; free some space and run the same command again"
-    errors = errors_of(out) if has_requests else None
-    if errors is not None:
+    _, errors, _ = written(out)
+    if has_requests:
         write_file(errors, partial(write, True), advice=advice)
         if not errors.stat().st_size:
             errors.unlink()
-            errors = None
     write_file(out, partial(write, False), advice=advice)
-    return errors
+    return errors if has_requests and errors.exists() else None

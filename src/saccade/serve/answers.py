@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from saccade.output import Output, TreeTrace
-from saccade.serve.decoding import TokenLogprob
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.serve.owner import Event
 from saccade.serve.schemas import StreamOptions
@@ -71,87 +70,70 @@ class Choice:
     logprobs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._detokenizer, self._traced = Detokenizer(self.tokenizer), Detokenizer(self.tokenizer)
-        self._cutter = StopCutter(self.stops)
-        self._offset, self._before = 0, Detokenizer(self.tokenizer)
-
-    def add(self, event: Event) -> Piece:
-        text = self._detokenizer.add(event.tokens)
-        self.count += len(event.tokens)
-        if event.output is not None:
-            text += self._detokenizer.finish()
-            self.output = event.output
-            self.finish = FINISHED.get(event.output.finish_reason, "stop")
-        text = self._cutter.add(text, last=event.is_last)
-        if event.is_last and self._cutter.stopped:
-            self.finish = "stop"
-        self.text += text
-        return Piece(text, self._new_logprobs(event), self._trace(event), self.finish)
-
-    def _new_logprobs(self, event: Event) -> dict[str, Any] | None:
-        if self.num_logprobs is None:
-            return None
-        found = [entry for entry in event.logprobs if not self._is_end(entry.token, event)]
-        new = self._chat_logprobs(found) if self.chat else self._completion_logprobs(found)
-        for name, values in new.items():
-            if values is not None:
-                self.logprobs.setdefault(name, []).extend(values)
-        return new
-
-    def _is_end(self, token: int, event: Event) -> bool:
-        """Whether a token is the one that ended the answer without any text."""
-        ended = event.output is not None and event.output.finish_reason == "eos"
-        return ended and event.output is not None and token == event.output.tokens[-1]
-
-    def _chat_logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            {
-                **self._token(entry.token, entry.logprob),
-                "top_logprobs": [self._token(token, value) for token, value in entry.top],
-            }
-            for entry in found
-        ]
-        return {"content": content, "refusal": None}
-
-    def _completion_logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        words = [self._word(entry.token) for entry in found]
-        offsets = []
-        for entry in found:
-            offsets.append(self._offset)
-            self._offset += len(self._before.add([entry.token]))
-        return {
-            "tokens": words,
-            "token_logprobs": [entry.logprob for entry in found],
-            "top_logprobs": [{self._word(token): value for token, value in entry.top} for entry in found],
-            "text_offset": offsets,
-        }
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self._word(token)
-        return {"token": word, "logprob": logprob, "bytes": list(self._words.utf8(token))}
+        self._detokenizer, self._cutter = Detokenizer(self.tokenizer), StopCutter(self.stops)
+        self._offset = 0
 
     @cached_property
     def _words(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
 
-    def _word(self, token: int) -> str:
-        return self._words.text(token)
+    def add(self, event: Event) -> Piece:
+        by_token = self.traced or (self.num_logprobs is not None and not self.chat)
+        parts = [[token] for token in event.tokens] if by_token else [event.tokens]
+        texts = [self._detokenizer.add(part) for part in parts]
+        self.count += len(event.tokens)
+        end = ""
+        if event.output is not None:
+            end = self._detokenizer.finish()
+            self.output = event.output
+            self.finish = FINISHED.get(event.output.finish_reason, "stop")
+        text = self._cutter.add("".join(texts) + end, last=event.is_last)
+        if event.is_last and self._cutter.stopped:
+            self.finish = "stop"
+        self.text += text
+        trace = None
+        if self.traced:
+            if texts:
+                texts[-1] += end
+            about = zip(event.tokens, texts, event.marks, strict=True)
+            tokens = [{"id": token, "text": text, "mark": mark} for token, text, mark in about]
+            trace = {"tokens": tokens, "tree": None if event.tree is None else self._tree(event.tree)}
+        return Piece(text, self._new_logprobs(event, texts), trace, self.finish)
 
-    def _trace(self, event: Event) -> dict[str, Any] | None:
-        """Tokens with their text and marks; the texts of all pieces join to the answer before any stop string."""
-        if not self.traced:
+    def _new_logprobs(self, event: Event, texts: Sequence[str]) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens but the one that ended the answer without any text."""
+        if self.num_logprobs is None:
             return None
-        texts = [self._traced.add([token]) for token in event.tokens]
-        if event.is_last and texts:
-            texts[-1] += self._traced.finish()
-        tokens = [
-            {"id": token, "text": text, "mark": mark}
-            for token, text, mark in zip(event.tokens, texts, event.marks, strict=True)
-        ]
-        return {"tokens": tokens, "tree": None if event.tree is None else self._tree(event.tree)}
+        ended = event.output is not None and event.output.finish_reason == "eos"
+        entries = event.logprobs[:-1] if ended else event.logprobs
+        new: dict[str, Any]
+        if self.chat:
+            content = []
+            for entry in entries:
+                top = [self._token(token, value) for token, value in entry.top]
+                content.append({**self._token(entry.token, entry.logprob), "top_logprobs": top})
+            new = {"content": content, "refusal": None}
+        else:
+            word = self._words.text
+            new = {
+                "tokens": [word(entry.token) for entry in entries],
+                "token_logprobs": [entry.logprob for entry in entries],
+                "top_logprobs": [{word(token): value for token, value in entry.top} for entry in entries],
+                "text_offset": [],
+            }
+            for text in texts[: len(entries)]:
+                new["text_offset"].append(self._offset)
+                self._offset += len(text)
+        for name, values in new.items():
+            if values is not None:
+                self.logprobs.setdefault(name, []).extend(values)
+        return new
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._words.text(token), "logprob": logprob, "bytes": list(self._words.utf8(token))}
 
     def _tree(self, tree: TreeTrace) -> dict[str, Any]:
-        nodes = [{"id": token, "text": self._word(token)} for token in tree.tokens]
+        nodes = [{"id": token, "text": self._words.text(token)} for token in tree.tokens]
         return {"tokens": nodes, "parents": list(tree.parents), "path": list(tree.path)}
 
 

@@ -67,7 +67,8 @@ class ServedModel:
         self.entry, self.vlm = entry, vlm
         self.created = int(time.time())
         self.planner = Planner(vlm, limits.default_max_tokens, limits.max_tokens)
-        self._most_option, self._media, self._text_as_text = limits.max_option, media, text_as_text
+        self._most_option, self._text_as_text = limits.max_option, text_as_text
+        self._reading = MediaOptions(limits=media, text_as_text=text_as_text)
         self._workers = workers
         self._settings: OrderedDict[str, Setting] = OrderedDict()
         self._lock = threading.Lock()
@@ -175,10 +176,10 @@ class ServedModel:
         setting = self._setting(body)
         if isinstance(body, ChatRequest):
             self._check_size(_characters(body.messages), "messages")
-            rows = [self._row(body.messages, setting, self._reading(body.num_frames, body.fps))]
+            rows = [self._row(body.messages, setting, replace(self._reading, num_frames=body.num_frames, fps=body.fps))]
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
-            rows = [RowInput(self._raw(prompt), options=self._reading()) for prompt in body.prompts]
+            rows = [RowInput(self._raw(prompt), options=self._reading) for prompt in body.prompts]
         seed, jobs = seed_of(body), list[Job]()
         for row in rows:
             shared = setting.vlm.request(row, seed)
@@ -198,9 +199,6 @@ class ServedModel:
             return self._workers.row(turns, _readers(setting.vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
-    def _reading(self, num_frames: int | None = None, fps: float | None = None) -> MediaOptions:
-        return MediaOptions(num_frames, fps, self._media, self._text_as_text)
-
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer of ``/tokenize``, in vLLM's form; errors as in `chat_jobs`."""
         processor = self.vlm.processor
@@ -213,7 +211,7 @@ class ServedModel:
         else:
             self._check_size(_characters(body.messages or ()), "messages")
             setting = self.setting("off")
-            ids = setting.vlm.request(self._row(body.messages or (), setting, self._reading()), 0).prompt.ids
+            ids = setting.vlm.request(self._row(body.messages or (), setting, self._reading), 0).prompt.ids
         strings = processor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.planner.context, "tokens": list(ids), "token_strs": strings}
 
@@ -244,11 +242,13 @@ class ServedModel:
         return Prompt(tuple(prompt))
 
 
-def _salt(client: str | None, given: str | None) -> str:
+def _salt(client: str | None, cache_salt: str | None) -> str:
     """Salt of a row's prefixes; empty where they are shared with everyone."""
     if client is None:
         return secrets.token_hex(16)
-    return hashlib.blake2b(f"{client} {given or ''}".encode(), digest_size=16).hexdigest() if client or given else ""
+    if not client and not cache_salt:
+        return ""
+    return hashlib.blake2b(f"{client} {cache_salt or ''}".encode(), digest_size=16).hexdigest()
 
 
 def _readers(vlm: VLM) -> list[InputProcessor]:

@@ -55,7 +55,7 @@ class Job:
     vlm: VLM  # the model with the method
     request: Request
     planned: Planned
-    plan_again: Callable[[], Planned]  # makes `planned` anew, whose criteria and recorders follow one row only
+    plan_again: Callable[[], Planned]  # makes another `planned`, whose criteria and recorders follow one row only
     deliver: Callable[[Event], None]  # called with its events, in the event loop
     trace: bool = False  # whether its chunks carry draft trees
     row: Row | None = None  # its row; None while it waits outside the batch

@@ -73,11 +73,11 @@ class Replica:
 
     async def answer(self, forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
         """Yield the messages of the application, those that are there together."""
-        given = iter([{"type": "http.request", "body": forwarded.body, "more_body": False}])
+        requests = iter([{"type": "http.request", "body": forwarded.body, "more_body": False}])
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
 
         async def receive() -> Message:
-            message = next(given, None)
+            message = next(requests, None)
             if message is None:
                 await asyncio.Event().wait()  # the front cancels this call when the client goes
                 raise AssertionError
@@ -102,8 +102,8 @@ class Replica:
                 while not messages.empty():
                     group.append(messages.get_nowait())
                 ended = group[-1] is None
-                if found := [message for message in group if message is not None]:
-                    yield found
+                if part := [message for message in group if message is not None]:
+                    yield part
             await task
         finally:
             task.cancel()
@@ -142,12 +142,12 @@ def build(config: ServerConfig, replicas: int | None = None, *, cpus: float = 1,
         answers = handle.options(method_name="answer", stream=True)
 
         async def call(forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
-            found = answers.remote(forwarded)
+            groups = answers.remote(forwarded)
             try:
-                async for group in found:
+                async for group in groups:
                     yield group
             except (asyncio.CancelledError, GeneratorExit):
-                found.cancel()  # not after an error, which it would raise again
+                groups.cancel()  # not after an error, which it would raise again
                 raise
             except BackPressureError as problem:
                 raise QueueFull from problem
@@ -159,9 +159,8 @@ def build(config: ServerConfig, replicas: int | None = None, *, cpus: float = 1,
         async def texts() -> dict[str, str]:
             return dict(await asyncio.to_thread(lambda: handle.broadcast("metrics").results(timeout_s=5)))
 
-        own = replace(config, api_key_file=None)
         os.environ[KEYS_VARIABLE] = ",".join(keys)
-        return Front(own, call, texts)
+        return Front(replace(config, api_key_file=None), call, texts)
 
     behind = engines.bind(replace(config, api_key_file=None, limits=per_replica), keys)
     fronts = serve.deployment(

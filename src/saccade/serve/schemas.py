@@ -115,10 +115,9 @@ class CompletionRequest(Decoding):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given: Any = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]
-        return list(given)
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if is_one else list(prompt)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -288,8 +287,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _source(part: Mapping[str, Any], medium: str, where: str) -> str:
-    given = part.get(f"{medium}_url")
-    url = given.get("url") if isinstance(given, Mapping) else given
+    source = part.get(f"{medium}_url")
+    url = source.get("url") if isinstance(source, Mapping) else source
     if not isinstance(url, str) or not url:
         raise invalid(f"{where}.{medium}_url.url is missing; give a data: URI.", where)
     return url

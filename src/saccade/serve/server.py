@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from http import HTTPStatus
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,10 @@ from saccade.target_model.lean import caveat
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from saccade.vlm import VLM
 
 log = logging.getLogger("saccade.serve")
 MOST_HEAD_BYTES = 64 * 1024
-"""Size of a request's line and headers; the parser has no limit of its own."""
+"""Size of a request's line and headers, which the parser does not limit."""
 LAST_WORDS = 5
 """Seconds for writing to clients that their answers end, once the time for running answers is over."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,11 +45,14 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
     Host headers, in which a proxy and this server could read two hosts, and sends no chunks to HTTP/1.0.
     """
 
+    large = Refusal(431, f"The head is larger than {MOST_HEAD_BYTES // 1024} KiB; send fewer or shorter headers.")
+
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _head_bytes = 0
+        _timer: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._head_bytes = 0
-            self._timer: asyncio.TimerHandle | None = None
             self._guard()
 
         def data_received(self, data: bytes) -> None:
@@ -60,11 +63,11 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
             if not self._in_head():
                 self._release()
             elif self._head_bytes > MOST_HEAD_BYTES:
-                self._refuse(_large_head())
+                self._refuse(large)
 
         def on_headers_complete(self) -> None:
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEAD_BYTES:
-                raise _large_head()
+                raise replace(large)
             if sum(name == b"host" for name, _ in self.headers) > 1:
                 raise invalid("The request has several Host headers; send one.")
             super().on_headers_complete()
@@ -95,7 +98,7 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
         def _guard(self) -> None:
             if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+                self._timer = asyncio.get_running_loop().call_later(seconds, self.transport.close)
 
         def _release(self) -> None:
             self._head_bytes = 0
@@ -103,15 +106,7 @@ def guarded_protocol(seconds: float) -> type[asyncio.Protocol]:
                 self._timer.cancel()
                 self._timer = None
 
-        def _expire(self) -> None:
-            if self._in_head():
-                self.transport.close()
-
     return Guarded
-
-
-def _large_head() -> Refusal:
-    return Refusal(431, f"The head is larger than {MOST_HEAD_BYTES // 1024} KiB; send fewer or shorter headers.")
 
 
 def _end_by_closing(cycle: Any) -> None:
@@ -206,11 +201,9 @@ def bind(config: ServerConfig) -> socket.socket:
 
 def serve(config: ServerConfig) -> None:
     """Check everything, load the models, and serve until a signal."""
-    keys = config.keys()
-    loaders = config.check()
-    listening = bind(config)
+    keys, loaders, listening = config.keys(), config.check(), bind(config)
     host, port = listening.getsockname()[:2]
-    vlms: list[VLM] = [load() for load in loaders]
+    vlms = [load() for load in loaders]
     names = ", ".join(entry.label for entry in config.models)
     address = f"http://{host}:{port}"
     announcement = f"Serving {names} on {address}/v1, the page on {address} (Ctrl-C drains and ends)"

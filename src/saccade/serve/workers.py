@@ -1,4 +1,4 @@
-"""Prompts with pictures and films of strangers, each made in a process of its own: decoding, resizing, tokenizing.
+"""Prompts with pictures and films of clients, each made in a process of its own: decoding, resizing, tokenizing.
 
 A fork server with the models' input processors waits beside the engine. For every request it forks a worker, which
 makes the prompts and ends. A decoder's crash or hang, or memory without end, is the end of that worker alone, and
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -94,13 +94,14 @@ class PromptWorkers:
 
     def row(self, messages: Any, readers: Sequence[InputProcessor], options: MediaOptions) -> MadeInput:
         self.start()
-        numbers = [next(i for i, own in enumerate(self._processors) if own is each) for each in readers]
+        numbers = [next(i for i, other in enumerate(self._processors) if other is each) for each in readers]
         with self._open() as connection:
             _send(connection, (messages, numbers, options))
             answer = self._receive(connection)
-        if "refused" in answer:
-            raise InputError(answer["refused"])
-        prompts = [_prompt(each) for each in answer["prompts"]]
+        prompts = [
+            Prompt(tuple(each["ids"].tolist()), tuple(Medium(*medium) for medium in each["media"]))
+            for each in answer["prompts"]
+        ]
         return MadeInput(messages, (), (), options, list(zip(readers, prompts, strict=True)))
 
     def _open(self) -> socket.socket:
@@ -130,8 +131,10 @@ class PromptWorkers:
                 raise InputError(
                     f"{_MEDIA} take longer than {self._seconds:g} seconds to prepare; send fewer or smaller ones."
                 ) from None
-            raise InputError(f"{_MEDIA} cannot be decoded: the decoder has failed; save them anew.") from None
-        if answer.get("failed"):
+            raise InputError(f"{_MEDIA} cannot be decoded: the decoder has failed; save them again.") from None
+        if "refused" in answer:
+            raise InputError(answer["refused"])
+        if "prompts" not in answer:
             raise RuntimeError("A worker has failed; its traceback is in the log.")
         return dict(answer)
 
@@ -147,11 +150,6 @@ def _plain(prompt: Prompt) -> dict[str, Any]:
     """A prompt of plain objects and tensors."""
     media = [(m.kind, dict(m.tensors), m.n_tokens, m.digest, m.frame) for m in prompt.media]
     return {"ids": torch.tensor(prompt.ids), "media": media}
-
-
-def _prompt(plain: Mapping[str, Any]) -> Prompt:
-    """Inverse of `_plain`."""
-    return Prompt(tuple(plain["ids"].tolist()), tuple(Medium(*each) for each in plain["media"]))
 
 
 # -- the fork server and its workers ---------------------------------------------------------------------------
@@ -252,4 +250,4 @@ def _answer(
         traceback.print_exc()
     except Exception:
         traceback.print_exc()
-    return {"failed": True}
+    return {}
