@@ -8,7 +8,6 @@ the patch to a block. Every method is available except ``spd`` and ``tabed``, wh
 with its processor; `saccade.load` has it.
 """
 
-from saccade.hf.patching import patch, patched, unpatch
-from saccade.hf.speculation import Speculation, speculate
+from saccade.hf.speculation import Speculation, patch, patched, speculate, unpatch
 
 __all__ = ["Speculation", "patch", "patched", "speculate", "unpatch"]

@@ -1,14 +1,17 @@
-"""The `custom_generate` callable of a method."""
+"""The `custom_generate` callable of a method, and the patch of `GenerationMixin` that hands pixels to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig, GenerationMixin
+from transformers.utils.generic import TransformersKwargs
 
 from saccade import methods
 from saccade.draft.drafter import Drafter
@@ -16,16 +19,16 @@ from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.engine.generation import DecodingPlan, check_options
-from saccade.errors import InputError, MethodError
-from saccade.hf.patching import TakesPixels, patch
+from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
-from saccade.inputs.families import check, media_spans, split, vision_signature, visual_ids
+from saccade.inputs.families import check, family_of, media_spans, split, vision_signature, visual_ids
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import AnyHead
 from saccade.output import Output
+from saccade.target_model.adapter import TYPES, check_types
 
 
 def speculate(
@@ -53,7 +56,7 @@ def speculate(
     return Speculation(drafters.only(drafter, assistant_model), method, **options)
 
 
-class Speculation(TakesPixels):
+class Speculation:
     """A ``custom_generate`` callable; reuse it between calls, it holds the adapters of its models.
 
     Besides `generate`'s own arguments it takes ``assistant_inputs=``: the drafter's processor's tensors of the same
@@ -62,6 +65,9 @@ class Speculation(TakesPixels):
     Attributes:
         outputs: one `Output` per row of the latest call, with statistics.
     """
+
+    # Unpatched, `generate` hands over nothing, which is refused: it drops streamer, tokenizer and pixels for callables.
+    __signature__ = inspect.Signature()
 
     def __init__(self, drafter: nn.Module | Drafter | str | Path | None, method: str | None, **options: Any) -> None:
         kind = drafters.kind_of(drafter) if drafters.is_head(drafter) else None  # type: ignore[arg-type]
@@ -99,7 +105,6 @@ class Speculation(TakesPixels):
         visuals: Mapping[str, Any] | None = None,
         assistant_inputs: Mapping[str, Any] | None = None,
         streamer: Any = None,
-        tokenizer: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **_: Any,
@@ -118,10 +123,10 @@ class Speculation(TakesPixels):
         each = config.num_return_sequences or 1
         config.num_return_sequences = 1  # input_ids has their rows already
         check_options(config)
-        wanted = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
-        if wanted and config.return_dict_in_generate:
+        internals = [n for n in ("output_attentions", "output_hidden_states") if getattr(config, n)]
+        if internals and config.return_dict_in_generate:
             raise InputError(
-                f"{wanted[0]} is not available from speculative decoding, whose forwards hold several tokens and "
+                f"{internals[0]} is not available from speculative decoding, whose forwards hold several tokens and "
                 "rejected ones; run the model once over the finished sequence instead."
             )
         engine = self._engine_for(model)
@@ -204,3 +209,120 @@ class Speculation(TakesPixels):
                 "same rows as assistant_inputs."
             )
         return prompts
+
+
+_PATCHED = "_extract_generation_mode_kwargs"
+_stock: Callable[..., dict[str, Any]] | None = None
+"""The replaced method; None while nothing is patched."""
+
+
+def patch() -> None:
+    """Let `generate` hand pixels and streamers to a `Speculation`; other calls of `generate` are unchanged.
+
+    `speculate` does this on first use; further calls have no effect.
+    """
+    global _stock
+    if _stock is None:
+        _stock = getattr(GenerationMixin, _PATCHED)
+        setattr(GenerationMixin, _PATCHED, _hand_over)
+
+
+def unpatch() -> None:
+    """Restore `GenerationMixin`; a `Speculation` is then refused until `patch` is called.
+
+    Raises:
+        SaccadeError: another library has patched the same method since.
+    """
+    global _stock
+    if _stock is None:
+        return
+    if getattr(GenerationMixin, _PATCHED) is not _hand_over:
+        raise SaccadeError(
+            f"GenerationMixin.{_PATCHED} was patched again by another library; undo that patch before this one."
+        )
+    setattr(GenerationMixin, _PATCHED, _stock)
+    _stock = None
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Patch `GenerationMixin` within a block, then restore its state before the block."""
+    was_patched = _stock is not None
+    patch()
+    try:
+        yield
+    finally:
+        if not was_patched:
+            unpatch()
+
+
+def _hand_over(
+    model: Any, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
+) -> dict[str, Any]:
+    """`GenerationMixin._extract_generation_mode_kwargs`, the one place that selects the arguments of a callable."""
+    if not isinstance(custom_generate, Speculation):
+        assert _stock is not None
+        return _stock(model, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+    if assistant_model is not None:
+        raise InputError("assistant_model does not go with speculate(); give it the drafter: speculate(drafter).")
+    if any(kwargs.get(name) is not None for name in ("inputs_embeds", "mm_encoder_outputs")):
+        raise InputError(
+            "Embeddings as inputs are not supported, since drafters cannot read them; pass ids and pixels."
+        )
+    past = kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length():
+        raise InputError("past_key_values must be empty, since the whole prompt is prefilled; leave the cache out.")
+    _check_inputs(model, kwargs)
+    takes = inspect.signature(model.forward).parameters
+    keys = family_of(model.config).visual_keys
+    visuals = {name: kwargs.pop(name) for name in keys if name in kwargs and name in takes}
+    taken = {name: kwargs.pop(name, None) for name in ("assistant_inputs", "tokenizer")} | {"streamer": streamer}
+    return {"visuals": visuals, **{name: value for name, value in taken.items() if value is not None}}
+
+
+_READ = ("input_ids", "attention_mask", "past_key_values", "logits_to_keep", "assistant_inputs", "tokenizer")
+"""Inputs besides images and videos that are read, or that change nothing."""
+
+
+def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for inputs of the model that would be ignored; `generate` reports those that none takes."""
+    check(model.config, given)
+    present = {name for name, value in given.items() if value is not None} - vars(GenerationConfig()).keys()
+    family = family_of(model.config)
+    if present.intersection(family.visual_keys):
+        check_types(model)
+    read = {*_READ, *family.visual_keys, family.types}
+    takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
+    present.discard("labels")  # for a loss, which `generate` ignores
+    if "position_ids" in present and _are_default(model, given["position_ids"], given):
+        present.remove("position_ids")
+    for name in sorted(present & takes - read):
+        if name not in TYPES or bool(torch.as_tensor(given[name]).any()):  # all zeros: text
+            raise InputError(
+                f"The input {name} does not reach the model in speculative decoding, which prepares the model's "
+                "inputs itself; leave it out, or leave out custom_generate."
+            )
+
+
+def _are_default(model: Any, positions: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether positions equal those that `generate` derives from ids, mask and media.
+
+    They are ``[B, S]``; of models with M-RoPE also ``[3, B, S]``, or ``[4, B, S]`` with those of the text first.
+    """
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if ids is None:
+        return False
+    mask = torch.ones_like(ids) if mask is None else mask
+    default = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # [B, S]
+    if positions.dim() == 3:
+        rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
+        if rope_index is None:
+            return False
+        wanted = inspect.signature(rope_index).parameters
+        present = {name: given[name] for name in wanted if given.get(name) is not None}
+        rotary, _ = rope_index(**{**present, "attention_mask": mask})  # [3, B, S]
+        default = torch.cat([default[None].to(rotary.device), rotary])[-positions.shape[0] :]
+    if positions.shape != default.shape:
+        return False
+    equal = positions.to(default.device) == default
+    return bool(equal.logical_or((mask == 0).to(default.device)).all())
