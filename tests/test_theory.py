@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isclose, log
+from math import isclose
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,12 +83,6 @@ def test_a_prediction_agrees_with_the_single_formulas(alpha: float, gamma: int, 
     assert isclose(p.verified_per_token * p.block_efficiency, gamma + 1)
 
 
-def test_two_equal_tokens_have_the_confidence_that_refutes_lemma_4_3() -> None:
-    assert theory.confidence([0.5, 0.5, *[0.0] * 8]) == pytest.approx(1 - log(2) / log(10))
-    assert theory.confidence(np.eye(10)[3]) == 1
-    assert theory.confidence(np.ones(12)) == pytest.approx(0)
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -106,8 +99,6 @@ def test_two_equal_tokens_have_the_confidence_that_refutes_lemma_4_3() -> None:
         (lambda: theory.cost_curve({4: -1.0}), "verification cost must be a finite number above 0"),
         (lambda: theory.cost_curve({1: 2.0}), "one token costs 1 by definition, not 2.0"),
         (lambda: theory.predict(0.5, 0, 0.1), "gamma must be a whole number of at least 1, not 0"),
-        (lambda: theory.confidence([0.5, 0.5]), "vector of at least k = 10 probabilities, not shape (2,)"),
-        (lambda: theory.confidence([0.0] * 10), "finite, not negative, and not all 0"),
     ],
 )
 def test_values_outside_a_domain_are_refused_with_a_sentence(call: Callable[[], object], sentence: str) -> None:

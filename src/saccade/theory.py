@@ -1,4 +1,4 @@
-"""The field's formulas with their sources: accepted length, speed-up, break-even, the best draft length, confidence.
+"""The field's formulas with their sources: accepted length, speed-up, break-even, the best draft length.
 
 All costs are in units of T_p(1), one target pass over one token, which is what plain decoding pays per token.
 
@@ -15,9 +15,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 VerifyCost = Callable[[int], float]
 """``T_p(n) / T_p(1)`` as a function of n, the tokens of a target pass with the root counted."""
@@ -48,21 +45,6 @@ def acceptance_of_length(length: float, gamma: int) -> float:
         else:
             high = middle
     return high if length else 0.0
-
-
-def confidence(probabilities: ArrayLike, k: int = 10) -> float:
-    """``alpha = 1 - H / log k`` with H the entropy of the k largest probabilities of ``[V]``, renormalised.
-
-    Source: SAGE, Section 3.1, Eqs. 7-9. (In place of Lemma 4.3's bound, ``p1 >= k^(alpha - 1)`` holds.)
-    """
-    p = np.asarray(probabilities, dtype=np.float64)
-    if p.ndim != 1 or p.size < _count("k", k, 2):
-        raise ValueError(f"The confidence needs a vector of at least k = {k} probabilities, not shape {p.shape}.")
-    if not np.isfinite(p).all() or p.min() < 0 or p.max() == 0:
-        raise ValueError("The probabilities must be finite, not negative, and not all 0.")
-    top = np.partition(p, -k)[-k:]
-    top = top[top > 0] / top.sum()
-    return min(1.0, max(0.0, 1 + float(np.sum(top * np.log(top))) / math.log(k)))
 
 
 def free_verification(tokens: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,34 +18,6 @@ def suite(**changes: Any) -> Suite:
     """Two prompts, plain decoding and a chain, unless told otherwise."""
     content = {"tasks": ["scene"], "methods": ["chain"], "per_task": 2, "max_new_tokens": 12, "trace": 0, "warmup": 0}
     return parse({**content, **changes}, "small", "small.toml")
-
-
-class Slow:
-    """A drafter that sleeps before every guess."""
-
-    def __init__(self, drafter: Any, seconds: float) -> None:
-        self._drafter = drafter
-        self._seconds = seconds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def open(self, batch: int, target: Any) -> Any:
-        session = self._drafter.open(batch, target)
-        return _SlowSession(session, self._seconds)
-
-
-class _SlowSession:
-    def __init__(self, session: Any, seconds: float) -> None:
-        self._session = session
-        self._seconds = seconds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def propose(self, *arguments: Any) -> Any:
-        time.sleep(self._seconds)
-        return self._session.propose(*arguments)
 
 
 class WrongToken(Greedy):
@@ -66,13 +37,6 @@ class WrongToken(Greedy):
 class _Planted(Engine):
     def rule(self, do_sample: bool) -> Any:
         return WrongToken()
-
-
-def slow(vlm: saccade.VLM, seconds: float) -> saccade.VLM:
-    """The method, every step of which takes longer."""
-    planted = copy.copy(vlm)
-    planted.engine = Engine(vlm.target, Slow(vlm.engine.drafter, seconds))
-    return planted
 
 
 def wrong(vlm: saccade.VLM) -> saccade.VLM:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_kit import slow, suite, wrong
+from bench_kit import suite, wrong
 from PIL import Image
 
 import saccade
@@ -123,19 +123,6 @@ def test_sampled_answers_are_not_compared_and_repeatable(prepared: Prepare, tmp_
     runs = [Runner(prepared(sampling={"temperature": 1.0}), tmp_path / name).run() for name in "ab"]
     assert all(r.equal is None for r in runs[0].records)
     assert [r.tokens for r in runs[0].records] == [r.tokens for r in runs[1].records]
-
-
-@pytest.mark.slow
-def test_a_slow_method_is_found_slower(prepared: Prepare, vlm: saccade.VLM, folder: Path) -> None:
-    # At least 2 passes of 0.2 s, where the whole answer takes some hundredths of a second.
-    small = prepared(methods=["chain"], max_new_tokens=8, warmup=0)
-    planted = with_method(small, "slow", slow(vlm.using("chain"), 0.2))
-    results = metrics.by_method(Runner(planted, folder).run().records)
-    slow_speedup, chain_speedup = results["slow"].decode_speedup, results["chain"].decode_speedup
-    assert slow_speedup is not None
-    assert chain_speedup is not None
-    assert slow_speedup.value < chain_speedup.value
-    assert results["slow"].shares["draft"] > results["chain"].shares["draft"]
 
 
 def test_a_method_that_could_not_do_as_asked_is_remarked_on(

@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_kit import suite
 from fake_runs import make_run
 
 from saccade.bench.records import Record, Run
-from saccade.errors import SaccadeError
 from tools.results import claims
-from tools.results.claims import compare, with_claims
+from tools.results.claims import compare
 
 
 def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0, **settings: Any) -> Run:
@@ -144,19 +142,3 @@ def test_the_interval_is_paired() -> None:
     assert found is not None
     assert found.ratio.low == pytest.approx(1.1)
     assert found.ratio.high == pytest.approx(1.1)
-
-
-@pytest.mark.parametrize(
-    ("claim", "message"),
-    [
-        ({"order": ["chain"]}, "needs an order of at least two methods"),
-        ({"order": ["chain", "warp"]}, "a claim names 'warp'; expected some of plain, chain"),
-        ({"order": ["tree*", "chain"]}, r"a claim names 'tree\*'"),
-        ({"order": ["chain*", "plain"], "by": "score"}, "only score at equal tokens per pass has curves"),
-        ({"order": ["chain", "plain"], "by": "beauty"}, "orders by 'beauty'; expected one of block efficiency"),
-        ({"order": ["chain", "plain"], "at": 1}, "unknown key 'at'"),
-    ],
-)
-def test_a_wrong_claim_is_one_sentence(claim: dict[str, Any], message: str) -> None:
-    with pytest.raises(SaccadeError, match=message):
-        with_claims(suite(claims=[claim]))

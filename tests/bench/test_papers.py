@@ -17,6 +17,7 @@ from saccade.data import catalogue
 from saccade.errors import InputError
 from tools.results import papers
 from tools.results.catalogue import load, suite_names
+from tools.results.claims import MEASURES
 
 MIRRORED = suite_names()
 OF_NO_PAPER = ("heads-long", "lvspec-entropy", "quick", "small-trees")
@@ -30,6 +31,11 @@ def test_a_built_in_suite_is_read_and_says_what_it_mirrors(name: str) -> None:
     assert found.title
     assert (name in OF_NO_PAPER) == (not found.mirrors)
     assert found.claims or name in OF_NO_PAPER
+    for claim in found.claims:
+        labels = [label.removesuffix("*") for level in claim["order"] for label in level]
+        assert all(any(m.label.startswith(label) for m in found.methods) for label in labels)
+        assert claim["by"] in MEASURES
+        assert set(claim["tasks"]) <= {task.name for task in found.tasks}
     assert all(m.optional or m.name in saccade.methods.METHODS for m in found.methods)
 
 

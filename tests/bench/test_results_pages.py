@@ -154,14 +154,13 @@ def test_a_stopped_run_resumes_without_repeating_an_answer(setup: Setup, monkeyp
     assert (setup.out / "quick" / FILE).read_text().startswith(first)
 
 
-def test_what_is_measured_is_not_measured_again(over: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_is_not_measured_again_nor_for_other_prompts(
+    over: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Runner, "run", lambda self: pytest.fail("measured again"))
-    assert run(over)[1].measured == list(NAMES)
+    session, report = run(over)
+    assert report.measured == list(NAMES)
     assert "[1/2] quick: measured before" in LINES
-
-
-def test_a_page_of_another_number_of_prompts_is_not_taken_for_measured(over: Setup) -> None:
-    session = Session(over, LINES.append)
     more = [replace(m, suite=m.suite.with_(tasks=m.suite.tasks[:2], per_task=2)) for m in measurements(("quick",))]
     with pytest.raises(SaccadeError, match=r"quick measured with 1 prompt of .*, not 2; give the same --per-task"):
         session.run(more)
@@ -197,17 +196,12 @@ def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Se
     assert "- hivis-figure-7: its heads hivis, pictures-alone are not trained; `make heads` trains them." in text
     assert "- tabed-1: left for later; `python -m tools.results tabed-1` measures it." in text
     assert str(tmp_path) not in text
-
-
-def test_a_head_in_training_or_of_another_target_is_not_used(setup: Setup) -> None:
-    folder = head_folder(setup.models, "hivis")
-    (folder / "best").mkdir(parents=True)
+    plan = session.plan([m.short() for m in measurements(("quick", "hivis-2"))])
+    assert plan.startswith("quick: 10 answers; measured\nhivis-2: 30 answers; left out, because 6 heads")
+    assert plan.splitlines()[-1].startswith("0 answers are left; about ")
+    (head_folder(setup.models, "hivis") / "best").mkdir(parents=True)  # in training
     _, report = run(setup, ("hivis-figure-7", "quick"))
-    assert "heads hivis, pictures-alone are" in report.left_out["hivis-figure-7"], "one of them is in training"
-    mark = {"recipe": {}, "target": "another", "best": "best", "block_efficiency": 3.0}
-    (folder / HEAD_MARK).write_text(json.dumps(mark))
-    with pytest.raises(SaccadeError, match="was trained for another target"):
-        run(setup, ("hivis-figure-7",))
+    assert "heads hivis, pictures-alone are" in report.left_out["hivis-figure-7"]
 
 
 def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup: Setup) -> None:
@@ -261,13 +255,6 @@ def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monke
     assert "chain" in report.failed["quick"]
     assert report.failed["tabed-2"] == "RuntimeError: out of memory"
     assert not (setup.out / "pages" / "quick.md").exists()
-
-
-def test_the_plan_counts_answers_and_writes_no_record(setup: Setup) -> None:
-    plan = Session(setup).plan([m.short() for m in measurements(("quick", "hivis-2"))])
-    assert plan.startswith("quick: 10 answers\nhivis-2: 30 answers; left out, because 6 heads")
-    assert plan.splitlines()[-1].startswith("10 answers are left; about ")
-    assert not (setup.out / "quick").exists()
 
 
 def test_every_suite_has_a_page_and_every_head_a_recipe() -> None:

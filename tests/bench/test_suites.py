@@ -101,37 +101,29 @@ def test_what_is_not_there_is_an_error_unless_it_is_optional(
         prepare(suite(**changes), vlm)
 
 
-def test_a_task_that_the_model_cannot_see_is_left_out_or_an_error(
+def test_a_task_that_the_model_cannot_see_or_hold_is_left_out_or_an_error(
     vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = type(vlm.processor).prompt
+    prompt, context = type(vlm.processor).prompt, vlm.target.traits.context
+    assert context is not None
+    videos = [InputError("The model takes images but no videos."), context + 1]
 
-    def still(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]], **_: Any) -> Prompt:
-        if any(part["type"] == "video" for message in messages for part in message["content"]):
-            raise InputError("The model takes images but no videos.")
-        return prompt(self, messages)
+    def made(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]], **_: Any) -> Prompt:
+        if not any(part["type"] == "video" for message in messages for part in message["content"]):
+            return prompt(self, messages)
+        problem = videos[0]
+        if isinstance(problem, InputError):
+            raise problem
+        return Prompt(tuple([20] * problem))
 
-    monkeypatch.setattr(type(vlm.processor), "prompt", still)
-    prepared = prepare(suite(tasks=["scene", {"task": "video", "optional": True}]), vlm)
-    assert "takes images but no videos" in prepared.missing[0]
+    monkeypatch.setattr(type(vlm.processor), "prompt", made)
     with pytest.raises(SaccadeError, match=r"This model cannot run task video: .*no videos"):
         prepare(suite(tasks=["video"]), vlm)
-
-
-def test_a_task_whose_prompts_are_longer_than_the_context_is_left_out(
-    vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = vlm.target.traits.context
-    assert context is not None
-    lengths = iter((100, 100, 100, context + 1))
-
-    def measured(self: InputProcessor, messages: list[dict[str, list[dict[str, str]]]], **_: Any) -> Prompt:
-        return Prompt(tuple([20] * next(lengths)))
-
-    monkeypatch.setattr(type(vlm.processor), "prompt", measured)
-    prepared = prepare(suite(tasks=["scene", {"task": "chart", "optional": True}]), vlm)
-    assert f"Task chart: The sequence needs {context + 1} tokens but this model's" in prepared.missing[0]
-    assert list(prepared.questions) == ["scene"]
+    for words in ("takes images but no videos", f"The sequence needs {context + 1} tokens but this model's"):
+        prepared = prepare(suite(tasks=["scene", {"task": "video", "optional": True}]), vlm)
+        assert words in prepared.missing[0]
+        assert list(prepared.questions) == ["scene"]
+        videos.pop(0)
 
 
 def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) -> None:

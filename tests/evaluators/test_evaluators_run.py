@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ VLMEVALKIT = os.environ.get("SACCADE_VLMEVALKIT_PYTHON", "")
 """An interpreter with VLMEvalKit (`ms-vlmeval` on PyPI) and what Saccade needs."""
 SOURCE = Path(__file__).parents[2] / "src"
 MOST = 48
+
+
+def by(python: str, reason: str) -> Callable[[Any], Any]:
+    """Marks of a test that runs an evaluator by an interpreter that has it."""
+    skip = pytest.mark.skipif(not python, reason=f"{reason} does not name an interpreter that has it and Saccade")
+    return lambda test: pytest.mark.slow(pytest.mark.timeout(1800)(skip(test)))
+
+
+lmms, vlmevalkit = by(LMMS, "SACCADE_LMMS_PYTHON"), by(VLMEVALKIT, "SACCADE_VLMEVALKIT_PYTHON")
 
 
 def run(python: str, arguments: list[str], folder: Path, **more: str) -> str:
@@ -57,9 +67,7 @@ def lmms_eval(folder: Path, *more: str, tasks: str, method: str) -> dict[str, An
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LMMS, reason="SACCADE_LMMS_PYTHON does not name an interpreter that has lmms-eval and Saccade")
-@pytest.mark.timeout(1800)
+@lmms
 def test_lmms_eval_scores_the_answers_of_plain_decoding_and_reports_their_speed(tmp_path: Path) -> None:
     found = lmms_eval(tmp_path, "--batch_size", "2", tasks="saccade_scene", method="chain")
     assert found["texts"] == {"saccade_scene": expected(4)}
@@ -71,9 +79,7 @@ def test_lmms_eval_scores_the_answers_of_plain_decoding_and_reports_their_speed(
     assert speed["total"]["tokens_per_second"] == pytest.approx(found["throughput"]["avg_speed"], rel=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LMMS, reason="SACCADE_LMMS_PYTHON does not name an interpreter that has lmms-eval and Saccade")
-@pytest.mark.timeout(1800)
+@lmms
 def test_lmms_eval_chooses_by_the_simple_models_losses(tmp_path: Path) -> None:
     names = "saccade_scene,saccade_scene_choice"
     found = lmms_eval(tmp_path, "--force_simple", tasks=names, method="plain")
@@ -81,9 +87,7 @@ def test_lmms_eval_chooses_by_the_simple_models_losses(tmp_path: Path) -> None:
     assert found["results"]["saccade_scene_choice"]["acc,none"] == 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not VLMEVALKIT, reason="SACCADE_VLMEVALKIT_PYTHON does not name an interpreter that has VLMEvalKit")
-@pytest.mark.timeout(1800)
+@vlmevalkit
 @pytest.mark.parametrize("rows", [1, 2])
 def test_vlmevalkit_writes_the_answers_of_plain_decoding(rows: int, tmp_path: Path) -> None:
     write_vlmevalkit_tables(tmp_path / "data", ["scene"], 4)

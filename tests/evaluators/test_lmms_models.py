@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_evaluators as fake
@@ -184,15 +182,6 @@ def test_speed_stands_beside_the_scores(logs: fake.Logs, tmp_path: Path) -> None
         assert total > 0
     assert metrics["total_gen_tokens"] == found["total"]["new_tokens"]
     assert any("Speed of counts: 1 answer" in sentence for sentence in logs.sentences)
-
-
-def test_shares_of_the_wall_time_add_up(logs: fake.Logs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that ticks once per look: two looks per question that joins, two per step of one or two rows."""
-    clock = itertools.count()
-    model = model_of("chat")
-    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    model.generate_until(task_of(samples("scene", 3)).chat(model))
-    assert model.model.total.seconds == pytest.approx(3 + model.model._batch.steps)
 
 
 def reference(vlm: VLM, messages: Any, answer: str) -> tuple[float, bool]:

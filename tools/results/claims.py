@@ -14,8 +14,6 @@ from saccade.bench import metrics
 from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate
 from saccade.bench.records import Record, Run
 from saccade.bench.suites import BASELINE, Suite
-from saccade.errors import SaccadeError
-from saccade.options import check_keys
 
 Judgement = Literal["holds", "reversed", "undecided"]
 CURVES = "score at equal tokens per pass"
@@ -23,30 +21,13 @@ CURVES = "score at equal tokens per pass"
 
 
 def with_claims(suite: Suite) -> Suite:
-    """Return a suite whose claims are complete and name its methods and tasks."""
-    return suite.with_(claims=tuple(_claim(item, suite) for item in suite.claims))
-
-
-def _claim(item: Any, suite: Suite) -> dict[str, Any]:
-    """Levels of labels, the best one first, the measure, the ratio to exceed, and the tasks (all if none)."""
-    if not isinstance(item, Mapping) or not isinstance(item.get("order"), (list, tuple)) or len(item["order"]) < 2:
-        raise SaccadeError(
-            f'{suite.name}: a claim needs an order of at least two methods, such as {{order = ["A", "B"]}}.'
-        )
-    check_keys(item, ("order", "by", "least", "tasks"), f"{suite.name}, claims")
-    order = tuple((level,) if isinstance(level, str) else tuple(level) for level in item["order"])
-    claim = {"order": order, "by": "block efficiency", "least": 1.0, "tasks": ()} | {**item, "order": order}
-    labels, tasks = [m.label for m in suite.methods], [task.name for task in suite.tasks]
-    for label in (label for level in order for label in level):
-        if not _of_curve(label, labels):
-            raise SaccadeError(f"{suite.name}: a claim names {label!r}; expected some of {', '.join(labels)}.")
-        if label.endswith("*") and claim["by"] != CURVES:
-            raise SaccadeError(f"{suite.name}: a claim orders the curve {label!r}; only {CURVES} has curves.")
-    if claim["by"] not in MEASURES:
-        raise SaccadeError(f"{suite.name}: a claim orders by {claim['by']!r}; expected one of {', '.join(MEASURES)}.")
-    if not set(claim["tasks"]) <= set(tasks):
-        raise SaccadeError(f"{suite.name}: a claim is about {claim['tasks']!r}; expected some of {', '.join(tasks)}.")
-    return claim | {"tasks": tuple(claim["tasks"])}
+    """Return a suite whose claims are complete: levels of labels, the measure, the ratio to exceed, and the tasks."""
+    claims = []
+    for item in suite.claims:
+        order = tuple((level,) if isinstance(level, str) else tuple(level) for level in item["order"])
+        tasks = tuple(item.get("tasks", ()))
+        claims.append({"by": "block efficiency", "least": 1.0, **item, "order": order, "tasks": tasks})
+    return suite.with_(claims=tuple(claims))
 
 
 def _of_curve(label: str, known: Iterable[str]) -> list[str]:
@@ -66,15 +47,17 @@ class OrderComparison:
     judgement: Judgement  # `holds` when the whole interval exceeds `least`, `reversed` when it lies below
 
     def __str__(self) -> str:
-        if self.least == 1 and self.below != BASELINE:
-            size = f"{self.above} over {self.below} {_percent(self.ratio.value)}"
-            interval = _interval(self.ratio, _percent)
-        else:
-            size = f"{self.above} over {self.below} {self.ratio.value:.3f}"
-            interval = _interval(self.ratio, "{:.3f}".format)
+        is_percent = self.least == 1 and self.below != BASELINE
+
+        def form(ratio: float) -> str:
+            return f"{100 * (ratio - 1):+.1f} %" if is_percent else f"{ratio:.3f}"
+
+        interval = " (one prompt)"
+        if self.ratio.low is not None and self.ratio.high is not None:
+            interval = f" [{form(self.ratio.low)}, {form(self.ratio.high)}]"
         above, count = self.tasks
         remark = "" if self.judgement == "holds" else f" ({self.judgement})"
-        return f"{size}{interval}, {above} of {count} tasks{remark}"
+        return f"{self.above} over {self.below} {form(self.ratio.value)}{interval}, {above} of {count} tasks{remark}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +98,30 @@ class Verdict:
 
 def verdicts(run: Run) -> list[Verdict]:
     """Judge every claim of the run's suite; none for runs of suites without claims."""
-    by_label = metrics.records_by_method(run.records)
-    return [_verdict(claim, by_label) for claim in run.header.config.get("claims", ())]
+    records = metrics.records_by_method(run.records)
+    found = []
+    for claim in run.header.config.get("claims", ()):
+        labels = [label for level in claim["order"] for label in level]
+        tasks = claim.get("tasks") or ()
+        of_label = {
+            label: [r for name in _of_curve(label, records) for r in records[name] if not tasks or r.task in tasks]
+            for label in labels
+        }
+        present = [[label for label in level if of_label[label]] for level in claim["order"]]
+        comparisons = [
+            compare(of_label[better], of_label[other], better, other, claim["by"], claim["least"])
+            for above, below in pairwise(level for level in present if level)
+            for better, other in product(above, below)
+        ]
+        absent = tuple(label for label in labels if not of_label[label])
+        found.append(Verdict(claim, tuple(one for one in comparisons if one is not None), absent))
+    return found
 
 
 def sentences(run: Run) -> Iterator[str]:
     """Yield one sentence per claim."""
     paper = run.header.config.get("mirrors") or "the suite"
     return (verdict.sentence(paper) for verdict in verdicts(run))
-
-
-def _verdict(claim: Mapping[str, Any], records: Mapping[str, Sequence[Record]]) -> Verdict:
-    labels = [label for level in claim["order"] for label in level]
-    tasks = claim.get("tasks") or ()
-    of_label = {
-        label: [r for name in _of_curve(label, records) for r in records[name] if not tasks or r.task in tasks]
-        for label in labels
-    }
-    present = [[label for label in level if of_label[label]] for level in claim["order"]]
-    found = []
-    for above, below in pairwise(level for level in present if level):
-        for better, other in product(above, below):
-            compared = compare(of_label[better], of_label[other], better, other, claim["by"], claim["least"])
-            found += [] if compared is None else [compared]
-    return Verdict(claim, tuple(found), tuple(label for label in labels if not of_label[label]))
 
 
 def compare(
@@ -158,16 +141,6 @@ def compare(
         judgement = "holds" if ratio.low > least else "reversed" if ratio.high < least else "undecided"
     exceeding = sum(value.value > least for value in tasks)
     return OrderComparison(above, below, by, ratio, least, (exceeding, len(tasks)), judgement)
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f} %"
-
-
-def _interval(ratio: Estimate, form: Callable[[float], str]) -> str:
-    if ratio.low is None or ratio.high is None:
-        return " (one prompt)"
-    return f" [{form(ratio.low)}, {form(ratio.high)}]"
 
 
 Measure = Callable[[Sequence[Record], Sequence[Record]], Estimate | None]

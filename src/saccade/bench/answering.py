@@ -8,7 +8,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from saccade.vlm import VLM
 _LONGEST = 100
 """Letters of an id in the name of a picture's file."""
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-_RESET_PEAK = "5"  # see proc(5)
 
 
 def save(question: Question, run: Path) -> list[list[str]]:
@@ -185,28 +184,23 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._works = device.type == "cuda" or _reset()
 
     def start(self) -> None:
         """Reset the peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        elif self._works:
-            _reset()
+        else:
+            with suppress(OSError):
+                _CLEAR.write_text("5")  # see proc(5)
 
     def read(self) -> int | None:
         """Largest number of bytes in use since `start`; None where the system does not report it."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        if not self._works:
+        try:
+            lines = _STATUS.read_text().splitlines()
+            _CLEAR.write_text("5")  # where the peak cannot be reset it is none of this answer
+        except OSError:
             return None
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-
-
-def _reset() -> bool:
-    try:
-        _CLEAR.write_text(_RESET_PEAK)
-        return "VmHWM:" in _STATUS.read_text()
-    except OSError:
-        return False
+        peak = next((line for line in lines if line.startswith("VmHWM:")), None)
+        return None if peak is None else int(peak.split()[1]) * 1024

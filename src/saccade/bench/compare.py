@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -74,6 +74,10 @@ def compare(a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margi
     bar = _Bar(
         each, math.log1p(margin), same, before[BASELINE] if relative else [], after[BASELINE] if relative else []
     )
+    settings = [
+        {"suite": run.header.suite, **by_name(run.header.config), **run.header.models, **run.header.environment}
+        for run in (a, b)
+    ]
     only = {"A": [m for m in before if m not in after], "B": [m for m in after if m not in before]}
     return Comparison(
         [bar.change(method, before[method], after[method]) for method in shared],
@@ -81,7 +85,7 @@ def compare(a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margi
         level,
         margin,
         bar.fewest,
-        list(differences(_settings(a), _settings(b))),
+        list(differences(settings[0], settings[1])),
         only,
     )
 
@@ -176,10 +180,4 @@ def _accepted_length(records: Sequence[Record]) -> float | None:
 
 
 def _score(records: Sequence[Record]) -> float | None:
-    scores = [score for record in records if (score := metrics.mean_score(record)) is not None]
-    return fmean(scores) if scores else None
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """Suite, configuration with methods and tasks by name, models and environment."""
-    return {"suite": run.header.suite, **by_name(run.header.config), **run.header.models, **run.header.environment}
+    return metrics.mean(score for record in records if (score := metrics.mean_score(record)) is not None)

@@ -91,13 +91,11 @@ def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[
         context.forward([0], tokens)
         context.cache.drop([0])
 
-    found: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(ROUNDS + WARM):
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(ROUNDS + WARM):
         for size, tokens in chains.items():
-            spent = _timed(partial(step, tokens), model.device)
-            if turn >= WARM:
-                found[size].append(spent)
-    return len(prompt), {size: median(times) for size, times in found.items()}
+            seconds[size].append(_timed(partial(step, tokens), model.device))
+    return len(prompt), {size: median(times[WARM:]) for size, times in seconds.items()}
 
 
 @torch.inference_mode()

@@ -232,13 +232,14 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
         compared=sum(r.equal is not None for r in records),
         equal=sum(bool(r.equal) for r in records),
         scores={fact: fmean(values) for fact, values in facts.items()},
-        score=_mean(s for r in records if (s := mean_score(r)) is not None),
+        score=mean(s for r in records if (s := mean_score(r)) is not None),
         retention=retention(records, baseline),
-        loosened=_mean(mark not in _STRICT for r in records for mark in r.marks) or 0.0,
+        loosened=mean(mark not in _STRICT for r in records for mark in r.marks) or 0.0,
     )
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def mean(values: Iterable[float]) -> float | None:
+    """Mean; None of nothing."""
     every = list(values)
     return fmean(every) if every else None
 

@@ -90,6 +90,14 @@ def first_difference(ours: Sequence[int], plain: Sequence[int]) -> int | None:
     return place if place is not None or len(ours) == len(plain) else shared
 
 
+def difference_of(record: Record) -> str:
+    """Position, tokens and logits of a record's first difference from plain decoding."""
+    found = record.difference or {}
+    text = f"position {found.get('position')}: {found.get('ours')} instead of {found.get('plain')}"
+    logits = found.get("logits")
+    return text if not logits else f"{text} with logits {logits.get('ours')} and {logits.get('plain')}"
+
+
 def starts(trees: Sequence[dict[str, Any]]) -> list[int]:
     """Tokens emitted before every tree; in old records as if the first one came after the first token, and no step
     were without one."""

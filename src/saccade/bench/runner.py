@@ -16,7 +16,18 @@ from saccade.bench.grading import grade
 from saccade.bench.judge import parse as parse_judge
 from saccade.bench.preparing import Prepared
 from saccade.bench.questions import Question
-from saccade.bench.records import FILE, Header, LineFile, Record, Run, by_name, first_difference, lacks_header, read
+from saccade.bench.records import (
+    FILE,
+    Header,
+    LineFile,
+    Record,
+    Run,
+    by_name,
+    difference_of,
+    first_difference,
+    lacks_header,
+    read,
+)
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.inputs.processor import MediaOptions
@@ -254,12 +265,10 @@ class Runner:
 
     def _require(self, record: Record) -> None:
         if self._exact and record.lossless and record.equal is False:
-            first = record.difference or {}
             raise Mismatch(
                 f"Method {record.method} is lossless but differs from plain decoding on {record.prompt_id} (repeat "
-                f"{record.repeat}) at token {first.get('position')}: {first.get('ours')} instead of "
-                f"{first.get('plain')}, logits {first.get('logits')}; in float32 and in exact mode that is a bug in "
-                "the method or its drafter's cache."
+                f"{record.repeat}) at {difference_of(record)}; in float32 and in exact mode that is a bug in the "
+                "method or its drafter's cache."
             )
 
     def _report(self, doing: str) -> None:

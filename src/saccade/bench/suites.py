@@ -86,8 +86,13 @@ class Suite:
     def with_(self, **changes: Any) -> Suite:
         """Return the suite with some fields replaced."""
         changed = replace(self, **changes)
-        _check_sizes(changed, "The command line")
+        changed.check_sizes("The command line")
         return changed
+
+    def check_sizes(self, where: str) -> None:
+        """Raise `SaccadeError` for a number that is not whole or too small."""
+        for key, least in _SIZES.items():
+            check_whole(getattr(self, key), least, key, where)
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -144,11 +149,15 @@ def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:
         "claims": tuple(content.get("claims", ())),
     }
     suite = make(Suite, {"title": name, **content, **parts}, where)
-    _check_sizes(suite, where)
+    suite.check_sizes(where)
     for what, names in (("tasks", [t.name for t in suite.tasks]), ("methods", [m.label for m in suite.methods])):
-        if (twice := _twice(names)) is not None:
-            raise SaccadeError(f"{where}: two {what} have the name {twice!r}; give one of them another name or label.")
+        if (repeated := _repeated(names)) is not None:
+            raise SaccadeError(f"{where}: two {what} have the name {repeated!r}; give one another name or label.")
     return suite
+
+
+def _repeated(names: list[str]) -> str | None:
+    return next((n for n in names if names.count(n) > 1), None)
 
 
 def with_baseline(methods: Iterable[MethodEntry]) -> tuple[MethodEntry, ...]:
@@ -193,22 +202,13 @@ def _method(item: Any, where: str) -> MethodEntry:
     return make(MethodEntry, values, f"{where}, method {item['name']!r}")
 
 
-def _twice(names: list[str]) -> str | None:
-    return next((n for n in names if names.count(n) > 1), None)
-
-
-def _check_sizes(suite: Suite, where: str) -> None:
-    for key, least in _SIZES.items():
-        check_whole(getattr(suite, key), least, key, where)
-
-
 def choose_methods(suite: Suite, wanted: Iterable[str]) -> Suite:
     """Return the suite with some methods: its labels, or names of `saccade methods`, as ``LABEL=NAME:OPTION=VALUE``."""
     chosen = [_with_options(name, {m.label: m for m in suite.methods}) for name in dict.fromkeys(wanted)]
     if not chosen:
         raise SaccadeError("No method was given; name at least one, such as --methods chain.")
-    if (twice := _twice([entry.label for entry in with_baseline(chosen)])) is not None:
-        raise SaccadeError(f"Two methods have the label {twice!r}; give one of them another, such as other=sage.")
+    if (label := _repeated([entry.label for entry in with_baseline(chosen)])) is not None:
+        raise SaccadeError(f"Two methods have the label {label!r}; give one of them another, such as other=sage.")
     return suite.with_(methods=with_baseline(chosen))
 
 

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class TaskSpeed:
 
     def as_dict(self) -> dict[str, Any]:
         """All sums and rates as JSON values."""
-        rounded = {name: round(getattr(self, name), 4) for name in ("seconds", "scoring_seconds")}
-        return {**asdict(self), **self.rates, **rounded}
+        seconds, scoring = round(self.seconds, 4), round(self.scoring_seconds, 4)
+        return {**asdict(self), **self.rates, "seconds": seconds, "scoring_seconds": scoring}
 
     def __str__(self) -> str:
         rates = self.rates
@@ -81,8 +81,7 @@ class TaskQuestion:
     name: str  # of the question, for messages
     messages: Callable[[], Messages]  # makes the conversation
     settings: Mapping[str, Any]  # generation settings of the task
-    num_frames: int | None = None
-    fps: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # `num_frames` and `fps` of its videos
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +116,12 @@ class EvaluatedModel:
     def __init__(
         self, arguments: Mapping[str, Any], log: Log, target_names: tuple[str, ...] = ("target",), rank: int = 0
     ) -> None:
-        by_purpose = sort_arguments(arguments, target_names)
-        self._options, self._defaults = by_purpose.plugin, by_purpose.generation
+        loading, self._defaults, self._options = sort_arguments(arguments, target_names)
         self._log, self._logged = log, set[str]()
         self._decoding({})
         self._path = _speed_file(self._options.speed, rank)
         warnings.filterwarnings("default", category=SaccadeWarning)  # evaluators silence all warnings
-        self.vlm: VLM = load(**by_purpose.loading)
+        self.vlm: VLM = load(**loading)
         self._media = MediaOptions(self._options.num_frames, self._options.fps, text_as_text=True)
         kv_memory = int(KV_MEMORY_SHARE * free_memory(self.vlm.target.device))
         self.max_rows: int = self._options.batch_size
@@ -295,14 +293,10 @@ class EvaluatedModel:
         return decoding(settings, self._defaults, self._options.paragraphs, self.log)
 
     def _input(self, question: TaskQuestion) -> RowInput:
-        messages, system, media = question.messages(), self._options.system, self._media
+        messages, system = question.messages(), self._options.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
             messages = [{"role": "system", "content": system}, *messages]
-        if question.num_frames is not None:
-            media = replace(media, num_frames=question.num_frames)
-        if question.fps is not None:
-            media = replace(media, fps=question.fps)
-        return RowInput(messages, options=media)
+        return RowInput(messages, options=replace(self._media, **question.sampling))
 
     def _row(self, question: TaskQuestion, chosen: Decoding) -> Row:
         vlm, options = self.vlm, dict(chosen.options)

@@ -217,11 +217,6 @@ def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
 
 def _conversation(messages: Any) -> Messages:
     """A conversation from the messages of a task, in lmms-eval's form."""
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
-        raise InputError(
-            f"The task's messages are of type {type(messages).__name__}; expected a list of tables with role and "
-            "content."
-        )
     conversation = []
     for message in messages:
         content = message.get("content")
@@ -247,21 +242,21 @@ def _part_of(visual: Any) -> Part:
     """Message part of one picture or video."""
     if isinstance(visual, Mapping):
         return _part_of_table(visual)
+    kind = "video"
     if isinstance(visual, (str, PurePath)):
         ending = PurePath(visual).suffix.lower()
         if ending in SOUND_ENDINGS:
             raise InputError(f"{visual} is audio, which Saccade's models do not accept; choose another task.")
-        kind = "image" if ending in IMAGE_ENDINGS or str(visual).startswith("data:image/") else "video"
-    elif isinstance(visual, (Image.Image, np.ndarray)):
-        kind = "video" if isinstance(visual, np.ndarray) and visual.ndim == 4 else "image"
-    elif isinstance(visual, (list, tuple)) and visual:
-        kind = "video"
-    else:
+        if ending in IMAGE_ENDINGS or str(visual).startswith("data:image/"):
+            kind = "image"
+    elif isinstance(visual, Image.Image) or (isinstance(visual, np.ndarray) and visual.ndim == 3):
+        kind = "image"
+    elif not isinstance(visual, (list, tuple, np.ndarray)):
         raise InputError(
             f"A task's visual of type {type(visual).__name__} is not usable; expected a PIL image, an array, a list of "
             "frames, or a path."
         )
-    return {"type": kind, kind: list(visual) if isinstance(visual, tuple) else visual}
+    return {"type": kind, kind: visual}
 
 
 def _part_of_table(visual: Mapping[str, Any]) -> Part:

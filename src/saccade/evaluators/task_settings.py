@@ -57,17 +57,13 @@ class PluginOptions:
         check_whole(self.batch_size, 1, "batch_size", error=InputError)
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A plug-in's arguments by purpose."""
+def sort_arguments(
+    arguments: Mapping[str, Any], target_names: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, Any], PluginOptions]:
+    """Sort arguments: those of `saccade.load`, generation settings where the task has none, and the plug-in's.
 
-    loading: dict[str, Any]  # of `saccade.load`, the method's options included
-    generation: dict[str, Any]  # settings of answers, where the task sets none
-    plugin: PluginOptions
-
-
-def sort_arguments(arguments: Mapping[str, Any], target_names: tuple[str, ...]) -> Arguments:
-    """Sort arguments by purpose; those of no other purpose are options of the method, which `saccade.load` checks."""
+    Those of no other purpose are options of the method, which `saccade.load` checks.
+    """
     values = {name: value for name, value in arguments.items() if value is not None}
     targets = [name for name in target_names if name in values]
     if len(targets) != 1:
@@ -82,7 +78,7 @@ def sort_arguments(arguments: Mapping[str, Any], target_names: tuple[str, ...]) 
         values.setdefault("device_map", values.pop("device"))
     plugin = {name: values.pop(name) for name in PluginOptions.__slots__ if name in values}
     generation = {name: values.pop(name) for name in list(values) if name in GENERATION}
-    return Arguments(values, generation, PluginOptions(**plugin))
+    return values, generation, PluginOptions(**plugin)
 
 
 def _heads(text: str) -> list[str] | dict[str, str]:

@@ -24,13 +24,11 @@ from saccade.inputs.processor import Messages
 FAILED = "Failed to obtain answer via API."
 """Answer by which VLMEvalKit knows questions that it reports as failed and asks again."""
 
-KINDS = ("text", "image", "video")
-
 _LOG = logging.getLogger("saccade")
 
 
 class SaccadeModel:
-    """The part of VLMEvalKit's model that is Saccade's; `model_class` joins it with VLMEvalKit's base class."""
+    """The part of VLMEvalKit's model that is Saccade's; `register` joins it with VLMEvalKit's base class."""
 
     INTERLEAVE = True
     VIDEO_LLM = True
@@ -51,32 +49,29 @@ class SaccadeModel:
         atexit.register(self.report_speed)
 
     def generate_inner(self, message: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
-        """Answer one question."""
-        return self._answer(partial(_by_role, message), message, dataset)
-
-    def chat_inner(self, messages: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
-        """Answer the last of several turns, each with ``role`` and ``content`` (parts as in `generate_inner`)."""
-        parts = [part for message in messages for part in message["content"]]
-        return self._answer(partial(_turns, messages), parts, dataset)
-
-    def report_speed(self) -> None:
-        """Log the speed by data set, and write the speed file."""
-        for task, speed in self.model.speeds.items():
-            _LOG.warning("Speed of %s: %s.", task, speed)
-        self.model.save()
-
-    def _answer(self, messages: Any, parts: Sequence[Mapping[str, Any]], dataset: str | None) -> str:
+        """Answer one question, whose parts may have roles."""
         sampling: dict[str, Any] = {}
-        if any(part["type"] == "video" for part in parts):
+        if any(part["type"] == "video" for part in message):
             if self.nframe is not None and self.fps is not None:
                 raise InputError(
                     "VLMEvalKit hands the sampling of videos over only where it asks one question at a time; give "
                     "batch_size=1 for video data sets."
                 )
             sampling = {"num_frames": self.nframe, "fps": self.fps}
-        question = TaskQuestion(dataset or "unnamed", "a question", messages, {}, **sampling)
+        question = TaskQuestion(dataset or "unnamed", "a question", partial(conversation, message), {}, sampling)
         answer = self._beside_others(question) if self.is_api else self.model.answers([question])[0]
         return FAILED if answer.failure else answer.text
+
+    def chat_inner(self, messages: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
+        """Answer the last of several turns, each with ``role`` and ``content`` (parts as in `generate_inner`)."""
+        parts = [{**part, "role": message["role"]} for message in messages for part in message["content"]]
+        return self.generate_inner(parts, dataset)
+
+    def report_speed(self) -> None:
+        """Log the speed by data set, and write the speed file."""
+        for task, speed in self.model.speeds.items():
+            _LOG.warning("Speed of %s: %s.", task, speed)
+        self.model.save()
 
     def _beside_others(self, question: TaskQuestion) -> TaskAnswer:
         """Answer one question in the batch; every thread that waits for one has the steps run, in turn."""
@@ -86,43 +81,28 @@ class SaccadeModel:
         return self._engine.submit(self.model.answer, running).result()
 
 
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    kind, value = part["type"], part["value"]
-    if kind not in KINDS:
-        raise InputError(f"A message part of type {kind!r} is not usable; expected one of {', '.join(KINDS)}.")
-    return {"type": kind, kind: value}
-
-
-def _by_role(parts: Sequence[Mapping[str, Any]]) -> Messages:
+def conversation(parts: Sequence[Mapping[str, Any]]) -> Messages:
     """A conversation from a list of parts: neighbours of one role are one message."""
     messages: list[dict[str, Any]] = []
     for part in parts:
-        role = part.get("role", "user")
+        role, kind = part.get("role", "user"), part["type"]
+        if kind not in ("text", "image", "video"):
+            raise InputError(f"A message part of type {kind!r} is not usable; expected one of text, image, video.")
         if not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": []})
-        messages[-1]["content"].append(_part(part))
+        messages[-1]["content"].append({"type": kind, kind: part["value"]})
     return messages
-
-
-def _turns(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    return [{"role": m["role"], "content": [_part(part) for part in m["content"]]} for m in messages]
-
-
-def model_class() -> type:
-    """Class of Saccade's models below VLMEvalKit's ``BaseModel``."""
-    if find_spec("vlmeval") is None:
-        raise SaccadeError("VLMEvalKit is not installed here; install it from its repository, into this environment.")
-    from vlmeval.vlm.base import BaseModel
-
-    return type("Saccade", (SaccadeModel, BaseModel), {"__doc__": SaccadeModel.__doc__})
 
 
 def register(name: str | None = None, **arguments: Any) -> type:
     """Make VLMEvalKit know the class ``Saccade``, and a model of a name where one is given."""
+    if find_spec("vlmeval") is None:
+        raise SaccadeError("VLMEvalKit is not installed here; install it from its repository, into this environment.")
     import vlmeval.config
     import vlmeval.vlm
+    from vlmeval.vlm.base import BaseModel
 
-    model = model_class()
+    model = type("Saccade", (SaccadeModel, BaseModel), {"__doc__": SaccadeModel.__doc__})
     vlmeval.vlm.Saccade = model
     if name is not None:
         vlmeval.config.supported_VLM[name] = partial(model, **arguments)

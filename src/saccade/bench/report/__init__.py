@@ -33,18 +33,16 @@ def contents(runs: Sequence[Run]) -> list[Content]:
         if not run.records:
             why = f" The first problem: {run.problems[0]}" if run.problems else ""
             raise SaccadeError(f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}")
-    names = [f"{run.header.suite}, {_models(run)}" for run in runs]
+    names = []
+    for run in runs:
+        models = run.header.models
+        target, drafter = (m.get("name") if isinstance(m, dict) else m for m in map(models.get, ("target", "drafter")))
+        drafts = ", ".join(map(str, filter(None, [drafter, *models.get("heads", {})])))
+        words = " with ".join(map(str, filter(None, [target, drafts]))) or "unnamed models"
+        names.append(f"{run.header.suite}, {words}")
     names = [f"{n} ({r.folder.name})" if names.count(n) > 1 else n for n, r in zip(names, runs, strict=True)]
     names = [f"{n}, {number}" if names.count(n) > 1 else n for number, n in enumerate(names, 1)]
     return [Content(name, run, groups(run)) for name, run in zip(names, runs, strict=True)]
-
-
-def _models(run: Run) -> str:
-    """Names of target, drafter and heads."""
-    models = run.header.models
-    target, drafter = (m.get("name") if isinstance(m, dict) else m for m in map(models.get, ("target", "drafter")))
-    drafts = ", ".join(map(str, filter(None, [drafter, *models.get("heads", {})])))
-    return " with ".join(map(str, filter(None, [target, drafts]))) or "unnamed models"
 
 
 def html(content: Sequence[Content], prompts: int = 4) -> str:

@@ -129,21 +129,24 @@ class _Look:
     line: str
     filled: bool
 
+    @property
+    def style(self) -> dict[str, Any]:
+        """Arguments of matplotlib."""
+        return {
+            "color": self.colour,
+            "marker": self.marker,
+            "mfc": self.colour if self.filled else PAPER,
+            "label": self.name,
+        }
+
 
 def _looks(group: Group) -> dict[str, _Look]:
-    looks: dict[str, _Look] = {}
-    for method, result in group.results.items():
-        if method == BASELINE:
-            looks[method] = _Look(method, SERIES[-1], "*", "-", True)
-            continue
-        i = len(looks) - (BASELINE in looks)
-        looks[method] = _Look(
-            method if result.lossless else f"{method} (lossy)",
-            SERIES[i % (len(SERIES) - 1)],
-            MARKERS[i % len(MARKERS)],
-            LINES[i % len(LINES)],
-            result.lossless,
-        )
+    looks = {BASELINE: _Look(BASELINE, SERIES[-1], "*", "-", True)}
+    others = [result for method, result in group.results.items() if method != BASELINE]
+    for i, result in enumerate(others):
+        name = result.method if result.lossless else f"{result.method} (lossy)"
+        colour, marker = SERIES[i % (len(SERIES) - 1)], MARKERS[i % len(MARKERS)]
+        looks[result.method] = _Look(name, colour, marker, LINES[i % len(LINES)], result.lossless)
     return looks
 
 
@@ -158,21 +161,9 @@ def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot |
         axes.plot(*zip(*front, strict=True), color=INK, lw=1, ls=":", zorder=1, drawstyle="steps-pre")
         axes.set(xlabel="speed-up, end to end", ylabel="score kept (plain decoding = 1)")
         for look, x, y in points:
-            axes.errorbar(
-                x.value,
-                y.value,
-                xerr=_bar(x),
-                yerr=_bar(y),
-                color=look.colour,
-                marker=look.marker,
-                mfc=look.colour if look.filled else PAPER,
-                ms=11 if look.marker == "*" else 8,
-                mew=1.6,
-                elinewidth=1,
-                zorder=3,
-                ls="none",
-                label=look.name,
-            )
+            size = 11 if look.marker == "*" else 8
+            bars: dict[str, Any] = {"xerr": _bar(x), "yerr": _bar(y), "elinewidth": 1, "ls": "none"}
+            axes.errorbar(x.value, y.value, ms=size, mew=1.6, zorder=3, **bars, **look.style)
         axes.margins(0.12)
         legend(drawing, [look.name for look, _, _ in points])
         words = "; ".join(f"{look.name}: {x.value:.2f} times, {y.value:.3f}" for look, x, y in points)
@@ -200,17 +191,7 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
         axes = drawing.subplots()
         for method, shares in known.items():
             look = looks[method]
-            axes.plot(
-                range(1, len(shares) + 1),
-                shares,
-                color=look.colour,
-                ls=look.line,
-                marker=look.marker,
-                mfc=look.colour if look.filled else PAPER,
-                lw=1.6,
-                ms=5.5,
-                label=look.name,
-            )
+            axes.plot(range(1, len(shares) + 1), shares, ls=look.line, lw=1.6, ms=5.5, **look.style)
         axes.set(xlabel="depth in the draft tree", ylabel="share accepted", ylim=(-0.03, 1.03))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         legend(drawing, [looks[m].name for m in known], handlelength=3)

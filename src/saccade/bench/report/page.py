@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from saccade.bench.metrics import block_efficiency, cautions, headline
-from saccade.bench.records import MEDIA, Record, Run, first_difference, starts, warned
+from saccade.bench.records import MEDIA, Record, Run, difference_of, first_difference, starts, warned
 from saccade.bench.report import Content, figures, tables
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
@@ -89,9 +89,8 @@ def _notes(content: Content) -> list[str]:
     texts = [config.get("title"), config.get("note")]
     if config.get("mirrors"):
         texts.append(f"Mirrors {config['mirrors']}.")
-    missing = config.get("missing")
-    if isinstance(missing, list) and missing:
-        texts.append("Left out: " + " ".join(map(str, missing)))
+    if isinstance(config.get("missing"), list) and config["missing"]:
+        texts.append("Left out: " + " ".join(map(str, config["missing"])))
     return [*(str(text) for text in texts if text), *warned(content.run.records)]
 
 
@@ -103,12 +102,8 @@ def _unequal(content: Content) -> list[str]:
         if not result.lossless or first is None:
             continue
         text = f"{method}: {result.compared - result.equal} of {result.compared} answers"
-        what = first.difference or {}
-        if {"position", "ours", "plain"} <= what.keys():
-            text += f", first on {first.prompt_id} at position {what['position']}"
-            text += f": {what['ours']} instead of {what['plain']}"
-        if isinstance(what.get("logits"), dict):
-            text += f" with logits {what['logits'].get('ours')} and {what['logits'].get('plain')}"
+        if first.difference is not None:
+            text += f", first on {first.prompt_id} at {difference_of(first)}"
         texts.append(text)
     return texts
 
@@ -190,8 +185,8 @@ class ShownToken:
 class ShownAnswer:
     """A method's answer to a prompt."""
 
-    record: Record  # of the answer
-    tokens: list[ShownToken]  # its tokens
+    record: Record
+    tokens: list[ShownToken]
     marks: list[str]  # kinds that occur, in the order of `MEANINGS`
     steps: list[dict[str, Any]]  # for the script: tree and accepted path of every step
     summary: str  # length and time
@@ -211,25 +206,19 @@ class ShownPrompt:
 
 def shown_prompts(run: Run, count: int) -> list[ShownPrompt]:
     """Return the first ``count`` traced prompts, or of all prompts when none was traced."""
-    ids = list(dict.fromkeys(r.prompt_id for r in run.records if r.trees))
-    ids = ids or list(dict.fromkeys(r.prompt_id for r in run.records))
-    return [_prompt(run, [r for r in run.records if r.prompt_id == one]) for one in ids[:count]]
-
-
-def _prompt(run: Run, records: Sequence[Record]) -> ShownPrompt:
-    chosen: dict[str, Record] = {}
-    for record in records:
-        if record.method not in chosen or (record.trees and not chosen[record.method].trees):
-            chosen[record.method] = record
-    first = records[0]
-    plain = next((r for r in chosen.values() if r.method == "plain"), None)
-    return ShownPrompt(
-        first.prompt_id,
-        first.task,
-        first.question,
-        [embed(run.folder, name) for name in first.media],
-        [_answer(r, plain) for r in chosen.values()],
-    )
+    traced = dict.fromkeys(r.prompt_id for r in run.records if r.trees)
+    prompts = []
+    for prompt_id in list(traced or dict.fromkeys(r.prompt_id for r in run.records))[:count]:
+        chosen: dict[str, Record] = {}
+        for record in (r for r in run.records if r.prompt_id == prompt_id):
+            known = chosen.get(record.method)
+            if known is None or (record.trees and not known.trees):
+                chosen[record.method] = record
+        first, plain = next(iter(chosen.values())), chosen.get(BASELINE)
+        media = [embed(run.folder, name) for name in first.media]
+        answers = [_answer(record, plain) for record in chosen.values()]
+        prompts.append(ShownPrompt(prompt_id, first.task, first.question, media, answers))
+    return prompts
 
 
 def _answer(record: Record, plain: Record | None) -> ShownAnswer:
@@ -248,7 +237,15 @@ def _answer(record: Record, plain: Record | None) -> ShownAnswer:
     efficiency, seconds = block_efficiency(record), record.stats["seconds"]["total"]
     per_pass = "" if efficiency is None else f", {efficiency:.2f} per target pass"
     summary = f"{len(record.tokens)} tokens in {seconds:.3g} s{per_pass}; ended by {record.finish_reason}"
-    return ShownAnswer(record, tokens, marks, steps, summary, _difference(record, plain))
+    difference = ""
+    first = None if plain is None else first_difference(record.tokens, plain.tokens)
+    if plain is not None and first is not None:
+        difference = f"Leaves plain decoding's answer at position {first}"
+        if first == min(len(record.tokens), len(plain.tokens)):
+            difference += ", where one of them ends."
+        else:
+            difference += f": {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
+    return ShownAnswer(record, tokens, marks, steps, summary, difference)
 
 
 def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[str, Any]:
@@ -270,16 +267,6 @@ def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[st
         "kinds": kinds,
         "bonus": bonus,
     }
-
-
-def _difference(record: Record, plain: Record | None) -> str:
-    first = None if plain is None else first_difference(record.tokens, plain.tokens)
-    if plain is None or first is None:
-        return ""
-    start = f"Leaves plain decoding's answer at position {first}"
-    if first == min(len(record.tokens), len(plain.tokens)):
-        return f"{start}, where one of them ends."
-    return f"{start}: {record.pieces[first]!r} instead of {plain.pieces[first]!r}."
 
 
 def _visible(piece: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import Estimate, MethodResult, cautions, headline
-from saccade.bench.records import Record, Run, warned
+from saccade.bench.records import Record, Run, difference_of, warned
 from saccade.bench.suites import BASELINE
 from saccade.wording import count
 
@@ -38,19 +38,6 @@ class Group:
 
     name: str  # of the task, or `all tasks`
     results: dict[str, MethodResult]  # by method, in the order of the configuration
-
-    @property
-    def milliseconds(self) -> dict[str, dict[str, float]]:
-        """Mean milliseconds per answer by method, by the name of every stage that took any time."""
-        seen = dict.fromkeys(s for r in self.results.values() for s, share in r.shares.items() if share > 0)
-        order = [*(s for s in STAGES if s in seen and s != "rest"), *(s for s in seen if s not in STAGES), "rest"]
-        return {
-            STAGES.get(s, s.replace("_", " ")): {
-                m: 1000 * r.seconds * r.shares.get(s, 0.0) for m, r in self.results.items()
-            }
-            for s in order
-            if s in seen
-        }
 
 
 def groups(run: Run) -> list[Group]:
@@ -168,13 +155,21 @@ _COLUMNS: list[tuple[str, str, Callable[[MethodResult], Cell]]] = [
 ]
 
 
+def _by_method(
+    caption: str, group: Group, columns: Sequence[Column], cells: Callable[[MethodResult], list[Cell]]
+) -> Table:
+    """A table with a row per method."""
+    rows = [Row([method_cell(r), *cells(r)], not r.lossless) for r in group.results.values()]
+    return Table(caption, [METHOD, *columns], rows)
+
+
 def comparison(group: Group) -> Table:
     """Metrics of every method of a group, without empty columns."""
     prompts, answers = (sorted({getattr(r, of) for r in group.results.values()}) for of in ("prompts", "answers"))
     caption = f"{group.name}: {_range(prompts)} prompts, {_range(answers)} answers per method, 95 % intervals"
     shown = [c for c in _COLUMNS if any(c[2](r).text != EMPTY for r in group.results.values())]
-    rows = [Row([method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless) for r in group.results.values()]
-    return Table(caption, [METHOD, *(Column(name, meaning) for name, meaning, _ in shown)], rows)
+    columns = [Column(name, meaning) for name, meaning, _ in shown]
+    return _by_method(caption, group, columns, lambda r: [cell(r) for _, _, cell in shown])
 
 
 def overview(runs: Sequence[tuple[str, Group]]) -> Table:
@@ -192,12 +187,10 @@ def overview(runs: Sequence[tuple[str, Group]]) -> Table:
 def scores(group: Group) -> Table | None:
     """Ground-truth scores by fact; None without any."""
     facts = list(dict.fromkeys(fact for result in group.results.values() for fact in result.scores))
-    rows = [
-        Row([method_cell(r), *(_cell(r.scores.get(fact), "{:.3f}") for fact in facts)], not r.lossless)
-        for r in group.results.values()
-    ]
     columns = [Column(fact, "mean score over the answers, 0 to 1") for fact in facts]
-    return Table(f"{group.name}: scores by fact", [METHOD, *columns], rows) if facts else None
+    caption = f"{group.name}: scores by fact"
+    table = _by_method(caption, group, columns, lambda r: [_cell(r.scores.get(fact), "{:.3f}") for fact in facts])
+    return table if facts else None
 
 
 def shares_by_depth(reached: Sequence[int]) -> list[float]:
@@ -208,38 +201,33 @@ def shares_by_depth(reached: Sequence[int]) -> list[float]:
 
 def depths(group: Group) -> Table | None:
     """Acceptance by depth, the numbers of the figure; None without drafts."""
-    known = {m: shares_by_depth(r.reached) for m, r in group.results.items()}
-    deepest = max(map(len, known.values()), default=0)
-    rows = [
-        Row(
-            [
-                method_cell(group.results[m]),
-                *(Cell(f"{s:.2f}") for s in shares),
-                *[Cell(EMPTY)] * (deepest - len(shares)),
-            ]
-        )
-        for m, shares in known.items()
-        if shares
-    ]
+    shares = {method: shares_by_depth(result.reached) for method, result in group.results.items()}
+    deepest = max(map(len, shares.values()), default=0)
+
+    def cells(result: MethodResult) -> list[Cell]:
+        values = shares[result.method]
+        return [Cell(f"{values[depth]:.2f}" if depth < len(values) else EMPTY) for depth in range(deepest)]
+
+    drafting = Group(group.name, {method: r for method, r in group.results.items() if shares[method]})
     columns = [Column(str(d), f"share accepted at depth {d}") for d in range(1, deepest + 1)]
-    return Table(f"{group.name}: acceptance by depth", [METHOD, *columns], rows) if deepest else None
+    return _by_method(f"{group.name}: acceptance by depth", drafting, columns, cells) if deepest else None
 
 
 def stages(group: Group) -> Table:
-    """Milliseconds per answer by stage, the numbers of the figure."""
-    spent = group.milliseconds
-    rows = [
-        Row(
-            [
-                method_cell(r),
-                *(Cell(f"{by_method[m]:.1f}") for by_method in spent.values()),
-                Cell(f"{1000 * r.seconds:.1f}"),
-            ]
-        )
-        for m, r in group.results.items()
-    ]
-    columns = [Column(stage, "milliseconds per answer") for stage in [*spent, "total"]]
-    return Table(f"{group.name}: milliseconds per answer by stage", [METHOD, *columns], rows)
+    """Mean milliseconds per answer by stage that took any time, the numbers of the figure."""
+    results = group.results.values()
+    seen = dict.fromkeys(stage for r in results for stage, share in r.shares.items() if share > 0)
+    order = [*(s for s in STAGES if s in seen and s != "rest"), *(s for s in seen if s not in STAGES)]
+    if "rest" in seen:
+        order.append("rest")
+
+    def cells(result: MethodResult) -> list[Cell]:
+        parts = [1000 * result.seconds * result.shares.get(stage, 0.0) for stage in order]
+        return [Cell(f"{milliseconds:.1f}") for milliseconds in (*parts, 1000 * result.seconds)]
+
+    names = [*(STAGES.get(stage, stage.replace("_", " ")) for stage in order), "total"]
+    columns = [Column(name, "milliseconds per answer") for name in names]
+    return _by_method(f"{group.name}: milliseconds per answer by stage", group, columns, cells)
 
 
 def _range(values: Sequence[int]) -> str:
@@ -294,21 +282,18 @@ def terminal(run: Run) -> Iterator[RichTable]:
     from rich.table import Table as RichTable
 
     everything = groups(run)[0]
-    compared = comparison(everything)
+    compared, spent = comparison(everything), stages(everything)
     kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in _SHOWN)]
-    rows = [["", *(compared.columns[place].name for place in kept[1:])]]
+    shown = [["", *(compared.columns[place].name for place in kept[1:])]]
     for line in compared.rows:
         cells = [line.cells[place] for place in kept]
-        rows.append([cell.text if place > 1 else str(cell) for place, cell in enumerate(cells)])
-    shown = [rows]
-    spent = stages(everything)
+        shown.append([cell.text if place > 1 else str(cell) for place, cell in enumerate(cells)])
     heads = ["ms per answer", *(column.name for column in spent.columns[1:])]
-    shown.append([heads, *([cell.text for cell in row.cells] for row in spent.rows)])
-    for rows in shown:
+    for rows in (shown, [heads, *([cell.text for cell in row.cells] for row in spent.rows)]):
         table = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for place, name in enumerate(rows[0]):
-            side = "right" if place else "left"
-            table.add_column(name.replace(" ", "\n") if place else name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(rows[0][0], no_wrap=True)
+        for name in rows[0][1:]:
+            table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
         for row in rows[1:]:
             table.add_row(*row)
         yield table
@@ -331,11 +316,9 @@ def remarks(run: Run) -> Iterator[str]:
         yield "Sampled answers: tokens are not compared, they may differ although the distribution is the same."
     first = next((r for r in run.records if r.lossless and r.equal is False), None)
     if first is not None and first.difference is not None:
-        d = first.difference
         yield (
-            f"First difference: {first.method} on {first.prompt_id} at token {d['position']}, {d['ours']} instead of "
-            f"{d['plain']} with logits {d['logits']['ours']} and {d['logits']['plain']} "
-            f"(ties within rounding in {header.models['target']['dtype']})."
+            f"First difference: {first.method} on {first.prompt_id} at {difference_of(first)} (ties within rounding in "
+            f"{header.models['target']['dtype']})."
         )
     yield from warned(run.records)
     yield from (f"Missing: {left_out}" for left_out in header.config["missing"])
