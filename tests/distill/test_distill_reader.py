@@ -12,7 +12,7 @@ import pytest
 from prompt_lines import asks
 
 from checkpoints import vlm
-from saccade.distill import distill, folder, planning, read_answers
+from saccade.distill import distill, planning, read_answers
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import WORLD, draw
 
@@ -21,10 +21,7 @@ def pocket(out: Path, source: str = "pocket:chart,scene", **options: Any) -> Any
     return distill(vlm("qwen", method="plain"), source, out, **{"count": 3, "max_new_tokens": 5, "batch": 2, **options})
 
 
-def test_any_answer_is_found_without_reading_the_others(
-    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder, "_BLOCK", 100)  # lines run over the blocks in which newlines are looked for
+def test_any_answer_is_found_without_reading_the_others(written: Callable[..., Path], tmp_path: Path) -> None:
     source = written(*(asks(f"Was {'ü' * n} \u2028 ?") for n in range(9)))
     distill(vlm("llama", method="plain"), source, tmp_path / "out", max_new_tokens=5)
     slow = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_bytes().split(b"\n")[:-1]]

@@ -225,7 +225,7 @@ def test_wrong_options_are_told(written: Written, pictures: Path) -> None:
         "history must be": {"history": "mine"},
         "on_bad_line must be": {"on_bad_line": "maybe"},
         "count is for pocket sources": {"count": 5},
-        "Unknown option share": {"share": 0.5},
+        "unknown key 'share'": {"share": 0.5},
     }
     for words, options in wrong.items():
         with pytest.raises(InputError, match=words):

@@ -26,17 +26,18 @@ from saccade.train import Trainer
 from saccade.train.data import Listed
 from saccade.train.objectives.heads import Eagle3Objective
 from saccade.train.recipe import Stage, read_recipe
-from saccade.train.warm_start import frequent_tokens, new_head, token_counts
+from saccade.train.warm_start import choose_vocabulary, new_head
 
 SIZE = 24
 
 
 def test_the_most_frequent_tokens_in_order_of_their_ids() -> None:
     source = Listed([(prompt("llama", "text"), (9, 4, 9, 7)), (prompt("llama", "text", 1), (7, 9, 180))])
-    counts = token_counts(source, 192)
-    assert counts[[4, 7, 9, 180]].tolist() == [1, 2, 3, 1]
-    assert frequent_tokens(counts, 3).tolist() == [4, 7, 9]  # 4 before 180, equally frequent
-    assert frequent_tokens(counts, 5).tolist() == [0, 4, 7, 9, 180]  # filled up
+    for size, expected in ((3, [4, 7, 9]), (5, [0, 4, 7, 9, 180])):  # 4 before 180, equally frequent; filled up
+        own = head("llama", "eagle3", own_vocabulary=size)
+        assert isinstance(own, Eagle3)
+        choose_vocabulary(own, target("llama"), source)
+        assert own.token_ids.tolist() == expected
 
 
 @torch.no_grad()

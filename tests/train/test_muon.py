@@ -47,13 +47,6 @@ def test_matrices_without_a_gradient_stay_where_they_are() -> None:
     assert torch.equal(idle, before)
 
 
-def test_what_it_does_not_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes no closure"):
-        WideMuon(_matrices(), **SETTINGS).step(lambda: 0.0)
-    with pytest.raises(ValueError, match="matched to AdamW's here, not 'original'"):
-        WideMuon(_matrices(), lr=0.1, adjust_lr_fn="original").step()
-
-
 @pytest.mark.parametrize(("multiplies", "kind"), [(True, torch.optim.Muon), (False, WideMuon)])
 def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     monkeypatch: pytest.MonkeyPatch, multiplies: bool, kind: type

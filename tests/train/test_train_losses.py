@@ -16,7 +16,7 @@ from saccade.train.features import read_features
 from saccade.train.objectives import losses
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.heads import Eagle2Objective, HiViSObjective
-from saccade.train.objectives.losses import Weights, draft_loss, in_top, top_cross_entropy
+from saccade.train.objectives.losses import draft_loss, in_top, top_cross_entropy
 from saccade.train.recipe import objective_of
 
 
@@ -94,7 +94,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, guesses: list[list[int]], steps: i
         given,
         lambda states: states,
         steps,
-        Weights(),
+        {"states": 1.0, "distribution": 0.1},
         top_k=1,
         early_stop=early_stop,
     )

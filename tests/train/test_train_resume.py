@@ -239,17 +239,6 @@ def test_other_pictures_or_image_settings_are_refused_by_name(tmp_path: Path) ->
             trainer.run()
 
 
-def test_a_checkpoint_that_tells_nothing_of_pictures_is_gone_on_from(tmp_path: Path) -> None:
-    stop_after(tmp_path, 6)
-    for place in (tmp_path / "checkpoints").glob("*/checkpoint.json"):
-        about = json.loads(place.read_text())
-        del about["run"]["inputs"]
-        place.write_text(json.dumps(about))
-    Trainer(target("llama"), recipe(), sourced(media="a"), tmp_path, measure=closeness, resume=True,
-            say=lambda _: None).run()  # fmt: skip
-    assert (tmp_path / "head").is_dir()
-
-
 def test_pace_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     stop_after(tmp_path, 6)
     run(tmp_path, recipe().with_settings({"log_every": 3, "checkpoint_every": 5}), resume=True)

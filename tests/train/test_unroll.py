@@ -70,7 +70,12 @@ def test_drafts_of_several_blocks_too() -> None:
 
 
 def test_seeing_the_neighbour_instead_of_the_own_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_behind", lambda own, distance: own.roll(-distance - 1, 1).tril() | own)
+    plain = module.with_guesses
+
+    def neighbours(true: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.cat([true, plain(true, step)[..., true.shape[-1] :].roll(-1, -1)], -1)
+
+    monkeypatch.setattr(module, "with_guesses", neighbours)
     with pytest.raises(AssertionError):
         compare(*made("eagle2"))
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
 from saccade.errors import SaccadeError
 from saccade.inputs.conversations import Messages, resolve_media
 
 HEADER, ANSWERS = "distill.json", "answers.jsonl"
-_BLOCK = 1 << 22
 
 
 def place_of(path: Path) -> tuple[Path, Path, dict[str, Any]]:
@@ -48,10 +45,14 @@ class AnswerFile(Sequence[Answered]):
     def __init__(self, path: Path, media_root: Path, header: dict[str, Any]) -> None:
         self.header = header  # content of `distill.json`
         self._path, self._root = path, media_root
-        self._ends = _line_ends(path)
+        self._starts = array("q", [0])  # of lines, and behind the last whole one
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._starts.append(self._starts[-1] + len(line))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._starts) - 1
 
     @overload
     def __getitem__(self, index: int) -> Answered: ...
@@ -64,10 +65,9 @@ class AnswerFile(Sequence[Answered]):
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"There is no answer {index}; there are {len(self)}.")
-        start = int(self._ends[number - 1]) if number else 0
         with self._path.open("rb") as file:
-            file.seek(start)
-            line = file.read(int(self._ends[number]) - start)
+            file.seek(self._starts[number])
+            line = file.readline()
         try:
             row = json.loads(line)
             row["messages"] = resolve_media(row["messages"], self._root)
@@ -91,14 +91,3 @@ def read_answers(path: str | Path, media_root: str | Path | None = None) -> Answ
             f"There are no answers in {folder}; expected a folder with {HEADER} and {ANSWERS}, made by "
             "`saccade distill`."
         ) from None
-
-
-def _line_ends(path: Path) -> NDArray[np.int64]:
-    """Offsets behind every newline, `[N]`."""
-    ends = [np.empty(0, np.int64)]
-    offset = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + offset)
-            offset += len(block)
-    return np.concatenate(ends).astype(np.int64) + 1

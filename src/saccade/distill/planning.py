@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from saccade.inputs.conversations import (
     text_of,
 )
 from saccade.jobs.item_sources import json_row_at, json_rows
-from saccade.options import check_whole
+from saccade.options import check_keys, check_whole
 from saccade.pocket import WORLD, Sample, draw, lacks
 from saccade.pocket.sample import UNSEEN_BY_HEADS
 
@@ -73,9 +74,7 @@ class Options:
         """Return the options of a run."""
         if on_bad_line not in ("stop", "skip"):
             raise InputError(f"on_bad_line must be stop or skip, not {on_bad_line!r}.")
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            raise InputError(f"Unknown option {unknown[0]}; expected {', '.join(cls.__slots__)}.")
+        check_keys(options, cls.__slots__, "Options of a distillation", error=InputError)
         return cls(**options)
 
     def samples(self, name: str) -> bool:
@@ -88,11 +87,8 @@ class Options:
 
     def decoding(self, sampled: bool) -> dict[str, Any]:
         """Arguments of `saccade.VLM.generate`; the checkpoint's own penalties stay."""
-        if not sampled:
-            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
-        temperature = float(self.temperature)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        return {"max_new_tokens": self.max_new_tokens, **sampling}
+        sampling = {"temperature": float(self.temperature), "top_k": 0, "top_p": 1.0} if sampled else {}
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": sampled, **sampling}
 
 
 def _number(words: str) -> int:
@@ -222,7 +218,11 @@ def make_plan(prompts: Prompts, options: Options, on_bad_line: str) -> QuestionP
         if planned == options.limit:
             break
         try:
-            conversation = _read(line, prompts.root)
+            conversation = parse_conversation(line.decode())
+            check_media(conversation.messages, prompts.root)
+        except UnicodeDecodeError:
+            refuse(plan.problems, f"{prompts.where(number)}: it is not UTF-8 text.", on_bad_line)
+            continue
         except InputError as problem:
             refuse(plan.problems, f"{prompts.where(number)}: {problem}.", on_bad_line)
             continue
@@ -262,15 +262,6 @@ def refuse(problems: list[str], sentence: str, on_bad_line: str) -> None:
             "skip on the command line)."
         )
     problems.append(sentence)
-
-
-def _read(line: bytes, root: Path) -> Conversation:
-    try:
-        conversation = parse_conversation(line.decode())
-    except UnicodeDecodeError:
-        raise InputError("it is not UTF-8 text") from None
-    check_media(conversation.messages, root)
-    return conversation
 
 
 def _unique_ids(name: str, line: int, count: int, names: set[str]) -> list[str]:
@@ -331,14 +322,12 @@ def write_prompts(folder: Path, tasks: Sequence[str], options: Options) -> Path:
 
 def _line(sample: Sample, seed: int, folder: Path) -> dict[str, Any]:
     """Sample as a conversation with its true answers, its media saved."""
-    count = 0
+    numbers = itertools.count()
 
     def saved(picture: Image.Image) -> str:
-        nonlocal count
-        path = f"{MEDIA}/{sample.task}/{seed}-{count}.png"
+        path = f"{MEDIA}/{sample.task}/{seed}-{next(numbers)}.png"
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         picture.save(folder / path, format="PNG")
-        count += 1
         return path
 
     messages = sample.messages()

@@ -161,7 +161,11 @@ class QuestionWorker:
         lines: list[dict[str, Any]] = []
         while any(question.id in batch.missing for question, _ in rows):
             try:
-                outputs = self._generate(rows, batch.questions[0].sampled)
+                outputs: list[Output] = self._vlm.generate(
+                    [resolve_media(messages, self._prompts.root) for _, messages in rows],
+                    seed=[self._setup.options.seed_of(question.id) for question, _ in rows],
+                    **self._setup.options.decoding(batch.questions[0].sampled),
+                )
             except InputError:
                 usable = [row for row in rows if self._is_usable(*row, failures)]
                 if len(usable) == len(rows):
@@ -173,14 +177,6 @@ class QuestionWorker:
             break
         tokens, finishes = sum(len(line["answer_ids"]) for line in lines), tuple(line["finish"] for line in lines)
         return Finished(number, lines, failures, len(lines), tokens, finishes)
-
-    def _generate(self, rows: Sequence[tuple[PlannedQuestion, Messages]], sampled: bool) -> list[Output]:
-        outputs: list[Output] = self._vlm.generate(
-            [resolve_media(messages, self._prompts.root) for _, messages in rows],
-            seed=[self._setup.options.seed_of(question.id) for question, _ in rows],
-            **self._setup.options.decoding(sampled),
-        )
-        return outputs
 
     def _is_usable(self, question: PlannedQuestion, messages: Messages, failures: list[str]) -> bool:
         """Whether a question has a prompt that fits the target."""
@@ -237,18 +233,15 @@ def run(worker: Worker, setup: Setup, progress: Callable[[RunProgress], None] = 
             journal.append(result.rows)
             earlier.update((row["id"], row["answer"]) for row in result.rows if row["id"] in needed)
 
+        def pending(stage: Sequence[tuple[int, Sequence[PlannedQuestion], frozenset[str]]]) -> Iterator[Pending]:
+            for number, questions, missing in stage:
+                names = [name for question in questions for _, name in question.before]
+                history = {name: earlier[name] for name in names if name in earlier}
+                yield Pending(number, QuestionBatch(questions, missing, history))
+
         for stage in _stages(plan, there):
-            batches = (
-                Pending(number, QuestionBatch(questions, missing, _earlier(questions, earlier)))
-                for number, questions, missing in stage
-            )
-            runner.run(worker, batches, keep, in_order=True)
+            runner.run(worker, pending(stage), keep, in_order=True)
         return report
-
-
-def _earlier(questions: Sequence[PlannedQuestion], answers: Mapping[str, str]) -> dict[str, str]:
-    """Those answers that are in the history of some questions."""
-    return {name: answers[name] for question in questions for _, name in question.before if name in answers}
 
 
 def _answers(journal: Journal, plan: QuestionPlan) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,31 +110,21 @@ class Checkpoints:
             about, content = _read(place)
             if about is None:
                 continue
-            self._check(about["run"], place)
+            for key, ours, theirs in differences(self._about, about["run"]):
+                raise TrainingError(
+                    f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give "
+                    "what it was started with, or another --out folder."
+                )
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             _set_random_states(state.pop("random"))
-            return about["step"], {**state, **_later(place)}
+            with suppress(OSError, ValueError):
+                state |= json.loads((place / _LATER).read_text())
+            return about["step"], state
         if found:
             raise TrainingError(
                 f"All checkpoints in {self._folder} are damaged; delete them, or start again in another folder."
             )
         return None
-
-    def _check(self, run: Mapping[str, Any], place: Path) -> None:
-        known = {key: value for key, value in self._about.items() if key in run}  # older ones have fewer
-        for key, ours, theirs in differences(known, run):
-            raise TrainingError(
-                f"The checkpoint {place} is of another run: its {key} is {theirs!r}, here it is {ours!r}; give what it "
-                "was started with, or another --out folder."
-            )
-
-
-def _later(place: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((place / _LATER).read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _read(place: Path) -> tuple[dict[str, Any] | None, bytes]:

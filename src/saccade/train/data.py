@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
@@ -18,11 +18,12 @@ import torch
 from saccade.distill.folder import place_of
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
-from saccade.inputs.chat import normalise
+from saccade.inputs.chat import Slot, normalise, with_sources
 from saccade.inputs.conversations import resolve
 from saccade.inputs.families import visual_mask
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
+from saccade.memory_plan import LETTERS, letters
 from saccade.target_model.adapter import Target
 
 
@@ -80,13 +81,20 @@ class Answers:
         self.short = 0  # number of answers left out for their length
         self._offsets, self._numbers, self._lengths = array("q"), array("q"), array("q")
         self._conversations = array("q")
-        content, self._seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
-        self._mark = lru_cache(maxsize=4096)(_mark)  # questions about one picture are close together
-        self._each_line(lambda number, offset, line: self._index(number, offset, line, min_words), content.update)
+        content, seen = hashlib.sha256(repr((min_words, max_tokens)).encode()), hashlib.sha256()
+        mark = lru_cache(maxsize=4096)(_mark)  # questions about one picture are close together
+        offset = 0
+        with _opened(self._path) as file:
+            for number, line in enumerate(file, 1):
+                content.update(line)
+                for slot in self._index(number, offset, line, min_words) if line.strip() else ():
+                    marks = [mark(path) for path in _paths(slot.source, self._media)]
+                    seen.update(repr(marks if isinstance(slot.source, list) else marks[0]).encode())
+                offset += len(line)
         self.lengths: Sequence[int] = self._lengths
         self.conversations: Sequence[int] = self._conversations
         self.fingerprint = content.hexdigest()
-        self.inputs: Mapping[str, str] = {"media": self._seen.hexdigest()[:16], "processor": processor.digest}
+        self.inputs: Mapping[str, str] = {"media": seen.hexdigest()[:16], "processor": processor.digest}
         if not self._offsets:
             left_out = f" ({self.short} are shorter than {min_words} words)" if self.short else ""
             raise TrainingError(
@@ -101,22 +109,21 @@ class Answers:
             line = file.readline()
         try:
             row = _row(line)
-            prompt = self._processor.prompt(_located(row["messages"], self._media))
+            messages, slots = normalise(row["messages"])
+            places = [replace(slot, source=_placed(slot.source, self._media)) for slot in slots]
+            prompt = self._processor.prompt(with_sources(messages, places))
+            answer = self._answer(row)
+            if visual_mask(self._processor.config, answer).any():
+                raise TrainingError("the answer holds a placeholder of an image or video without one.")
+            if self._max_tokens is not None:
+                answer = answer[: max(self._max_tokens - len(prompt), 0)]
+            if not answer:
+                raise TrainingError(
+                    f"the prompt has {len(prompt)} tokens, which leaves no room for an answer within max_tokens = "
+                    f"{self._max_tokens}."
+                )
         except (InputError, TrainingError) as problem:
             self._refuse(number, str(problem))
-            return None
-        answer = self._answer(row)
-        if visual_mask(self._processor.config, answer).any():
-            self._refuse(number, "the answer holds a placeholder of an image or video without one.")
-            return None
-        if self._max_tokens is not None:
-            answer = answer[: max(self._max_tokens - len(prompt), 0)]
-        if not answer:
-            self._refuse(
-                number,
-                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer within max_tokens = "
-                f"{self._max_tokens}.",
-            )
             return None
         return Sample(str(row.get("id", number)), prompt, answer)
 
@@ -143,51 +150,34 @@ class Answers:
                 file.seek(offset)
                 yield self._answer(_row(file.readline()))[: self._max_tokens]
 
-    def _each_line(self, use: Callable[[int, int, bytes], None], also: Callable[[bytes], None]) -> None:
-        with _opened(self._path) as file:
-            offset = 0
-            for number, line in enumerate(file, 1):
-                also(line)
-                if line.strip():
-                    use(number, offset, line)
-                offset += len(line)
-
-    def _index(self, number: int, offset: int, line: bytes, min_words: int) -> None:
+    def _index(self, number: int, offset: int, line: bytes, min_words: int) -> Sequence[Slot]:
+        """Remember the place of a line's sample, and return its media; none where the line has no sample."""
+        config = self._processor.config.get_text_config(decoder=True)
+        known = max(getattr(config, "vocab_size", None) or 0, len(self._processor.tokenizer))
         try:
             row = _row(line)
-            self._check_ids([*row["answer_ids"], row.get("eos_id") or 0])
+            highest = max([*row["answer_ids"], row.get("eos_id") or 0])
+            if highest >= known:
+                raise TrainingError(
+                    f"it has the token {highest}, but the target has {known}; give answers of this target."
+                )
         except (InputError, TrainingError) as problem:
             if line.endswith(b"\n"):  # or it is still being written
                 self._refuse(number, str(problem))
-            return
+            return ()
         if min_words and len(row["answer"].split()) < min_words:
             self.short += 1
-            return
+            return ()
         if not self._answer(row):
             self.bad[number] = "the answer is empty, and the target did not end it there."
-            return
+            return ()
+        messages, slots = normalise(row["messages"])
+        prompt = row.get("prompt_tokens") or letters(messages) // LETTERS + _PER_MEDIUM * len(slots)
         self._offsets.append(offset)
         self._numbers.append(number)
-        messages, slots = normalise(row["messages"])
-        prompt = row.get("prompt_tokens") or _length(messages) + _PER_MEDIUM * len(slots)
         self._lengths.append(len(row["answer_ids"]) + prompt)
         self._conversations.append(_conversation(row["messages"]))
-        for slot in slots:
-            self._seen.update(repr(self._marked(_place(slot.source, self._media))).encode())
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        config = self._processor.config.get_text_config(decoder=True)
-        known = max(getattr(config, "vocab_size", None) or 0, len(self._processor.tokenizer))
-        if max(ids) >= known:
-            raise TrainingError(
-                f"it has the token {max(ids)}, but the target has {known}; give answers of this target."
-            )
-
-    def _marked(self, source: Any) -> Any:
-        """Return marks that identify a medium's files; None for data inside the line."""
-        if isinstance(source, list):
-            return [self._marked(frame) for frame in source]
-        return self._mark(source) if isinstance(source, str) and not source.startswith("data:") else None
+        return slots
 
     def _answer(self, row: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the answer's ids, with the end token of a finished answer, which is supervised too."""
@@ -227,46 +217,31 @@ def _row(line: bytes) -> dict[str, Any]:
         raise TrainingError("it is not valid JSON; expected one object per line.") from None
     if not isinstance(row, dict):
         raise TrainingError("it is not a JSON object.")
-    for key, kind, word in (
-        ("messages", list, "list"),
-        ("answer", str, "string"),
-        ("answer_ids", list, "list"),
-    ):
+    for key, kind, word in (("messages", list, "list"), ("answer", str, "string"), ("answer_ids", list, "list")):
         if not isinstance(row.get(key), kind):
             raise TrainingError(f"it has no {word} named {key}.")
     ids = row["answer_ids"]
     if not (ids or row.get("finish")) or not all(type(i) is int and i >= 0 for i in ids):
         raise TrainingError("answer_ids must be a list of at least one token id.")
-    end = row.get("eos_id")
-    if end is not None and (type(end) is not int or end < 0):
-        raise TrainingError("eos_id must be a token id; leave it out if it is unknown.")
-    prompt = row.get("prompt_tokens")
-    if prompt is not None and (type(prompt) is not int or prompt < 1):
-        raise TrainingError("prompt_tokens must be a number of tokens, at least 1; leave it out if it is unknown.")
+    for key, least, word in (("eos_id", 0, "a token id"), ("prompt_tokens", 1, "a number of tokens, at least 1")):
+        value = row.get(key)
+        if value is not None and (type(value) is not int or value < least):
+            raise TrainingError(f"{key} must be {word}; leave it out if it is unknown.")
     normalise(row["messages"])
     return row
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return a number of the messages up to the first question, which the turns of a conversation share."""
-    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    begin = json.dumps(messages[: asked + 1], sort_keys=True)
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    begin = json.dumps(messages[: first + 1], sort_keys=True)
     return int.from_bytes(hashlib.sha256(begin.encode()).digest()[:8], signed=True)
 
 
-def _length(messages: Sequence[Mapping[str, Any]]) -> int:
-    text = sum(
-        len(part.get("text", ""))
-        for m in messages
-        for part in (m["content"] if isinstance(m.get("content"), list) else [{"text": m.get("content") or ""}])
-    )
-    return text // 4
-
-
-def _mark(source: str) -> tuple[int, bytes] | None:
+def _mark(source: str | None) -> tuple[int, bytes] | None:
     """Return a file's size and a hash of both its ends, which are equal in copies; None if it cannot be read."""
     try:
-        with open(source, "rb") as file:
+        with open(source or "", "rb") as file:
             size = os.fstat(file.fileno()).st_size
             first = file.read(_END)
             file.seek(max(size - _END, len(first)))
@@ -275,25 +250,15 @@ def _mark(source: str) -> tuple[int, bytes] | None:
         return None
 
 
-def _located(messages: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Return messages with absolute paths of media."""
-    normal, slots = normalise(messages)
-    places = iter(slots)
-
-    def located(part: Any) -> Any:
-        if part["type"] not in ("image", "video"):
-            return part
-        slot = next(places)
-        return {"type": slot.kind, slot.kind: _place(slot.source, folder)}
-
-    return [
-        {**m, "content": [*map(located, m["content"])]} if isinstance(m.get("content"), list) else m for m in normal
-    ]
+def _paths(source: Any, folder: Path) -> list[str | None]:
+    """Files of a medium; None in place of data inside the line."""
+    places = [_placed(each, folder) for each in (source if isinstance(source, list) else [source])]
+    return [place if isinstance(place, str) and not place.startswith("data:") else None for place in places]
 
 
-def _place(source: Any, folder: Path) -> Any:
+def _placed(source: Any, folder: Path) -> Any:
     if isinstance(source, list):  # a video as a list of frames
-        return [_place(frame, folder) for frame in source]
+        return [_placed(frame, folder) for frame in source]
     return resolve(source, folder) if isinstance(source, str) else source
 
 
@@ -340,11 +305,8 @@ class Listed:
                 raise TrainingError(f"Sample {sample.name} has an empty answer; leave it out.")
         self.lengths: Sequence[int] = [len(s.ids) for s in self._samples]
         self.conversations: Sequence[int] = range(len(self._samples))
-        content = hashlib.sha256()
-        for sample in self._samples:
-            content.update(repr((sample.prompt.ids, sample.answer)).encode())
-            content.update(repr([m.digest for m in sample.prompt.media]).encode())
-        self.fingerprint = content.hexdigest()
+        content = [(s.prompt.ids, s.answer, [m.digest for m in s.prompt.media]) for s in self._samples]
+        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
         self.inputs: Mapping[str, str] = {}
 
     def sample(self, index: int) -> Sample:

@@ -133,7 +133,7 @@ class DraftVlmLearner:
         self.module.load_state_dict(state, strict=False)  # without the frozen tower
 
     def keep(self) -> None:
-        """Nothing to save for a resumed run."""
+        """Write nothing."""
 
     def close(self) -> None:
         """Report how many samples were left out."""

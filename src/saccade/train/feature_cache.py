@@ -26,8 +26,8 @@ _SHARD = 64
 
 _FORMAT = 3
 """Version of the files; others are discarded."""
-_FOLDER = re.compile(r"[0-9a-f]{16}|\d+")
-"""Names of the folders of fingerprints, and of ranks, as they were before."""
+_FOLDER = re.compile(r"[0-9a-f]{16}")
+"""Names of the folders of fingerprints."""
 
 
 class FeatureCache:
@@ -49,7 +49,9 @@ class FeatureCache:
         needed: Callable[[Features], Needed] | None = None,
         shared: bool = False,
     ) -> None:
-        self._needed = needed or _all
+        self._needed = needed or (
+            lambda sample: Needed(dict.fromkeys(sample.states, torch.ones_like(sample.visual)), sample.visual)
+        )
         self._target, self._limit, self._folder, self._say = target, limit, folder, say
         self.bytes = 0  # cached now
         self._memory: dict[int, dict[str, Tensor]] = {}
@@ -58,7 +60,11 @@ class FeatureCache:
         self._whole: set[Path] = set()
         self._changed = -1
         if folder is not None:
-            self._folder = self._open(folder, f"{_FORMAT} {fingerprint}", shared)
+            self._folder = folder / hashlib.sha256(f"{_FORMAT} {fingerprint}".encode()).hexdigest()[:16]
+            make_folder(self._folder, TrainingError, f"give another {'--features' if shared else '--out'} folder")
+            for other in () if shared else folder.iterdir():  # other processes may do so at once
+                if other != self._folder and other.is_dir() and _FOLDER.fullmatch(other.name):
+                    shutil.rmtree(other, ignore_errors=True)
             self._look()
 
     @property
@@ -106,15 +112,6 @@ class FeatureCache:
     def __str__(self) -> str:
         each = self.bytes // self.samples if self.samples else 0
         return f"{self.samples} samples, {self.bytes / 1e6:.1f} MB ({each} bytes each)"
-
-    def _open(self, root: Path, fingerprint: str, shared: bool) -> Path:
-        """Return the fingerprint's folder, and remove those of others unless shared; processes may do so at once."""
-        own = root / hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
-        make_folder(own, TrainingError, f"give another {'--features' if shared else '--out'} folder")
-        for other in () if shared else root.iterdir():
-            if other != own and other.is_dir() and _FOLDER.fullmatch(other.name):
-                shutil.rmtree(other, ignore_errors=True)
-        return own
 
     def _look(self) -> None:
         """Find files that other processes have written since the last look."""
@@ -182,24 +179,15 @@ class FeatureCache:
             text = held["ids"].masked_fill(visual, 0)  # placeholders may lie outside the embedding table
             embeddings = self._target.model.get_input_embeddings()(text)
             embeddings[visual] = 0
-            found = Features(held["ids"], visual, held["answer"], given, embeddings, held.get("dropped"), stops)
-            needed = self._needed(found)
+            features = Features(held["ids"], visual, held["answer"], given, embeddings, held.get("dropped"), stops)
+            needed = self._needed(features)
             embeddings[needed.visual] = held["visual"]
-        states = {i: _spread(t, needed.states[i]) for i, t in given.items()}
-        return replace(found, states=states)
-
-
-def _all(features: Features) -> Needed:
-    whole = torch.ones_like(features.visual)
-    return Needed(dict.fromkeys(features.states, whole), features.visual)
+        states = {}
+        for layer, kept in given.items():
+            states[layer] = kept.new_zeros(len(visual), kept.shape[1])
+            states[layer][needed.states[layer]] = kept
+        return replace(features, states=states)
 
 
 def _size(packed: dict[str, Tensor]) -> int:
     return sum(t.nbytes for t in packed.values())
-
-
-def _spread(states: Tensor, where: Tensor) -> Tensor:
-    """Return ``[S, d]``: states ``[n, d]`` at the tokens ``where`` ``[S]``, zeros elsewhere."""
-    out = states.new_zeros(len(where), states.shape[1])
-    out[where] = states
-    return out

@@ -23,7 +23,7 @@ from saccade.train.data import Source
 from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features
-from saccade.train.objectives.entries import Entries, Feeder, lm_head_of, new_cache
+from saccade.train.objectives.entries import Entries, Feeder, lm_head_of
 from saccade.train.objectives.losses import Tally, terms_of
 from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
 from saccade.train.validate import EngineMeasure, Measure
@@ -32,7 +32,7 @@ from saccade.wording import differences
 
 
 class Learner(Protocol):
-    """A drafter in training: its batches, loss, measure and files."""
+    """A drafter in training: its batches, loss, measure and files; stages are counted from 1."""
 
     word: str  # its name in plans
     folder: str  # name of its folder
@@ -40,68 +40,27 @@ class Learner(Protocol):
 
     @property
     def module(self) -> nn.Module: ...
-
     @property
     def terms(self) -> Sequence[str]: ...
-
-    def weights(self, number: int) -> list[nn.Parameter]:
-        """Return the weights that are trained in a stage, counted from 1."""
-        ...
-
-    def describe(self, number: int, stage: Stage) -> str:
-        """Describe a stage in a few words."""
-        ...
-
+    def weights(self, number: int) -> list[nn.Parameter]: ...  # that are trained in a stage
+    def describe(self, number: int, stage: Stage) -> str: ...  # in a few words
     def prepare(self, indices: Sequence[int], step: int) -> Any | None:
         """Prepare samples for `batch`, independently of the drafter's weights; None if none is usable.
 
         It may run in another thread during an earlier step.
         """
-        ...
 
-    def batch(self, prepared: Any) -> Any:
-        """Return the argument of `loss`."""
-        ...
-
-    def loss(self, batch: Any, stage: Stage) -> Tally:
-        """The loss, with gradients."""
-        ...
-
-    def tensors(self, batch: Any) -> dict[str, Tensor]:
-        """Return the tensors of a batch by name, to inspect a failure."""
-        ...
-
-    def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Estimate the bytes of a forward and backward pass over samples."""
-        ...
-
-    def cache_bytes(self, indices: Sequence[int]) -> float:
-        """Return mean bytes per sample in a feature cache; 0 without one."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the weights for a checkpoint."""
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the weights of `state`."""
-        ...
-
-    def keep(self) -> None:
-        """Write what a resumed run need not compute again."""
-        ...
-
-    def close(self) -> None:
-        """End the run."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the drafter as a loadable folder."""
-        ...
-
-    def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
-        """Return the measure over answers to these prompts; None if none has room for an answer."""
-        ...
+    def batch(self, prepared: Any) -> Any: ...  # argument of `loss`
+    def loss(self, batch: Any, stage: Stage) -> Tally: ...  # with gradients
+    def tensors(self, batch: Any) -> dict[str, Tensor]: ...  # by name, to inspect a failure
+    def batch_bytes(self, indices: Sequence[int]) -> int: ...  # estimate, of a forward and backward pass
+    def cache_bytes(self, indices: Sequence[int]) -> float: ...  # mean of a sample in a feature cache; 0 without one
+    def state(self) -> dict[str, Tensor]: ...  # weights for a checkpoint
+    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
+    def keep(self) -> None: ...  # write what a resumed run need not compute again
+    def close(self) -> None: ...  # end the run
+    def save(self, folder: Path) -> None: ...  # as a loadable folder
+    def measure(self, prompts: Sequence[Prompt]) -> Measure | None: ...  # None if no prompt has room for an answer
 
 
 class HeadLearner:
@@ -143,19 +102,19 @@ class HeadLearner:
         if features is not None:
             read = self.feeder.reading(self.module.config, self._objective)
         self._needed = self.feeder.needed if features is None else None
-        self.feeder.cache = new_cache(
-            recipe.feature_cache,
-            target,
-            recipe.cache_gb * 1e9 * (count if recipe.feature_cache == "disk" else 1),
-            features or out / "features",
-            json.dumps([identity(target), source.fingerprint, dict(source.inputs), recipe.max_tokens, *read]),
-            say,
-            self._needed,
-            shared=features is not None,
-        )
+        if recipe.feature_cache != "none":
+            on_disk = recipe.feature_cache == "disk"
+            self.feeder.cache = FeatureCache(
+                target,
+                recipe.cache_gb * 1e9 * (count if on_disk else 1),
+                (features or out / "features") if on_disk else None,
+                json.dumps([identity(target), source.fingerprint, dict(source.inputs), recipe.max_tokens, *read]),
+                say,
+                self._needed,
+                shared=features is not None,
+            )
 
     def weights(self, number: int) -> list[nn.Parameter]:
-        """Return all weights of the head, in every stage."""
         return list(self.module.parameters())
 
     def describe(self, number: int, stage: Stage) -> str:
@@ -174,7 +133,6 @@ class HeadLearner:
         return {name: getattr(batch, name) for name in batch.names}
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
-        """Return mean bytes per sample in a feature cache."""
         cache = FeatureCache(self._target, math.inf, needed=self._needed)
         found = [cache.bytes_of(features) for features in self.feeder.features(indices)]
         return sum(found) / max(len(found), 1)

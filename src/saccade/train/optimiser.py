@@ -27,30 +27,23 @@ def _turned(update: Tensor, coefficients: tuple[float, float, float], steps: int
 
 
 class WideMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with rates matched to AdamW's and float32 Newton-Schulz steps; same settings and state."""
+    """`torch.optim.Muon` matched to AdamW's rates, with float32 Newton-Schulz steps: its own are in bfloat16."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient."""
-        if closure is not None:
-            raise ValueError("This optimiser takes no closure; compute the gradients before the step.")
         for group in self.param_groups:
-            if group["adjust_lr_fn"] != "match_rms_adamw":
-                raise ValueError(f"The learning rate is matched to AdamW's here, not {group['adjust_lr_fn']!r}.")
             for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
-
-    def _update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        momentum, rate = group["momentum"], float(group["lr"])
-        mean = state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        wanted = grad.lerp(mean, momentum) if group["nesterov"] else mean
-        turned = _turned(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        weight.mul_(1 - rate * group["weight_decay"])
-        weight.add_(turned.to(weight.dtype), alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
+                if weight.grad is None:
+                    continue
+                state, rate, momentum = self.state[weight], float(group["lr"]), group["momentum"]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
+                update = weight.grad.lerp(mean, momentum) if group["nesterov"] else mean
+                turned = _turned(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(turned.to(weight.dtype), alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
 
 
 def rate_at(stage: Stage, step: int) -> float:

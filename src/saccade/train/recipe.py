@@ -82,7 +82,8 @@ class Recipe:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:  # nor is nan
                 raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        if not _are_betas(self.betas):
+        numbers = self.betas if isinstance(self.betas, tuple) else ()
+        if len(numbers) != 2 or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in numbers):
             raise TrainingError(
                 f"betas is {self.betas!r}; it must be two numbers from 0 to below 1, in a recipe's file: "
                 "betas = [0.9, 0.95]."
@@ -128,8 +129,7 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all settings as JSON values."""
-        given = asdict(self)
-        return {**given, "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
+        return {**asdict(self), "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """Return a recipe with single values changed."""
@@ -187,11 +187,6 @@ def read_recipe(name: str) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise TrainingError(f"The recipe {name} is not valid TOML: {problem}.") from problem
     return from_dict(content | {"kind": name} if built_in else content)
-
-
-def _are_betas(given: Any) -> bool:
-    numbers = given if isinstance(given, tuple) else ()
-    return len(numbers) == 2 and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in numbers)
 
 
 def _made(kind: type[T], table: Mapping[str, Any], prefix: str = "") -> T:

@@ -25,7 +25,7 @@ from saccade.draft.heads.store import load_head
 from saccade.engine import Request
 from saccade.train import Listed, Trainer
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.losses import Tally, Weights, draft_loss
+from saccade.train.objectives.losses import Tally, draft_loss
 from saccade.train.recipe import read_recipe
 
 
@@ -59,7 +59,7 @@ class MixedObjective:
     states: float = 1.0
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        return draft_loss(head, entries, lm_head, draft_steps, Weights(self.states, 0.0))
+        return draft_loss(head, entries, lm_head, draft_steps, {"states": self.states})
 
 
 @pytest.fixture

@@ -72,34 +72,26 @@ class DreamEntries(Entries):
 
 def dream_entries(samples: Sequence[Features], middle: bool) -> DreamEntries:
     """The entries of samples, in float32."""
-    rows = [_row(sample, middle) for sample in samples]
+    rows = []
+    for sample in samples:
+        seen = torch.ones_like(sample.visual) if sample.dropped is None else ~sample.dropped
+        tokens = seen.nonzero()[:, 0]
+        tokens = tokens[tokens > 0]
+        last = sample.states[max(sample.states)].float()
+        inner = sample.states[min(sample.states)][tokens].float()
+        rows.append(
+            (
+                last,
+                sample.embeddings[tokens].float(),
+                last[tokens],
+                sample.ids.roll(-1)[tokens],
+                sample.answer[tokens],
+                tokens,
+                inner if middle else inner[:, :0],
+                sample.answer.roll(1)[tokens],
+            )
+        )
     return DreamEntries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
-
-
-def dream_needed(sample: Features, middle: bool) -> Needed:
-    """What `dream_entries` and the loss read of a sample; arguments as there."""
-    last, whole = max(sample.states), torch.ones_like(sample.visual)
-    inner = sample.answer if middle else torch.zeros_like(whole)
-    shown = sample.visual if sample.dropped is None else sample.visual & ~sample.dropped
-    return Needed({layer: whole if layer == last else inner for layer in sample.states}, shown)
-
-
-def _row(sample: Features, middle: bool) -> tuple[Tensor, ...]:
-    seen = torch.ones_like(sample.visual) if sample.dropped is None else ~sample.dropped
-    tokens = seen.nonzero()[:, 0]
-    tokens = tokens[tokens > 0]
-    last = sample.states[max(sample.states)].float()
-    inner = sample.states[min(sample.states)][tokens].float()
-    return (
-        last,
-        sample.embeddings[tokens].float(),
-        last[tokens],
-        sample.ids.roll(-1)[tokens],
-        sample.answer[tokens],
-        tokens,
-        inner if middle else inner[:, :0],
-        sample.answer.roll(1)[tokens],
-    )
 
 
 class DreamFeeder(Feeder):
@@ -149,7 +141,10 @@ class DreamFeeder(Feeder):
         return dream_entries(features, self.layer != "none")
 
     def needed(self, sample: Features) -> Needed:
-        return dream_needed(sample, self.layer != "none")
+        last, whole = max(sample.states), torch.ones_like(sample.visual)
+        inner = sample.answer if self.layer != "none" else torch.zeros_like(whole)
+        shown = sample.visual if sample.dropped is None else sample.visual & ~sample.dropped
+        return Needed({layer: whole if layer == last else inner for layer in sample.states}, shown)
 
 
 def inner_layer(layer: str, count: int) -> int:
@@ -189,10 +184,8 @@ class DreamObjective:
         assert isinstance(entries, DreamEntries)
         device = entries.states.device
         terms = {name: torch.zeros((), device=device) for name in terms_of(self)}
-        loss, counts = (
-            torch.zeros((), device=device),
-            torch.zeros(2, draft_steps, dtype=torch.long, device=device),
-        )
+        loss = torch.zeros((), device=device)
+        counts = torch.zeros(2, draft_steps, dtype=torch.long, device=device)
 
         def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             logits = head.logits(guess, lm_head).float()  # [M, V]
@@ -243,43 +236,37 @@ def drafts(
     Shapes: begun ``[B, E, d]``.
     """
     at, places = Placement(entries.positions, entries.attention_mask), entries.places
+
+    def drafted(
+        features: Tensor,
+        at: Placement,
+        reach: Tensor,
+        places: Tensor | None,
+        held: Sequence[Kept],
+        begun: Tensor = begun,
+    ) -> Tensor:
+        entered, memory = held or (None, None)
+        return head.finish(begun, features, replace(at, cache=entered), reach, cast("RowCache", memory), places)
+
     if feeding == "answer":
         features = entries.features
         for _ in range(steps):
-            out = recomputed(partial(_alone, head, begun, features, at, entries.reach, places))
+            out = recomputed(partial(drafted, features, at, entries.reach, places))
             yield window.take(out)
             features = self_fed(entries, out)
         return
     held = Kept(head.blocks), Kept(len(head.cross))
-    out = recomputed(partial(_drafted, head, begun, entries.features, at, entries.reach, places), held)
+    out = recomputed(partial(drafted, entries.features, at, entries.reach, places), held)
     guess = window.take(out)
     yield guess
-    begun, own = window.take(begun), window.take(entries.tokens)
+    begun_here, own = window.take(begun), window.take(entries.tokens)
     order = torch.arange(entries.tokens.shape[1], device=own.device)
     for step in range(1, steps):
         seen = with_guesses(order <= (window.places - step)[:, :, None], step)
         reach = with_guesses(places < (own - step).clamp(min=1)[:, :, None], step)
-        guess = recomputed(partial(_drafted, head, begun, shifted(guess), Placement(own - 1, seen), reach, None), held)
+        draft = partial(drafted, shifted(guess), Placement(own - 1, seen), reach, None, begun=begun_here)
+        guess = recomputed(draft, held)
         yield guess
-
-
-def _alone(
-    head: Dream, begun: Tensor, features: Tensor, at: Placement, reach: Tensor, places: Tensor, _: object
-) -> Tensor:
-    return head.finish(begun, features, at, reach, places=places)
-
-
-def _drafted(
-    head: Dream,
-    begun: Tensor,
-    features: Tensor,
-    at: Placement,
-    reach: Tensor,
-    places: Tensor | None,
-    held: Sequence[Kept],
-) -> Tensor:
-    entered, memory = held
-    return head.finish(begun, features, replace(at, cache=entered), reach, cast("RowCache", memory), places)
 
 
 def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:

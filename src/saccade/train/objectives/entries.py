@@ -41,7 +41,20 @@ def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
 
     Floating-point tensors are float32, whatever the target's dtype.
     """
-    rows = [_row(head, sample) for sample in samples]
+    rows = []
+    for sample in samples:
+        own, before = head.entries(sample.visual, sample.stops)
+        states = torch.cat([sample.states[layer] for layer in head.layers], -1)
+        following = sample.ids.roll(-1)  # wrong for the last token, which is not supervised
+        rows.append(
+            (
+                read_at(states, before).float(),
+                head.embed(sample.embeddings, sample.visual, sample.stops).float(),
+                sample.states[max(sample.states)][own].float(),
+                following[own],
+                sample.answer[own],
+            )
+        )
     return Entries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
 
 
@@ -61,20 +74,6 @@ def needed_of(head: Head, sample: Features) -> Needed:
     }
     shown = sample.visual if head.blocks else sample.visual & taught
     return Needed(states, shown if head.is_shown_visual else nothing)
-
-
-def _row(head: Head, sample: Features) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    own, before = head.entries(sample.visual, sample.stops)
-    states = torch.cat([sample.states[layer] for layer in head.layers], -1)
-    last = sample.states[max(sample.states)]
-    following = sample.ids.roll(-1)  # wrong for the last token, which is not supervised
-    return (
-        read_at(states, before).float(),
-        head.embed(sample.embeddings, sample.visual, sample.stops).float(),
-        last[own].float(),
-        following[own],
-        sample.answer[own],
-    )
 
 
 LMHead = Callable[[Tensor], Tensor]
@@ -139,22 +138,6 @@ class Feeder:
     def needed(self, sample: Features) -> Needed:
         """Return the part of a sample's features that entries and loss read."""
         return needed_of(self._head, sample)
-
-
-def new_cache(
-    kind: str,
-    target: Target,
-    limit: float,
-    folder: Path,
-    fingerprint: str,
-    say: Callable[[str], None],
-    needed: Callable[[Features], Needed] | None = None,
-    shared: bool = False,
-) -> FeatureCache | None:
-    """Return the cache of a recipe: ``none``, ``memory`` or ``disk``; other arguments as of `FeatureCache`."""
-    if kind == "none":
-        return None
-    return FeatureCache(target, limit, folder if kind == "disk" else None, fingerprint, say, needed, shared)
 
 
 def lm_head_of(target: Target) -> LMHead:

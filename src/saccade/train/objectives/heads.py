@@ -14,7 +14,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.medusa import StackedHead
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.losses import Tally, Weights, Window, draft_loss, in_chunks, recomputed
+from saccade.train.objectives.losses import Tally, Window, draft_loss, in_chunks, recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class Eagle2Objective:
     distribution: float = 0.1  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        return draft_loss(head, entries, lm_head, draft_steps, Weights(self.states, self.distribution))
+        return draft_loss(
+            head, entries, lm_head, draft_steps, {"states": self.states, "distribution": self.distribution}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Eagle3Objective:
     decay: float = 0.8  # weight of every further step, relative to the one before; not in the paper, 0.8 as released
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        return draft_loss(head, entries, lm_head, draft_steps, Weights(0.0, self.distribution), decay=self.decay)
+        return draft_loss(head, entries, lm_head, draft_steps, {"distribution": self.distribution}, decay=self.decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class HiViSObjective:
             entries,
             lm_head,
             draft_steps,
-            Weights(self.states, self.distribution, self.top),
+            {"states": self.states, "distribution": self.distribution, "top": self.top},
             top_k=self.k,
             early_stop=self.early_stop and draft_steps > 1,
         )
@@ -96,7 +98,7 @@ class KangarooObjective:
             raise TrainingError(
                 f"A kangaroo head never drafts from its own states, so draft_steps must be 1, not {draft_steps}."
             )
-        return draft_loss(head, entries, lm_head, 1, Weights(0.0, self.distribution))
+        return draft_loss(head, entries, lm_head, 1, {"distribution": self.distribution})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -50,23 +50,12 @@ def terms_of(objective: Any) -> list[str]:
     return [name for name in objective.TERMS if getattr(objective, name)]
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Weights of the loss terms."""
-
-    TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution", "top")
-
-    states: float = 1.0  # SmoothL1 between the target's state and the head's
-    distribution: float = 0.1  # cross entropy of the head's next-token distribution under the target's
-    top: float = 0.0  # the same sum over the target's K likeliest tokens alone
-
-
 def draft_loss(
     head: Head,
     entries: Entries,
     lm_head: LMHead,
     draft_steps: int,
-    weights: Weights,
+    weights: Mapping[str, float],
     *,
     top_k: int = 0,
     early_stop: bool = False,
@@ -74,56 +63,52 @@ def draft_loss(
 ) -> Tally:
     """Return the loss over ``draft_steps`` steps on the head's own outputs.
 
+    Terms: ``states`` (SmoothL1 of the target's and the head's state), ``distribution`` (cross entropy of the head's
+    next-token distribution under the target's) and ``top`` (the same sum over the target's K likeliest tokens).
     With a vocabulary of the head's own (`Head.known_tokens`) the teacher's distribution is that of these tokens alone,
     and places where its likeliest token is another have no such term, as released for EAGLE-3.
     """
     window = Window.of(entries.supervised)
     states, following = window.take(entries.states), window.take(entries.following)
-    device = states.device
-    sums = {name: torch.zeros((), device=device) for name in terms_of(weights)}
+    device, known = states.device, head.known_tokens
+    sums = {name: torch.zeros((), device=device) for name, weight in weights.items() if weight}
     counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
     loss = states.new_zeros(())
+
+    def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        logits = (head.logits(guess, lm_head) if known is None else head.known_logits(guess)).float()  # [M, V]
+        likeliest = logits.argmax(-1)
+        right = ((likeliest if known is None else known[likeliest]) == tokens).sum()
+        kept = in_top(logits, tokens, top_k) if early_stop else torch.ones_like(tokens, dtype=torch.bool)
+        with torch.no_grad():
+            teacher = lm_head(true[kept]).float()
+            is_known = None if known is None else torch.isin(teacher.argmax(-1), known)
+        teacher = teacher if known is None else teacher[:, known]
+        values = []
+        for name in sums:
+            if name == "states":
+                value = smooth_l1(guess[kept], true[kept])
+            elif name == "distribution":
+                value = cross_entropy(logits[kept], teacher)
+            else:
+                value = top_cross_entropy(logits[kept], teacher, top_k)
+            values.append((value if is_known is None or name == "states" else value * is_known).sum())
+        return kept, right, *values
+
     alive = window.supervised
     for step, guess in enumerate(unroll(head, entries, window, draft_steps)):
         if step:
             alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.supervised
         if not alive.any():
             break
-
-        def measure_known(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-            known = head.known_tokens
-            assert known is not None
-            logits = head.known_logits(guess).float()  # [M, N]
-            right = (known[logits.argmax(-1)] == tokens).sum()
-            with torch.no_grad():
-                teacher = lm_head(true).float()
-                counts = torch.isin(teacher.argmax(-1), known)
-            found = _terms(guess, true, logits, teacher[:, known], weights, top_k)
-            sums_here = ((found[name] * counts if name != "states" else found[name]).sum() for name in sums)
-            return torch.ones_like(tokens, dtype=torch.bool), right, *sums_here
-
-        def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-            logits = head.logits(guess, lm_head).float()  # [M, V]
-            right = (logits.argmax(-1) == tokens).sum()
-            kept = in_top(logits, tokens, top_k) if early_stop else torch.ones_like(tokens, dtype=torch.bool)
-            with torch.no_grad():
-                teacher = lm_head(true[kept]).float()
-            found = _terms(guess[kept], true[kept], logits[kept], teacher, weights, top_k)
-            return kept, right, *(found[name].sum() for name in sums)
-
         kept = []
         counts[1, step] = alive.sum()
-        for stays, right, *values in in_chunks(
-            measure if head.known_tokens is None else measure_known,
-            head.config.vocab_size,
-            guess[alive],
-            states[alive],
-            following[alive],
-        ):
+        chunks = in_chunks(measure, head.config.vocab_size, guess[alive], states[alive], following[alive])
+        for stays, right, *values in chunks:
             kept.append(stays)
             counts[2, step] += right
             for name, value in zip(sums, values, strict=True):
-                loss = loss + decay**step * getattr(weights, name) * value
+                loss = loss + decay**step * weights[name] * value
                 sums[name] += value.detach()
         alive = alive.masked_scatter(alive, torch.cat(kept))
         counts[0, step] = alive.sum()
@@ -168,19 +153,6 @@ def top_cross_entropy(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
 def in_top(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """``[M]`` bool: the token is among the k likeliest of logits ``[M, V]``."""
     return (logits.topk(k).indices == tokens[:, None]).any(-1)
-
-
-def _terms(
-    guess: Tensor, true: Tensor, logits: Tensor, teacher: Tensor, weights: Weights, top_k: int
-) -> dict[str, Tensor]:
-    out = {}
-    if weights.states:
-        out["states"] = smooth_l1(guess, true)
-    if weights.distribution:
-        out["distribution"] = cross_entropy(logits, teacher)
-    if weights.top:
-        out["top"] = top_cross_entropy(logits, teacher, top_k)
-    return out
 
 
 @dataclass(slots=True)
@@ -248,13 +220,8 @@ def with_guesses(true: Tensor, step: int) -> Tensor:
     Shapes: true ``[B, A, K]``.
     """
     own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
-    drafts = [_behind(own, step - earlier).expand(len(true), -1, -1) for earlier in range(1, step + 1)]
-    return torch.cat([true, *drafts], -1)
-
-
-def _behind(own: Tensor, distance: int) -> Tensor:
-    """``[A, A]`` bool: place c sees place c - distance."""
-    return own.roll(-distance, 1).tril() if distance else own
+    behind = [own.roll(-distance, 1).tril() for distance in range(step - 1, 0, -1)]  # place c sees place c - distance
+    return torch.cat([true, *(seen.expand(len(true), -1, -1) for seen in (*behind, own))], -1)
 
 
 _ON: ContextVar[bool] = ContextVar("recomputing", default=False)
