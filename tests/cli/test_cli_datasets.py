@@ -16,11 +16,10 @@ def test_every_data_set_has_a_line_with_its_papers(shell: Shell) -> None:
 
 def test_one_data_set_is_shown_as_a_paper_uses_it(shell: Shell) -> None:
     shown = shell("datasets", "pope@tabed").out
-    assert "Rows: lmms-lab-encoder/POPE, split test" in shown
-    assert "Columns: question=question, images=image, reference=answer, id=question_id" in shown
-    assert "detailed explanation of your reasoning leading to the answer. {question}'" in shown
-    assert "Questions: 100" in shown
-    assert "Longest answer: 128" in shown
+    for line in ("path: lmms-lab-encoder/POPE", "split: test", "images: image", "id: question_id", "count: 100"):
+        assert f"  {line}\n" in shown
+    assert "detailed explanation of your reasoning leading to the answer. {question}" in shown
+    assert "max_new_tokens: 128" in shown
     assert "not compared with the hub" in shown
 
 

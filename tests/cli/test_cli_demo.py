@@ -13,7 +13,8 @@ from commands import Shell
 from typer import rich_utils
 
 from saccade.bench import runner
-from saccade.cli import demo, screen
+from saccade.cli import generate as demo
+from saccade.cli import screen
 from saccade.errors import SaccadeError
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output
@@ -35,7 +36,7 @@ def outputs(sample: Sample, method: str, text: str) -> dict[str, list[Output]]:
 @pytest.mark.parametrize("same", [True, False])
 def test_the_score_is_of_the_method_s_own_text(method: str, same: bool, capsys: pytest.CaptureFixture[str]) -> None:
     sample = draw(5, "chart")
-    demo._report(screen.out(), sample, method, outputs(sample, method, sample.answer if same else "Two cats."), "")
+    demo._report(sample, method, outputs(sample, method, sample.answer if same else "Two cats."), "")
     shown = capsys.readouterr().out
     truth = "count 100%, colour 100%, value 100%"
     if same:
@@ -50,15 +51,13 @@ def test_the_score_is_of_the_method_s_own_text(method: str, same: bool, capsys: 
 def test_a_speed_below_twice_plain_decoding_s_is_explained(seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     sample = draw(5, "chart")
     runs = outputs(sample, "chain", sample.answer)
-    (plain,), (ours,) = runs["plain"], runs["chain"]
-    plain.stats.target_passes, plain.stats.times.verify = 90, 0.9
-    ours.stats.times.total, ours.stats.target_passes, ours.stats.drafted_tokens = seconds, 20, 140
-    ours.stats.times.prefill, ours.stats.times.vision, ours.stats.times.draft = 0.1, 0.02, 0.2
-    ours.stats.times.verify = 0.4
-    demo._report(screen.out(), sample, "chain", runs, "")
+    ours = runs["chain"][0]
+    times = ours.stats.times
+    times.total, times.prefill, times.vision, times.draft = seconds, 0.1, 0.02, 0.2
+    demo._report(sample, "chain", runs, "")
     shown = " ".join(capsys.readouterr().out.split())
-    why = "Less than 2x: 15% of its time goes into reading the picture and 25% into drafting; a pass over 8 tokens"
-    assert (f"{why} takes 2.0 times as long as over one here" in shown) == (seconds == 0.8)
+    why = "Less than 2x: 15% of its time goes into reading the picture and 25% into drafting; "
+    assert (why in shown) == (seconds == 0.8)
     assert ("Less than" in shown) == (seconds == 0.8)
 
 

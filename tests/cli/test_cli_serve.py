@@ -11,7 +11,7 @@ import pytest
 from commands import Shell
 
 from checkpoints import picture, saved_picture, vlm
-from saccade.cli.remote import RemoteChat
+from saccade.cli.chat import RemoteChat
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 from live_server import Live, live

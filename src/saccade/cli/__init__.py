@@ -10,22 +10,8 @@ from typing import Any
 
 import typer
 
-from saccade.cli import (
-    batch,
-    bench,
-    chat,
-    checkpoints,
-    datasets,
-    demo,
-    distill,
-    doctor,
-    generate,
-    methods,
-    report,
-    serve,
-    train,
-)
-from saccade.cli.option_groups import with_local_ray
+from saccade.cli import batch, bench, chat, datasets, generate, methods, report, serve, train
+from saccade.cli.option_groups import option, with_local_ray
 from saccade.errors import SaccadeError
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep; spinning ones starve on busy cores
@@ -37,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for command in (
-    demo.demo,
+    generate.demo,
     generate.generate,
     chat.chat,
     batch.batch,
@@ -48,21 +34,18 @@ for command in (
     bench.tune,
     report.report,
     report.compare,
-    distill.distill,
+    batch.distill,
     train.train,
-    checkpoints.inspect,
-    checkpoints.export,
+    methods.inspect,
+    methods.export,
     methods.predict,
-    doctor.doctor,
+    methods.doctor,
 ):
     app.command(command.__name__)(command)
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-) -> None:
+def _root(context: typer.Context, version: bool = option(False, "Print the version and exit.", "--version")) -> None:
     if version:
         from saccade import __version__
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from saccade.cli import completion, screen
+from saccade.cli import screen
 from saccade.cli.datasets import DataOptions, tasks_of
 from saccade.cli.option_groups import PairOptions, group, option, spread
 from saccade.errors import InputError, SaccadeError
@@ -23,7 +23,6 @@ from saccade.wording import count, duration
 if TYPE_CHECKING:
     from saccade.bench.metrics import MethodResult
     from saccade.bench.preparing import Prepared
-    from saccade.bench.questions import Gathered
     from saccade.bench.records import Run
     from saccade.bench.runner import Spent
     from saccade.bench.suites import Suite
@@ -48,16 +47,10 @@ class ScoreOptions:
     """Grading of answers."""
 
     scorer: str | None = option(
-        None,
-        "Score of the answers: match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own as MODULE:FUNCTION, "
-        "called with answer, reference and row.",
-        metavar="NAME",
+        None, "match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own MODULE:FUNCTION.", metavar="NAME"
     )
     judge: str | None = option(
-        None,
-        "Let a model behind an OpenAI-compatible endpoint grade the answers once they are all there: url, model, "
-        "key_env, template, low, high, pictures.",
-        metavar="FILE.toml",
+        None, "Endpoint of a model that grades the answers once they are all there.", metavar="FILE.toml"
     )
 
 
@@ -65,24 +58,13 @@ class ScoreOptions:
 def bench(
     *,
     suite: str | None = option(
-        None,
-        "A built-in suite, or the path of a .toml file; without it, list the built-in suites.",
-        "-s",
-        metavar="NAME",
-        autocompletion=completion.suites,
+        None, "A built-in suite, or a .toml file; without it, list the suites.", "-s", metavar="NAME"
     ),
     methods: str | None = option(
-        None,
-        "Only these: the suite's own labels, or `saccade methods`, also with options and a label of yours, such as "
-        "`small=sage:total=25`.",
-        metavar="A,B,C",
-        autocompletion=completion.several_methods,
+        None, "Only these labels or methods, also with options, such as `small=sage:total=25`.", metavar="A,B,C"
     ),
     tasks: str | None = option(
-        None,
-        "Only these: the suite's own, tasks of the pocket world, or names of `saccade datasets`.",
-        metavar="A,B,C",
-        autocompletion=completion.tasks,
+        None, "Only these tasks of the suite, of the pocket world, or of `saccade datasets`.", metavar="A,B,C"
     ),
     data: Path | None = option(
         None,
@@ -91,22 +73,12 @@ def bench(
         metavar="FILE",
     ),
     dataset: list[str] | None = option(
-        None,
-        "Use the questions of a data set instead: a name of `saccade datasets`, a hub id, or a folder or file "
-        "(Parquet, JSON, CSV). May be repeated.",
-        metavar="NAME",
-        autocompletion=completion.datasets,
-        rich_help_panel="Data sets",
+        None, "Questions of a name of `saccade datasets`, a hub id, a folder or file.", metavar="NAME"
     ),
     reading: DataOptions,
     scores: ScoreOptions,
     sizes: SizeOptions,
-    out: Path | None = option(
-        None,
-        "Folder of the records, `runs/NAME` by default. A run of the same configuration resumes; other content is an "
-        "error.",
-        metavar="FOLDER",
-    ),
+    out: Path | None = option(None, "Folder of the records, by default `runs/NAME`.", metavar="FOLDER"),
     plan: bool = option(False, "Show the planned run and its duration."),
     as_json: bool = option(False, "Print the results as one JSON object instead of tables.", "--json"),
     models: PairOptions,
@@ -118,20 +90,21 @@ def bench(
 
     Examples:
 
-    `saccade bench --suite quick`
-
-    `saccade bench --suite quick --methods chain,prompt-lookup --repeats 3 --out runs/mine`
-
-    `saccade bench --suite heads -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
-
-    `saccade bench --suite quick --dataset textvqa@hivis --dataset mmmu -t Qwen/Qwen2.5-VL-7B-Instruct --plan`
-
-    `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
+    - `saccade bench --suite quick`
+    - `saccade bench --suite quick --methods chain,prompt-lookup --repeats 3 --out runs/mine`
+    - `saccade bench --suite heads -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
+    - `saccade bench --suite quick --dataset textvqa@hivis --dataset mmmu -t Qwen/Qwen2.5-VL-7B-Instruct --plan`
+    - `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
+    if suite is None and any((data, dataset, methods, tasks, models.target, models.drafter, out, plan)):
+        raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
     if suite is None:
-        if any((data, dataset, methods, tasks, models.target, models.drafter, out, plan)):
-            raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
-        _list_suites()
+        from saccade.bench import suites
+
+        for name in suites.NAMES:
+            known = suites.load(name)
+            screen.show(f"{name}  {known.mirrors or 'no paper'}", f"    {known.title}")
+        screen.show("Run one with `saccade bench --suite NAME`; add --plan to see its plan.")
         return
     given = {name: size for name, size in asdict(sizes).items() if size is not None}
     chosen = choose_suite(suite, methods, tasks, data, given)
@@ -151,16 +124,6 @@ def bench(
         show(run, spent, as_json)
 
 
-def _list_suites() -> None:
-    from saccade.bench import suites
-
-    for name in suites.NAMES:
-        suite = suites.load(name)
-        screen.out().print(f"[bold]{name}[/bold]  {suite.mirrors or 'no paper'}", soft_wrap=True)
-        screen.show(f"    {suite.title}")
-    screen.show("Run one with `saccade bench --suite NAME`; add --plan to see its plan.")
-
-
 def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:
     from saccade.bench.suites import TaskEntry, choose_methods, choose_tasks, load
 
@@ -171,15 +134,10 @@ def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path |
         if tasks is not None:
             raise InputError("--data replaces the suite's tasks; leave out --tasks.")
         suite = suite.with_(tasks=(TaskEntry(name=data.stem, file=str(data)),))
-    if methods is not None:
-        suite = choose_methods(suite, _names(methods))
-    if tasks is not None:
-        suite = choose_tasks(suite, _names(tasks))
+    for words, choose in ((methods, choose_methods), (tasks, choose_tasks)):
+        if words is not None:
+            suite = choose(suite, [name.strip() for name in words.split(",") if name.strip()])
     return suite
-
-
-def _names(words: str) -> list[str]:
-    return [name.strip() for name in words.split(",") if name.strip()]
 
 
 def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
@@ -189,47 +147,44 @@ def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
 
     check_folder(folder, InputError, "give another --out folder")
     with screen.waiting("Reading the prompts"):
-        gathered: Gathered = gather(suite)
-    vlm = models.load()
-    command = shlex.join(["saccade", *sys.argv[1:]])
-    return prepare(suite, vlm, (models.named(), models.drafter), {"command": command}, gathered)
+        questions = gather(suite)
+    places = {"command": shlex.join(["saccade", *sys.argv[1:]])}
+    return prepare(suite, models.load(), (models.named(), models.drafter), places, questions)
 
 
 def _plan(prepared: Prepared, folder: Path) -> None:
     from saccade.bench.cost import estimate
-    from saccade.bench.records import stored_scores
     from saccade.bench.runner import earlier_run
 
     suite, earlier = prepared.suite, earlier_run(folder, prepared)
     with screen.waiting("Timing one plain answer per task"):
         expected = estimate(prepared)
-    screen.show(f"Suite {suite.name}: {suite.title}")
-    screen.show(*(text for text in (suite.mirrors and f"Mirrors {suite.mirrors}", suite.note) if text))
-    screen.show("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
+    lines = [f"Suite {suite.name}: {suite.title}", suite.mirrors and f"Mirrors {suite.mirrors}", suite.note]
+    lines.append("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
     for method in prepared.config()["methods"]:
         chosen = {**method["options"], **({"head": method["head"]} if method["head"] else {})}
         options = " ".join(f"{k}={v}" for k, v in chosen.items())
-        screen.show(f"Method {method['label']}: {method['name']} {options}".rstrip())
-    screen.show(*(f"Missing: {reason}" for reason in prepared.missing))
+        lines.append(f"Method {method['label']}: {method['name']} {options}".rstrip())
+    lines += [f"Missing: {reason}" for reason in prepared.missing]
     decoding = " ".join(f"{k}={v}" for k, v in suite.sampling.items()) or "greedy"
-    screen.show(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
+    lines.append(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
+    if suite.judge:
+        lines.append(_judging(suite.judge, expected.answers, folder))
     done = f", {len(earlier.records)} of them finished" if earlier else ""
     traced = count(expected.traced, "more answer")
-    if suite.judge:
-        screen.show(judging(suite.judge, expected.answers, len(stored_scores(folder))))
-    screen.show(
-        f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees",
-        f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding",
-    )
+    lines.append(f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees")
+    lines.append(f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding")
+    screen.show(*(line for line in lines if line))
 
 
-def judging(table: Mapping[str, Any], answers: int, there: int) -> str:
-    """Say what a judge will cost."""
+def _judging(table: Mapping[str, Any], answers: int, folder: Path) -> str:
+    """Return a sentence on what a judge will cost."""
+    from saccade.bench.records import stored_scores
+
+    there = len(stored_scores(folder))
     known = f"; {count(there, 'score')} of earlier attempts" if there else ""
-    return (
-        f"Judge: {table['model']} at {table['url']}, at most {count(answers, 'request')}, one per distinct answer to a "
-        f"prompt{known}"
-    )
+    requests = f"at most {count(answers, 'request')}, one per distinct answer to a prompt"
+    return f"Judge: {table['model']} at {table['url']}, {requests}{known}"
 
 
 def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
@@ -239,7 +194,7 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     from saccade.bench.runner import Mismatch, Runner
 
     if prepared.suite.judge:
-        screen.note(judging(prepared.suite.judge, prepared.answers, len(stored_scores(folder))))
+        screen.note(_judging(prepared.suite.judge, prepared.answers, folder))
     stopped = f"Stopped. The answers so far are in {folder}; the same command resumes the run."
     try:
         with screen.progress("", stopped, live=False) as bar:
@@ -250,11 +205,8 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
         raise typer.Exit(1) from None
     grades = [scores for (by, _, _), scores in stored_scores(folder).items() if by == JUDGE]
     if not all(grades):
-        without = sum(not scores for scores in grades)
-        screen.note(
-            f"{without} of {count(len(grades), 'grade')} are missing: the judge's replies, which are in "
-            f"{folder / SCORES}, hold no number of its range."
-        )
+        missing = f"{sum(not scores for scores in grades)} of {count(len(grades), 'grade')} are missing"
+        screen.note(f"{missing}: the judge's replies, which are in {folder / SCORES}, hold no number of its range.")
     return run, runner.spent
 
 
@@ -264,8 +216,8 @@ def show(run: Run, spent: Spent, as_json: bool) -> None:
 
     if as_json:
         results = {label: asdict(result) for label, result in by_method(run.records).items()}
-        words = {"headline": headline(run), "cautions": list(cautions(run))}
-        print(json.dumps({"run": str(run.folder), **words, "methods": results}))
+        words = {"run": str(run.folder), "headline": headline(run), "cautions": list(cautions(run))}
+        print(json.dumps({**words, "methods": results}))
         return
     if first := headline(run):
         screen.show(f"{first}\n")
@@ -297,15 +249,12 @@ def tune(
 
     Examples:
 
-    `saccade tune -t pocket`
-
-    `saccade tune -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
+    - `saccade tune -t pocket`
+    - `saccade tune -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
     """
     models = models.or_pocket()
     if is_profile(models.named()):
-        raise InputError(
-            f"{models.target} is a profile, the outcome of `saccade tune`; give the checkpoint that it names."
-        )
+        raise InputError(f"{models.target} is a profile of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":
         raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
     suite = choose_suite("tune", None, None, data, {"per_task": per_task, "max_new_tokens": max_new_tokens})

@@ -73,7 +73,20 @@ def tasks(context: typer.Context, incomplete: str) -> list[str]:
     return _one_of(lambda: names)(incomplete)
 
 
-suites, datasets, recipes, presets = map(_one_of, (_suites, _datasets, _recipes, _presets))
-several_methods = _one_of(lambda: (name for name, _ in methods("")))
-checkpoints = _one_of(lambda: ("pocket",))
-formats = _one_of(lambda: ("auto", "float32", "bfloat16", "float16"))
+_formats = _one_of(lambda: ("auto", "float32", "bfloat16", "float16"))
+_checkpoints = _one_of(lambda: ("pocket",))
+BY_NAME: dict[str, Callable[..., object]] = {
+    "target": _checkpoints,
+    "drafter": _checkpoints,
+    "dtype": _formats,
+    "draft_dtype": _formats,
+    "method": methods,
+    "methods": _one_of(lambda: (name for name, _ in methods(""))),
+    "set_": settings,
+    "suite": _one_of(_suites),
+    "tasks": tasks,
+    "dataset": _one_of(_datasets),
+    "recipe": _one_of(_recipes),
+    "preset": _one_of(_presets),
+}
+"""Completion of parameters by their names."""

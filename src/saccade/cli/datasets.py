@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,37 +26,20 @@ class RowOptions:
     subset: str | None = option(None, "Subset (configuration) of it.", metavar="NAME")
     split: str | None = option(None, "Split of it.", metavar="NAME")
     columns: list[str] | None = option(
-        None,
-        "Column of a part: question, images, videos, choices, reference, id, category, turns; `+` joins several. May "
-        "be repeated.",
-        metavar="PART=COLUMN",
+        None, "Column of a part, such as `question=q`; `+` joins several. May be repeated.", metavar="PART=COLUMN"
     )
-    template: str | None = option(
-        None,
-        "Prompt with the fields of a row, such as `<image> {question}`; `<image>` and `<video>` mark places.",
-        metavar="TEXT",
-    )
+    template: str | None = option(None, "Prompt with fields of a row, such as `<image> {question}`.", metavar="TEXT")
     system: str | None = option(None, "System message.", metavar="TEXT")
     where: list[str] | None = option(None, "Only rows with this value. May be repeated.", metavar="COLUMN=VALUE")
-    shuffle: int | None = option(
-        None,
-        "Draw the rows at random, which loads the whole split; without it the first ones are streamed.",
-        metavar="SEED",
-    )
+    shuffle: int | None = option(None, "Draw rows at random, which loads the whole split.", metavar="SEED")
     media_root: str | None = option(None, "Folder of the images and videos that rows name.", metavar="FOLDER")
 
     def changes(self) -> dict[str, Any]:
         """Fields of a `saccade.data.catalogue.DataSet` in place of its own, ``columns`` among them."""
-        values = {
-            "subset": self.subset,
-            "split": self.split,
-            "columns": split_pairs(self.columns, "--columns", "PART=COLUMN,"),
-            "prompt": self.template,
-            "system": self.system,
-            "where": split_pairs(self.where, "--where", "COLUMN=VALUE,"),
-            "shuffle": self.shuffle,
-            "media": self.media_root,
-        }
+        values = asdict(self)
+        values["prompt"], values["media"] = values.pop("template"), values.pop("media_root")
+        values["columns"] = split_pairs(self.columns, "--columns", "PART=COLUMN,")
+        values["where"] = split_pairs(self.where, "--where", "COLUMN=VALUE,")
         return {name: value for name, value in values.items() if value not in (None, {})}
 
     def data(self, name: str) -> DataSet:
@@ -76,10 +59,6 @@ class DataOptions(RowOptions):
 
     num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's.")
     fps: float | None = option(None, "Frames per second sampled from a video, likewise.")
-
-    def changes(self) -> dict[str, Any]:
-        frames = {"num_frames": self.num_frames, "fps": self.fps}
-        return {**super().changes(), **{name: value for name, value in frames.items() if value is not None}}
 
 
 def tasks_of(
@@ -131,14 +110,11 @@ def datasets(
     name: str | None = typer.Argument(
         None,
         metavar="[NAME]",
-        autocompletion=completion.datasets,
+        autocompletion=completion.BY_NAME["dataset"],
         help="Show how the rows of this one become questions.",
     ),
     write: Path | None = option(
-        None,
-        "Load its questions and write them as `FOLDER/prompts.jsonl` with their media, for `saccade distill` and "
-        "`saccade batch`.",
-        metavar="FOLDER",
+        None, "Load its questions, and write `FOLDER/prompts.jsonl` with their media.", metavar="FOLDER"
     ),
     limit: int | None = option(None, "Write only the first so many questions."),
     *,
@@ -151,9 +127,8 @@ def datasets(
 
     Examples:
 
-    `saccade datasets textvqa@hivis`
-
-    `saccade datasets textvqa --split train --limit 5000 --write textvqa`
+    - `saccade datasets textvqa@hivis`
+    - `saccade datasets textvqa --split train --limit 5000 --write textvqa`
     """
     from saccade.data import catalogue
 
@@ -173,44 +148,20 @@ def datasets(
     for known in catalogue.names():
         data = catalogue.find(known)
         papers = ", ".join(f"{catalogue.PAPERS[word]} (@{word})" for word in data.papers) or "no paper"
-        screen.out().print(f"[bold]{known}[/bold]  {papers}: {data.title}", soft_wrap=True)
+        screen.show(f"{known}  {papers}: {data.title}")
     screen.show("Columns are as evaluation code of August 2026 reads them; `saccade datasets NAME` shows those of one.")
 
 
 def _describe(name: str, data: DataSet) -> None:
     from saccade.data import catalogue
 
-    subset = f", subset {data.subset}" if data.subset else ""
-    has_question = any("{question}" in text for text in data.places)
-    columns = {
-        "question": data.question if has_question else None,
-        "images": " + ".join(data.images),
-        "videos": " + ".join(data.videos),
-        "choices": " + ".join(data.choices),
-        "reference": data.reference,
-        "id": data.id,
-        "category": data.category,
-        "turns": data.turns,
-    }
-    join = data.join and f"{data.join['subset']}, whose {data.join['key']} is the row's {data.join['column']}"
-    facts: dict[str, Any] = {
-        name: data.title or "no ready mapping",
-        "Rows": f"{data.path}{subset}, split {data.split}",
-        "Only rows with": ", ".join(f"{column} = {value}" for column, value in data.where.items()),
-        "Prompt": repr(data.prompt),
-        "Prompt without choices": data.open_prompt and repr(data.open_prompt),
-        "Columns": ", ".join(f"{part}={column}" for part, column in columns.items() if column),
-        "Joined": join,
-        "Scorer": data.scorer or "none; use a judge",
-        "Questions": data.count,
-        "Order of seed": data.shuffle,
-        "Longest answer": data.max_new_tokens,
-        "Frames": data.num_frames,
-    }
+    screen.show(f"{name}: {data.title or 'no ready mapping'}")
+    for field, value in asdict(data).items():
+        if field not in ("name", "title", "papers", "source") and value not in (None, "", (), {}):
+            screen.show(f"  {field}: {' + '.join(value) if isinstance(value, tuple) else value}")
+    if data.source:
+        screen.show(f"  source: columns are as read by {data.source}; not compared with the hub")
     for paper in data.papers:
         changes = ", ".join(f"{key} {value!r}" for key, value in catalogue.changes_of(data, paper).items())
-        note = catalogue.note_of(data, paper)
-        facts[f"{data.name}@{paper} ({catalogue.PAPERS[paper]})"] = "; ".join(part for part in (changes, note) if part)
-    if data.source:
-        facts["Columns as read by"] = f"{data.source}; not compared with the hub"
-    screen.show(*(f"{label}: {value}" for label, value in facts.items() if value not in (None, "", {})))
+        parts = [part for part in (changes, catalogue.note_of(data, paper)) if part]
+        screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {'; '.join(parts)}")

@@ -1,9 +1,12 @@
-"""`saccade methods`, the list of methods and their options, and `saccade predict`, the expected speed-up of a chain."""
+"""What is here: `saccade methods`, `predict`, `doctor`, and of checkpoints `inspect` and `export`."""
 
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -68,11 +71,10 @@ def predict(
     gamma: int | None = option(None, "Draft tokens per target pass; 5 by default.", "-g"),
     verify_cost: str | None = option(
         None,
-        "Cost of a target pass over so many tokens, in plain target steps. The pass for gamma draft tokens has "
-        "gamma + 1. Linear between the points; 1 throughout when left out.",
+        "Cost of a target pass over so many tokens, in plain target steps; 1 by default.",
         metavar="COST:TOKENS,...",
     ),
-    best: bool = option(False, "Predict for the best gamma up to 32, instead of a given one (for 1 if none pays)."),
+    best: bool = option(False, "Predict for the best gamma up to 32, instead of a fixed one."),
     as_json: bool = option(False, "Print one JSON object.", "--json"),
 ) -> None:
     """Predict the speed-up of a draft chain from three numbers.
@@ -86,11 +88,9 @@ def predict(
 
     Examples:
 
-    `saccade predict --acceptance 0.7 --cost 0.05`
-
-    `saccade predict --gamma 5 --acceptance 0.7 --cost 0.05 --verify-cost 1.03:6,1.2:16`
-
-    `saccade predict --acceptance 0.9 --cost 0.1 --best --json`
+    - `saccade predict --acceptance 0.7 --cost 0.05`
+    - `saccade predict --gamma 5 --acceptance 0.7 --cost 0.05 --verify-cost 1.03:6,1.2:16`
+    - `saccade predict --acceptance 0.9 --cost 0.1 --best --json`
     """
     from saccade import theory
 
@@ -129,3 +129,190 @@ def predict(
         f"  break-even        {level}",
         f"  best gamma        {faster}",
     )
+
+
+@spread
+def inspect(
+    path: str = typer.Argument(
+        metavar="PATH", help="Folder or hub id of a head or a model; pocket is the built-in target."
+    ),
+    target: str | None = option(None, "Compare a head with this target's configuration.", "-t", metavar="PATH"),
+    as_json: bool = option(False, "Print one JSON object.", "--json"),
+) -> None:
+    """Show what a folder holds: the layout of a head, the target it was made for, positions and norms.
+
+    No model is run, and of the target only the configuration is read. With --target the exit code is 1 if the head
+    does not fit.
+
+    Examples:
+
+    - `saccade inspect runs/eagle3/best`
+    - `saccade inspect lucylyn/MSD-LLaVA1.5-7B -t llava-hf/llava-1.5-7b-hf`
+    """
+    from saccade.checkpoints import inspect_checkpoint
+    from saccade.pocket import target_path
+
+    pocket = str(target_path())
+    content = inspect_checkpoint(pocket if path == "pocket" else path, pocket if target == "pocket" else target)
+    if as_json:
+        print(json.dumps({**asdict(content), "fits": content.fits}))
+    else:
+        screen.show(f"{content.path}: {content.holds} of the kind {content.kind}, layout of {content.layout}")
+        screen.show(*(f"  {name:<15} {_text(value)}" for name, value in content.facts.items()))
+        if content.checks:
+            screen.show(f"compared with {target}")
+        for check in content.checks:
+            verdict = {True: "fits", False: "differs", None: "check"}[check.fits]
+            note = f": {check.note}" if check.note else ""
+            values = f"head {_text(check.head)}, target {_text(check.target)}"
+            screen.show(f"  {check.what:<15} {values}  {verdict}{note}")
+        if content.problem:
+            screen.show(f"cannot be loaded: {content.problem}")
+    if content.fits is False:
+        raise typer.Exit(1)
+
+
+def _text(value: object) -> str:
+    """A value for a person."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+@spread
+def export(
+    head: str = typer.Argument(metavar="HEAD", help="Folder or hub id of a head."),
+    to: str = option(..., "`speculators` (vLLM), `eagle` or `sglang`.", metavar="LAYOUT"),
+    out: Path = option(..., "New folder to write.", "-o", metavar="FOLDER"),
+    target: str | None = option(None, "The model that the head was trained for.", "-t", metavar="PATH"),
+    dtype: str = option("auto", "Of the written weights: float32, bfloat16, float16, or auto: as stored."),
+) -> None:
+    """Write a head in the layout of speculators (vLLM), EAGLE or SGLang, with a model card.
+
+    EAGLE-3 heads can be written in every layout, EAGLE and MSD heads without norms of their inputs in EAGLE's. A
+    layout that cannot hold a head is refused. The folder is loaded again before the command ends. The target's LM head
+    and embedding are copied where the layout needs them.
+
+    Examples:
+
+    - `saccade export runs/eagle3/best --to speculators -t meta-llama/Llama-3.1-8B-Instruct -o eagle3-speculator`
+    - `saccade export runs/eagle3/best --to sglang -t meta-llama/Llama-3.1-8B-Instruct -o eagle3-sglang`
+    - `saccade export MSD-LLaVA1.5-7B --to eagle -t llava-hf/llava-1.5-7b-hf --dtype float16 -o msd-again`
+    """
+    import torch
+
+    from saccade.checkpoints import export_head
+    from saccade.checkpoints.exporting import check_export
+    from saccade.draft.heads.store import kind_at, load_head
+    from saccade.loading import adapt, check_dtype, load_model, path_of
+    from saccade.pocket import target_path
+
+    if target is None:
+        raise InputError("Give the target that the head was trained for with --target.")
+    screen.quiet_libraries()
+    check_export(out, to)
+    kind_at(path_of(head))  # refuses a head that is not there before the target is loaded
+    precision = check_dtype(dtype)
+    place = str(target_path()) if target == "pocket" else path_of(target)
+    owner = adapt(load_model(place))
+    loaded = load_head(path_of(head), owner, precision if isinstance(precision, torch.dtype) else None)
+    export_head(loaded, owner, out, to, target_name=place)
+    load_head(out, owner)
+    print(f"{out}: the {loaded.kind} head in the layout of {to}; it loads here again.")
+
+
+_SERVER = "saccade serve (pip install 'saccade[serve]')"
+_GRAMMARS = "constrain answers to JSON or a grammar (pip install 'saccade[grammar]')"
+_REPORTS = "draw reports (pip install 'saccade[report]')"
+REQUIRED = ("saccade", "torch", "transformers", "safetensors", "pillow", "numpy")
+OPTIONAL = {
+    "accelerate": "spread a model over devices, and train (pip install 'saccade[train]')",
+    "tensorboard": "curves of training (pip install 'saccade[train]')",
+    "av": "read video files (pip install 'saccade[video]')",
+    "matplotlib": _REPORTS,
+    "jinja2": _REPORTS,
+    "fastapi": _SERVER,
+    "uvicorn": _SERVER,
+    "prometheus-client": _SERVER,
+    "llguidance": _GRAMMARS,
+    "xgrammar": _GRAMMARS,
+    "pyarrow": "Parquet files (pip install 'saccade[data]')",
+    "datasets": "public data sets by name (pip install 'saccade[datasets]')",
+    "ray": "several devices and machines (pip install 'saccade[ray]')",
+}
+
+
+@spread
+def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) -> None:
+    """Show installed packages, devices, built-in models, and the model families that work here.
+
+    A family works when the installed transformers has it; `video` needs PyAV for files.
+    """
+    report = examine()
+    if as_json:
+        print(json.dumps(report))
+        return
+    screen.show(f"python {report['python']} on {report['platform']}")
+    for name, version in report["packages"].items():
+        why = f"  (optional: {OPTIONAL[name]})" if name in OPTIONAL else ""
+        screen.show(f"  {name:<17} {version or 'not installed'}{why}")
+    screen.show("devices", *(f"  {device}" for device in report["devices"]))
+    screen.show("built-in models (`-t pocket`)", f"  {', '.join(report['pocket'])}")
+    screen.show("families (any other decoder of transformers is checked at load)")
+    for name, family in report["families"].items():
+        state = "works" if family["works"] else "needs a newer transformers"
+        screen.show(f"  {name:<16} {family['name']:<28} {state}")
+
+
+def examine() -> dict[str, Any]:
+    """Return everything that `saccade doctor` shows."""
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    from saccade.pocket import draft_path, head_paths, target_path
+    from saccade.target_model.traits import TESTED
+
+    devices = [_cpu()]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
+        "devices": devices,
+        "pocket": [
+            *(path.name for path in (target_path(), draft_path()) if path.is_dir()),
+            *(f"{kind} head" for kind in head_paths()),
+        ],
+        "families": {k: {"name": v, "works": k in CONFIG_MAPPING} for k, v in TESTED.items()},
+    }
+
+
+def _cpu() -> str:
+    """The processor, and the formats of 16 bits in which it is faster than in float32."""
+    import torch
+
+    from saccade import cpu
+    from saccade.wording import count
+
+    fast = [str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)]
+    formats = " and ".join(fast) if fast else "no 16-bit format, so that dtype=auto is float32"
+    cores = f"{count(cpu.usable_cores(), 'core')}, {cpu.idle_cores()} idle"
+    threads = count(torch.get_num_threads(), "thread")
+    return f"cpu, {cores}, {threads}, {torch.backends.cpu.get_cpu_capability()}, fast in {formats}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

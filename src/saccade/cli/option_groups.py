@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_type_hints
 
 import typer
-from typer.models import OptionInfo
+from typer.models import OptionInfo, ParameterInfo
 
 from saccade.cli import completion, screen
 from saccade.errors import InputError
@@ -76,6 +76,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(name: str, value: Any, hint: Any) -> inspect.Parameter:
     if isinstance(value, OptionInfo) and not any(each.startswith("--") for each in value.param_decls or ()):
         value.param_decls = (f"--{name.rstrip('_').replace('_', '-')}", *(value.param_decls or ()))
+    if isinstance(value, ParameterInfo):
+        value.autocompletion = value.autocompletion or completion.BY_NAME.get(name)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
@@ -120,25 +122,13 @@ class TargetOptions:
     """The target, its number format, device and threads."""
 
     target: str | None = option(
-        None,
-        "Checkpoint folder or hub id of the target; `pocket` is the built-in pair; a profile of `saccade tune` brings "
-        "its drafter and method.",
-        "-t",
-        metavar="PATH",
-        autocompletion=completion.checkpoints,
+        None, "Checkpoint folder, hub id, profile of `saccade tune`, or `pocket` (built-in).", "-t", metavar="PATH"
     )
     dtype: str = option(
-        "auto",
-        "Of the target: float32, bfloat16, float16, or auto: as stored, but on a CPU float32 for `pocket` and where "
-        "the stored format is not faster.",
-        autocompletion=completion.formats,
+        "auto", "Of the target: float32, bfloat16, float16 or auto: as stored, or float32 where that is as fast."
     )
     device: str | None = option(
-        None,
-        "Device of the target: cpu, cuda, cuda:1, auto to spread it over several (needs accelerate), tp to split it "
-        "over the processes that torchrun started (in `generate`), or fsdp to shard it over them (in `train`); by "
-        "default a CUDA GPU if there is one, except for `pocket`.",
-        callback=_device,
+        None, "cpu, cuda, cuda:1, auto (several), or tp and fsdp: split over torchrun's processes.", callback=_device
     )
     threads: int | None = option(
         None, "CPU threads; by default one for a small target, else as many as cores are idle (`train`: all)."
@@ -163,28 +153,16 @@ class PairOptions(TargetOptions):
     """Target, drafter and heads."""
 
     drafter: str | None = option(
-        None,
-        "A smaller checkpoint with the same tokenizer, or the folder or hub id of a trained head; `pocket` is the "
-        "built-in draft model.",
-        "-d",
-        metavar="PATH",
-        autocompletion=completion.checkpoints,
+        None, "A smaller checkpoint of the same tokenizer, a trained head, or `pocket`.", "-d", metavar="PATH"
     )
     head: list[str] | None = option(
-        None,
-        "A trained head beside the drafter: its folder or hub id, named NAME or like the folder; may be repeated. With "
-        "`pocket` the shipped heads are loaded too, except those of a name or kind given here.",
-        metavar="[NAME=]FOLDER",
+        None, "Another trained head, named NAME or like its folder; may be repeated.", metavar="[NAME=]FOLDER"
     )
     draft_dtype: str | None = option(
-        None,
-        "Of the drafter; by default as stored, but float32 for a small one on a CPU.",
-        autocompletion=completion.formats,
+        None, "Of the drafter; by default as stored, but float32 for a small one on a CPU."
     )
     exact: bool = option(
-        False,
-        "Exact mode: in every number format, greedy answers of all lossless methods are the tokens of plain decoding "
-        "in this mode. Takes longer.",
+        False, "Exact mode: lossless methods give plain decoding's tokens in every number format; slower."
     )
 
     def arguments(self) -> dict[str, Any]:
@@ -212,17 +190,10 @@ class ModelOptions(PairOptions):
     """Target, drafter, heads, and the method with its options."""
 
     method: str | None = option(
-        None,
-        "See `saccade methods`. By default `auto` with a draft model (`chain` with options that it lacks), a head's "
-        "own method with a head, `prompt-lookup` without a drafter.",
-        "-m",
-        autocompletion=completion.methods,
+        None, "See `saccade methods`; by default `auto`, a head's own, or `prompt-lookup` without a drafter.", "-m"
     )
     set_: list[str] | None = option(
-        None,
-        "Override one of the method's options, for example `--set gamma=7`; may be repeated.",
-        metavar="NAME=VALUE",
-        autocompletion=completion.settings,
+        None, "An option of the method, such as `--set gamma=7`; may be repeated.", metavar="NAME=VALUE"
     )
 
     @property
@@ -241,9 +212,7 @@ class DecodingOptions:
 
     max_new_tokens: int | None = option(None, "Most tokens of an answer.", "-n")
     sample: bool = option(False, "Sample instead of greedy decoding.")
-    temperature: float | None = option(
-        None, "Below 1 sharpens, above 1 flattens; implies --sample, except 0: greedy decoding."
-    )
+    temperature: float | None = option(None, "Below 1 sharpens, above 1 flattens, 0 is greedy; implies --sample.")
     top_p: float | None = option(None, "Keep the likeliest tokens up to this mass; implies --sample.")
     top_k: int | None = option(None, "Keep this many of the likeliest tokens; implies --sample.")
     min_p: float | None = option(None, "Keep tokens at least this likely, relative to the likeliest; implies --sample.")
@@ -284,12 +253,10 @@ class MarkOptions:
     """Text and marks of an answer."""
 
     text_as_text: bool = option(
-        False, "Encode control tokens and placeholders in the messages, such as `</s>` or `<image>`, as ordinary text."
+        False, "Encode control tokens in messages, such as `</s>` or `<image>`, as ordinary text."
     )
     marks: bool = option(
-        False,
-        "Mark accepted draft tokens: green, or yellow where a lossy rule accepted one in place of the target's own; "
-        "without colours between ‹ and ›, and between « and ».",
+        False, "Mark accepted draft tokens: green, loosely accepted ones yellow; without colours ‹ › and « »."
     )
 
 
@@ -298,10 +265,7 @@ class RayOptions:
     """Ray's cluster."""
 
     ray: str | None = option(
-        None,
-        "Run on Ray (`pip install 'saccade[ray]'`): without an address on this machine, `auto` or HOST:PORT is a "
-        "cluster, which belongs in a network of its own.",
-        metavar="[ADDRESS]",
+        None, "Run on Ray: on this machine, or on the cluster `auto` or HOST:PORT.", metavar="[ADDRESS]"
     )
 
     def check(self, name: str, value: int | None) -> None:
@@ -314,9 +278,7 @@ class RayOptions:
 class ActorOptions(RayOptions):
     """Engines of a batch job on Ray."""
 
-    actors: int | None = option(
-        None, "Engines on Ray: by default one per GPU, without GPUs one per machine.", metavar="N"
-    )
+    actors: int | None = option(None, "Engines on Ray; by default one per GPU, or per machine.", metavar="N")
 
     @contextmanager
     def started(
@@ -335,17 +297,6 @@ class ActorOptions(RayOptions):
             room = places(cluster, self.actors, models.threads, with_gpu=with_gpu)
             with actors(cluster, room, loading, kind, arguments(room), ahead=ahead) as worker:
                 yield worker
-
-
-def preset_option() -> Any:
-    """Declare `--preset`."""
-    return option(
-        None,
-        "Settings for one GPU of this memory: batch sizes, precision, the longest sample, the place of cached "
-        "features. What you give yourself has precedence; --plan shows them.",
-        metavar="24gb|80gb",
-        autocompletion=completion.presets,
-    )
 
 
 def with_local_ray(arguments: Sequence[str]) -> list[str]:

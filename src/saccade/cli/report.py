@@ -17,7 +17,7 @@ from saccade.files import write_file
 from saccade.wording import count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from rich.table import Table
 
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 @spread
 def report(
     runs: list[Path] = typer.Argument(metavar="RUN...", help="Folders made by `saccade bench`."),
-    out: Path | None = option(
-        None, "The page; `report.html` in the first run's folder by default.", "-o", metavar="FILE"
-    ),
+    out: Path | None = option(None, "The page; by default `report.html` in the first folder.", "-o", metavar="FILE"),
     markdown: Path | None = option(None, "The tables; beside the page by default, ending in .md.", metavar="FILE"),
     prompts: int = option(4, "Most prompts per run in the token view.", min=0),
 ) -> None:
@@ -45,7 +43,8 @@ def report(
     with screen.waiting("Drawing"):
         content = pages.load(runs)
         page, tables = pages.html(content, prompts), pages.markdown_tables(content)
-    _warn([problem for one in content for problem in one.run.problems])
+    for problem in (problem for one in content for problem in one.run.problems):
+        print(f"saccade: {problem}", file=sys.stderr)
     out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
     for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
         write_file(path, text, advice="choose another file with --out")
@@ -56,9 +55,7 @@ def report(
 def compare(
     a: Path = typer.Argument(metavar="A", help="Folder made by `saccade bench`: before."),
     b: Path = typer.Argument(metavar="B", help="Another one: after."),
-    absolute: bool = option(
-        False, "Judge seconds instead of seconds relative to plain decoding. Then a slower machine shows too."
-    ),
+    absolute: bool = option(False, "Judge seconds instead of seconds relative to plain decoding."),
     level: float = option(0.95, "Confidence of all verdicts together, between 0.5 and 1."),
     margin: float = option(0.02, "Share of time below which a difference does not count."),
     as_json: bool = option(False, "Print one JSON object.", "--json"),
@@ -67,8 +64,7 @@ def compare(
     """Show what changed from run A to run B, and whether it exceeds the noise.
 
     A method is faster or slower when the whole interval of its time ratio (B over A) lies beyond the margin; the
-    intervals are corrected for the number of methods. Prompts in both runs are compared with
-    themselves.
+    intervals are corrected for the number of methods. Prompts in both runs are compared with themselves.
 
     Example: `saccade compare runs/before runs/after --fail-if-slower`
     """
@@ -80,7 +76,8 @@ def compare(
     from saccade.bench.records import read
 
     before, after = read(a), read(b)
-    _warn([*before.problems, *after.problems])
+    for problem in (*before.problems, *after.problems):
+        print(f"saccade: {problem}", file=sys.stderr)
     changes = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
     if not changes.changes:
         raise InputError(f"The runs in {a} and {b} have no method in common; there is nothing to compare.")
@@ -126,10 +123,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
         how = "each compared with itself" if paired else "NOT the same in both runs: compared as two samples"
         yield f"{count(number, 'prompt')}, {how}."
     measure = "time per token relative to plain decoding of the same run" if comparison.relative else "time per token"
-    yield (
-        f"Judged by {measure}; all verdicts hold together with {comparison.level:.0%} confidence; differences below "
-        f"{comparison.margin:.0%} do not count."
-    )
+    confidence = f"all verdicts hold together with {comparison.level:.0%} confidence"
+    yield f"Judged by {measure}; {confidence}; differences below {comparison.margin:.0%} do not count."
     if any(change.verdict == "too few prompts" for change in changes):
         yield f"Verdicts on so many methods need {comparison.fewest} prompts; run more prompts, or fewer methods."
     alike = [change for change in changes if change.answers and not any(_answers(change))]
@@ -149,8 +144,3 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
             yield f"Only in {run}: {', '.join(methods)}."
     for name, before, after in comparison.settings:
         yield f"Differs: {name}: {before} in A, {after} in B."
-
-
-def _warn(problems: Sequence[str]) -> None:
-    for problem in problems:
-        print(f"saccade: {problem}", file=sys.stderr)

@@ -8,9 +8,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -77,40 +77,23 @@ def progress(what: str, stopped: str = "", live: bool = True) -> Iterator[Callab
     is_shown = _notes.is_terminal
     bar = Progress(*columns, console=_notes, auto_refresh=live, transient=True, speed_estimate_period=period)
     task = bar.add_task(what, total=None)
-    log = _log()
+    last = time.monotonic()
 
     def update(done: int, total: int, text: str = what) -> None:
-        if is_shown:
-            bar.update(task, completed=done, total=total, description=text, refresh=not live)
-        else:
-            log(done, total, text)
+        nonlocal last
+        bar.update(task, completed=done, total=total, description=text, refresh=is_shown and not live)
+        left = bar.tasks[0].time_remaining
+        if not is_shown and left is not None and time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            note(f"{done} of {total}, {text}, about {duration(left)} left")
 
     try:
-        if is_shown:
-            with bar:
-                yield update
-        else:
+        with bar if is_shown else nullcontext():
             yield update
     except KeyboardInterrupt:
         if stopped:
             note(stopped)
         raise
-
-
-def _log() -> Callable[[int, int, str], None]:
-    began = last = time.monotonic()
-    before: int | None = None
-
-    def log(done: int, total: int, text: str) -> None:
-        nonlocal last, before
-        before = done if before is None else before
-        now = time.monotonic()
-        if done > before and now - last >= LOG_SECONDS:
-            last = now
-            left = duration((total - done) * (now - began) / (done - before))
-            note(f"{done} of {total}, {text}, about {left} left")
-
-    return log
 
 
 def check_media(images: list[str], videos: list[str]) -> None:
@@ -149,21 +132,14 @@ def _show_own_warnings() -> None:
     shown: set[tuple[str, int]] = set()
     before = warnings.showwarning
 
-    def show_once(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show_once(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
         if not issubclass(category, SaccadeWarning):
-            before(message, category, filename, lineno, file, line)
+            before(message, category, filename, lineno, *rest)
         elif (filename, lineno) not in shown:
             shown.add((filename, lineno))  # not the text: it may count things that differ per image
             note(f"saccade: {message}", "yellow")
 
-    warnings.showwarning = show_once
+    warnings.showwarning = show_once  # type: ignore[assignment]
 
 
 def heads_by_name(heads: list[str]) -> dict[str, str]:
@@ -189,13 +165,24 @@ _LOOKS: dict[Mark, tuple[str, str, str]] = {
 """Colour of the tokens of a mark, and the brackets around them where the terminal has no colours."""
 
 
-class MarkPrinter:
-    """Printer of text in which drafted tokens are marked by colours, or by brackets where there are none."""
+class Painter:
+    """Printer of a streamed answer; ``marked``: drafted tokens are marked by colours, or by brackets without those."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, tokenizer: Any, console: Console, marked: bool) -> None:
+        from saccade.text import Detokenizer
+
+        self._text = Detokenizer(tokenizer)
+        self._console, self._marked = console, marked
         self._has_colours = bool(console.color_system) and not console.no_color
         self._look = _PLAIN
+
+    def show(self, chunk: Chunk) -> None:
+        """Print one chunk (first row)."""
+        if not self._marked:
+            self.put(chunk.text, "target")
+            return
+        for token, mark in zip(chunk.tokens[0], chunk.marks[0], strict=True):
+            self.put(self._text.add([token]), mark)
 
     def put(self, text: str, mark: Mark) -> None:
         """Print a token's text."""
@@ -209,37 +196,14 @@ class MarkPrinter:
         self._write(text)
 
     def finish(self) -> None:
-        """End the line."""
+        """Print buffered characters, and end the line."""
+        if self._marked:
+            self.put(self._text.finish(), "target")
         self._write(self._look[2] + "\n")
 
     def _write(self, text: str) -> None:
         self._console.file.write(text)
         self._console.file.flush()
-
-
-class Painter:
-    """Printer of a streamed answer; ``marked``: with marks of accepted draft tokens."""
-
-    def __init__(self, tokenizer: Any, console: Console, marked: bool) -> None:
-        from saccade.text import Detokenizer
-
-        self._text = Detokenizer(tokenizer)
-        self._printer = MarkPrinter(console)
-        self._marked = marked
-
-    def show(self, chunk: Chunk) -> None:
-        """Print one chunk (first row)."""
-        if not self._marked:
-            self._printer.put(chunk.text, "target")
-            return
-        for token, mark in zip(chunk.tokens[0], chunk.marks[0], strict=True):
-            self._printer.put(self._text.add([token]), mark)
-
-    def finish(self) -> None:
-        """Print buffered characters, and end the line."""
-        if self._marked:
-            self._printer.put(self._text.finish(), "target")
-        self._printer.finish()
 
 
 def answer(stream: Stream | Turn, painter: Painter) -> Output:

@@ -23,23 +23,17 @@ class ServerOptions:
     host: str | None = option(None, "Address to listen on, 127.0.0.1 by default: this machine alone.")
     port: int | None = option(None, "8000 by default; 0 takes a free one.")
     api_key_file: str | None = option(
-        None,
-        "API keys, one per line; SACCADE_API_KEYS has more, separated by commas. Without any, no key is required.",
-        metavar="FILE",
+        None, "API keys, one per line; SACCADE_API_KEYS has more, separated by commas.", metavar="FILE"
     )
     share_prefixes: bool = option(
-        False,
-        "API keys share cached prompts and pictures; by default each has its own, or one could learn what another has "
-        "sent.",
+        False, "API keys share cached prompts and pictures, so that one could learn what another has sent."
     )
     no_prefix_reuse: bool = option(False, "Reuse nothing of earlier requests, as some benchmarks demand.")
-    access_log: bool = option(
-        False, "A line per request on standard error: time, method, path, status, seconds, new tokens."
-    )
+    access_log: bool = option(False, "A line per request on standard error.")
     max_rows: int | None = option(None, "Answers that run at once, 8 by default.")
     max_queue: int | None = option(None, "Requests that may wait, 64 by default; further ones get 503.")
     kv_memory: int | None = option(
-        None, "Keys and values of target and draft model; by default half of the free memory.", metavar="MIB"
+        None, "Memory of keys and values; by default half of the free memory.", metavar="MIB"
     )
 
 
@@ -47,19 +41,14 @@ class ServerOptions:
 class ReplicaOptions(RayOptions):
     """Servers on Ray."""
 
-    replicas: int | None = option(
-        None, "Replicas on Ray: by default one per GPU, without GPUs one per machine.", metavar="N"
-    )
+    replicas: int | None = option(None, "Replicas on Ray; by default one per GPU, or per machine.", metavar="N")
 
 
 @spread
 def serve(
     *,
     config: str | None = option(
-        None,
-        "TOML file with tables server, limits, media and models, for several models and profiles; options below "
-        "override it.",
-        metavar="FILE",
+        None, "TOML file with tables server, limits, media and models; other options override it.", metavar="FILE"
     ),
     name: str | None = option(None, "Name of the model in requests; the target by default.", rich_help_panel="Models"),
     models: ModelOptions,
@@ -76,13 +65,10 @@ def serve(
 
     Examples:
 
-    `saccade serve -t pocket`
-
-    `saccade serve -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --api-key-file keys.txt --host 0.0.0.0`
-
-    `saccade serve --config serve.toml --plan`
-
-    `saccade serve --config serve.toml --ray=auto --replicas 4`
+    - `saccade serve -t pocket`
+    - `saccade serve -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --api-key-file keys.txt`
+    - `saccade serve --config serve.toml --plan`
+    - `saccade serve --config serve.toml --ray=auto --replicas 4`
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from saccade.cli import completion, screen
-from saccade.cli.option_groups import TargetOptions, group, option, preset_option, settings, spread
+from saccade.cli import screen
+from saccade.cli.option_groups import TargetOptions, group, option, settings, spread
 from saccade.errors import InputError, TrainingError
 from saccade.files import check_folder
 from saccade.wording import count
@@ -24,47 +24,30 @@ class TrainerOptions:
     """Start, cache and log of a run: arguments of `saccade.train.trainer.Trainer`."""
 
     begin: str | None = option(
-        None,
-        "Start from the weights of a trained head, a folder or hub id, or of a run's checkpoint "
-        "(RUN/checkpoints/step-N) instead of fresh ones; options without a --set are that head's.",
-        "--from",
-        metavar="HEAD",
+        None, "Start from a trained head, or a run's checkpoint (RUN/checkpoints/step-N).", "--from", metavar="HEAD"
     )
     features: Path | None = option(
-        None,
-        "Cache the target's states here, for this run and for any other of the same target and answers whose head "
-        "reads the same layers (eagle2, hivis, msd, vispec, medusa and hydra do); up to `cache_gb`, and kept "
-        "afterwards. By default a cache belongs to its run (`feature_cache`).",
-        metavar="FOLDER",
+        None, "Cache the target's states here, for all runs of these answers and layers.", metavar="FOLDER"
     )
     any_target: bool = option(False, "Take answers that were distilled from another target.")
-    wandb: str | None = option(
-        None, "Log to this project of Weights & Biases, too; WANDB_MODE=offline keeps it here.", metavar="PROJECT"
-    )
+    wandb: str | None = option(None, "Log to this project of Weights & Biases, too.", metavar="PROJECT")
 
 
 @spread
 def train(
     recipe: str = typer.Argument(
         metavar="RECIPE",
-        autocompletion=completion.recipes,
         help="The kind of head (`eagle2`, `hivis`, `dream`, ...), `draft-vlm`, or the path of a .toml file.",
     ),
     data: Path = option(..., "Answers of the target, as `saccade distill` writes them.", metavar="FILE"),
     out: Path = option(..., "Folder of checkpoints, log and the trained head.", "-o", metavar="FOLDER"),
     set_: list[str] | None = option(
-        None,
-        "Override one of the recipe's numbers, for example `batch_size=8`, `stage2.steps=0` or `head.text_only=true`; "
-        "may be repeated.",
-        metavar="NAME=VALUE",
+        None, "A number of the recipe, such as `batch_size=8` or `stage2.steps=0`.", metavar="NAME=VALUE"
     ),
     lm: str | None = option(
-        None,
-        "`draft-vlm` only: the language model to start from, of the target's tokenizer; or LAYERSxWIDTH for an "
-        "untrained one.",
-        metavar="MODEL",
+        None, "`draft-vlm`: language model to start from, or LAYERSxWIDTH for an untrained one.", metavar="MODEL"
     ),
-    preset: str | None = preset_option(),
+    preset: str | None = option(None, "Settings for one GPU of this memory; --plan shows them.", metavar="24gb|80gb"),
     plan: bool = option(
         False,
         "Time a few steps, estimate the run, and stop. With --preset nothing is run: memory and disk on its GPU are "
@@ -87,20 +70,14 @@ def train(
 
     Examples:
 
-    `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
-
-    `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
-
-    `saccade train eagle3 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head --preset 24gb --plan`
-
-    `saccade train hivis -t pocket --data more --from head/best --out further`
-
-    `saccade train eagle2 -t pocket --data answers --features states --out other`
-
-    `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
-
-    `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
-    answers -o head`
+    - `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
+    - `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
+    - `saccade train eagle3 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head --preset 24gb --plan`
+    - `saccade train hivis -t pocket --data more --from head/best --out further`
+    - `saccade train eagle2 -t pocket --data answers --features states --out other`
+    - `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
+    - `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
+      answers -o head`
     """
     target = models.named()
     for name, value, choices in (
