@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from saccade.distill.run import Preview
     from saccade.jobs.job import Survey
+    from saccade.ray_cluster import Places
     from saccade.resumable import Report, RunProgress, Worker
 
 
@@ -63,17 +64,10 @@ class RunOptions:
 @spread
 def batch(
     inputs: list[str] = typer.Argument(
-        metavar="INPUT...",
-        help="A folder of pictures and videos, a glob, or a file of JSON lines, a JSON array, Parquet or tar "
-        "(WebDataset); or several of these.",
+        metavar="INPUT...", help="Folders, globs, or files: JSON lines, a JSON array, Parquet, tar (WebDataset)."
     ),
     out: Path = option(
-        ...,
-        "JSON lines, one record per item, in the order of the input; until all are there, they are in "
-        "`FILE.journal/records.jsonl`, one whole line each. `-` or a pipe gets every record as its item ends; such a "
-        "run cannot be resumed.",
-        "-o",
-        metavar="FILE",
+        ..., "JSON lines, one record per item; `-` or a pipe gets each as its item ends.", "-o", metavar="FILE"
     ),
     plan: bool = option(False, "Count the items and show how they would run; loads no weights."),
     *,
@@ -88,8 +82,9 @@ def batch(
     A row of JSON lines, JSON or Parquet has a `prompt` and an `image` (or `images`, `video`, `videos`), or is a LLaVA
     conversation, OpenAI messages, or a request of OpenAI's batch format, whose answers then have OpenAI's form too.
 
-    Stop at any time, even by force: the same command resumes. An item that cannot be answered gets a record with the
-    reason; the exit code is 1 where all failed.
+    Records are in the order of the input; until all are there, they are in `FILE.journal/records.jsonl`. Stop at any
+    time, even by force: the same command resumes, unless it writes to a pipe. An item that cannot be answered gets a
+    record with the reason; the exit code is 1 where all failed.
 
     Examples:
 
@@ -145,14 +140,11 @@ def batch(
             worker = ItemWorker(models.load(), models.settings, job, rows, workers)
         else:
             threads = media_threads(workers)
-            worker = stack.enter_context(
-                several.started(
-                    models,
-                    ItemWorker,
-                    lambda room: (job, rows, threads, KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine)),
-                    rows + threads,
-                )
-            )
+
+            def arguments(room: Places) -> tuple[Any, ...]:
+                return job, rows, threads, KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine)
+
+            worker = stack.enter_context(several.started(models, ItemWorker, arguments, rows + threads))
         with run_progress(stopped) as update:
             report = run(worker, job, survey, out, replace(settings, progress=update))
     _show(report, screen.note if is_stream(out) else screen.show)
@@ -258,12 +250,7 @@ def distill(
         help="JSON lines, or one JSON array, with LLaVA conversations or OpenAI messages; or `pocket:TASK,TASK` or "
         "`pocket:all`, drawn from the built-in world.",
     ),
-    out: Path = option(
-        ...,
-        "Folder of the answers. A run of the same configuration resumes; any other content is an error.",
-        "-o",
-        metavar="FOLDER",
-    ),
+    out: Path = option(..., "Folder of the answers: of this configuration, or none.", "-o", metavar="FOLDER"),
     media_root: Path | None = option(
         None, "Folder of the images and videos; by default the prompts' own.", metavar="FOLDER"
     ),
@@ -274,9 +261,7 @@ def distill(
     on_bad_line: str = option("stop", "`stop` at a line that cannot be used, or `skip` it."),
     preset: str | None = option(None, "Settings for one GPU of this memory; --plan shows them.", metavar="24gb|80gb"),
     plan: bool = option(
-        False,
-        "Show the number of questions and the estimated time, from a few answers. With --preset nothing is run: memory "
-        "and disk are computed from the target's configuration, without weights or a GPU.",
+        False, "Answer a few questions and estimate the run; with --preset compute memory and disk without weights."
     ),
     batch: int | None = option(None, "Questions per batch; 8, or the preset's.", "-b"),
     *,

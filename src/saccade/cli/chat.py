@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.client
 import json
 import mimetypes
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -72,7 +72,7 @@ def chat(
             screen.note(warning)
     talk = _Talk(talker, image or [])
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
+        with suppress(ImportError):
             import readline  # noqa: F401  (input() then has history and cursor keys)
     while (line := _line()) is not None:
         try:
@@ -121,7 +121,7 @@ class _Talk:
 
     def __init__(self, talker: _Local | RemoteChat, images: list[str]) -> None:
         self._talker = talker
-        self._images, self._videos = images, list[str]()
+        self._files: dict[str, list[str]] = {"/image": images, "/video": []}
 
     def take(self, line: str) -> None:
         """Run a command, or send the line as a message and print the answer."""
@@ -129,27 +129,25 @@ class _Talk:
         if not line:
             return
         if not line.startswith("/"):
-            images, videos = self._images, self._videos
-            self._images, self._videos = [], []  # even if they are refused, or every later message would fail
-            screen.note(self._talker.send(line, images, videos))
-        elif name in ("/image", "/video"):
-            self._attach(name, argument.strip().strip("'\""))
+            files = self._files
+            self._files = {"/image": [], "/video": []}  # even if they are refused, or every later message would fail
+            screen.note(self._talker.send(line, files["/image"], files["/video"]))
+        elif name in self._files:
+            file = argument.strip().strip("'\"")
+            if not file:
+                raise InputError(f"{name} needs a file, such as {name} holiday.{'jpg' if name == '/image' else 'mp4'}.")
+            attached = {"/image": [], "/video": [], name: [file]}
+            screen.check_media(attached["/image"], attached["/video"])  # reported now, not with the next message
+            self._files[name] = [*self._files[name], file]
+            screen.note(f"{file} is attached to your next message.")
         elif line == "/reset":
             self._talker.reset()
-            self._images, self._videos = [], []
+            self._files = {"/image": [], "/video": []}
             screen.note("A new conversation.")
         elif line == "/help":
             screen.note(HELP)
         else:
             raise InputError(f"{line} is not a command; /help lists the commands.")
-
-    def _attach(self, name: str, file: str) -> None:
-        if not file:
-            raise InputError(f"{name} needs a file, such as {name} holiday.{'jpg' if name == '/image' else 'mp4'}.")
-        images, videos = ([file], []) if name == "/image" else ([], [file])
-        screen.check_media(images, videos)  # a bad file is reported now, not with the next message
-        self._images, self._videos = [*self._images, *images], [*self._videos, *videos]
-        screen.note(f"{file} is attached to your next message.")
 
 
 NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
@@ -216,26 +214,23 @@ class RemoteChat:
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Post a request and yield its server-sent events."""
         kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
-        where = self._address.netloc
-        connection = kind(str(self._address.hostname), self._address.port, timeout=600)
-        key = os.environ.get("SACCADE_API_KEY")
+        where, key = self._address.netloc, os.environ.get("SACCADE_API_KEY")
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         try:
-            connection.request("POST", self._path, json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise InputError(f"The server {where} refuses: {_reason(response.read(), response.status)}")
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise InputError(f"The server {where} failed: {_reason(line[6:], 500)}")
-                    yield event
+            with closing(kind(str(self._address.hostname), self._address.port, timeout=600)) as connection:
+                connection.request("POST", self._path, json.dumps(body), headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise InputError(f"The server {where} refuses: {_reason(response.read(), response.status)}")
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise InputError(f"The server {where} failed: {_reason(line[6:], 500)}")
+                        yield event
         except (OSError, http.client.HTTPException) as problem:
             reason = getattr(problem, "strerror", None) or problem
             raise InputError(f"The server {where} cannot be reached ({reason}); check --url.") from problem
-        finally:
-            connection.close()
 
 
 def _reason(content: bytes, status: int) -> str:
@@ -248,13 +243,12 @@ def _reason(content: bytes, status: int) -> str:
 
 def _medium(kind: str, file: str) -> dict[str, Any]:
     """A part of a message with a file's content."""
-    if file.startswith("data:"):
-        url = file
-    else:
+    url = file
+    if not file.startswith("data:"):
         try:
             content = expanded(file).read_bytes()
         except OSError as problem:
             raise InputError(f"Cannot read the {kind} {file}: {problem.strerror}.") from problem
-        guessed = mimetypes.guess_type(file)[0] or f"{kind}/*"
-        url = f"data:{guessed};base64,{base64.b64encode(content).decode()}"
+        form = mimetypes.guess_type(file)[0] or f"{kind}/*"
+        url = f"data:{form};base64,{base64.b64encode(content).decode()}"
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_type_hints
 
 import typer
@@ -105,12 +105,10 @@ _SPLITTING = {"tp": "generate", "fsdp": "train"}
 def _device(context: typer.Context, device: str | None) -> str | None:
     """Check that the command can share its target with other processes, of which the first one alone prints."""
     if device in _SPLITTING:
-        name = context.command.name
-        if name != _SPLITTING[device]:
-            raise InputError(
-                f"The device {device} splits the target over processes, which `saccade {name}` cannot use; give "
-                f"another device, or use `saccade {_SPLITTING[device]}` or the Python API."
-            )
+        name, user = context.command.name, _SPLITTING[device]
+        if name != user:
+            problem = f"The device {device} splits the target over processes, which `saccade {name}` cannot use"
+            raise InputError(f"{problem}; give another device, or use `saccade {user}` or the Python API.")
         if device == "tp" and os.environ.get("RANK", "0") != "0":
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             screen.be_quiet()
@@ -137,10 +135,8 @@ class TargetOptions:
     def named(self) -> str:
         """Return the target, which must be named."""
         if self.target is None:
-            raise InputError(
-                "No model is named; give a checkpoint folder or a hub id with --target, or --target pocket for the "
-                "built-in pair."
-            )
+            places = "a checkpoint folder or a hub id with --target, or --target pocket for the built-in pair"
+            raise InputError(f"No model is named; give {places}.")
         return self.target
 
     def or_pocket(self) -> Self:
@@ -167,17 +163,10 @@ class PairOptions(TargetOptions):
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `saccade.load`."""
-        return {
-            "target": self.named(),
-            "drafter": self.drafter,
-            "method": None,
-            "heads": screen.heads_by_name(self.head or []),
-            "dtype": self.dtype,
-            "draft_dtype": self.draft_dtype,
-            "device_map": self.device,
-            "threads": self.threads,
-            "exact": self.exact,
-        }
+        arguments = {"method": None, **asdict(self), "target": self.named()}
+        arguments["heads"] = screen.heads_by_name(arguments.pop("head") or [])
+        arguments["device_map"] = arguments.pop("device")
+        return arguments | settings(arguments.pop("set_", None))
 
     def load(self) -> VLM:
         """Load the models."""
@@ -200,10 +189,6 @@ class ModelOptions(PairOptions):
     def settings(self) -> dict[str, Any]:
         """Options of the method."""
         return settings(self.set_)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `saccade.load`."""
-        return {**super().arguments(), "method": self.method, **self.settings}
 
 
 @group("Decoding")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from saccade.cli import screen
-from saccade.cli.option_groups import ModelOptions, RayOptions, group, option, spread
+from saccade.cli.option_groups import ModelOptions, RayOptions, group, option, settings, spread
 from saccade.errors import InputError
 
 _OPTIONS = {"options": "set", "heads": "head"}
@@ -25,11 +24,11 @@ class ServerOptions:
     api_key_file: str | None = option(
         None, "API keys, one per line; SACCADE_API_KEYS has more, separated by commas.", metavar="FILE"
     )
-    share_prefixes: bool = option(
-        False, "API keys share cached prompts and pictures, so that one could learn what another has sent."
+    share_prefixes: bool | None = option(
+        None, "API keys share cached prompts and pictures, so that one could learn what another has sent."
     )
     no_prefix_reuse: bool = option(False, "Reuse nothing of earlier requests, as some benchmarks demand.")
-    access_log: bool = option(False, "A line per request on standard error.")
+    access_log: bool | None = option(None, "A line per request on standard error.")
     max_rows: int | None = option(None, "Answers that run at once, 8 by default.")
     max_queue: int | None = option(None, "Requests that may wait, 64 by default; further ones get 503.")
     kv_memory: int | None = option(
@@ -79,25 +78,17 @@ def serve(
     from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
     from saccade.serve.configuration import plan as describe
 
-    entry: dict[str, Any] = {
-        "name": name,
-        "drafter": models.drafter,
-        "method": models.method,
-        "options": models.settings,
-        "heads": screen.heads_by_name(models.head or []),
-        "dtype": models.dtype,
-        "draft_dtype": models.draft_dtype,
-        "device": models.device,
-        "threads": models.threads,
-        "exact": models.exact or None,
-    }
-    if config is not None and models.target is not None:
+    entry = {"name": name, **asdict(models), "exact": models.exact or None}
+    target = entry.pop("target")
+    entry["options"] = settings(entry.pop("set_"))
+    entry["heads"] = screen.heads_by_name(entry.pop("head") or [])
+    if config is not None and target is not None:
         raise InputError("Both --config and --target name models; give one of them.")
     used = [name for name, value in entry.items() if value not in (None, {}, "auto")]
     if config is not None and used:
         options = " and ".join("--" + _OPTIONS.get(each, each).replace("_", "-") for each in used)
         raise InputError(f"{options}: the models of {config} have their own; write it there, or name a --target.")
-    if config is None and models.target is None:
+    if config is None and target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
 
     def read() -> ServerConfig:
@@ -105,13 +96,11 @@ def serve(
             base = read_config(Path(config))
         else:
             values = {name: value for name, value in entry.items() if value is not None}
-            base = ServerConfig((ModelEntry(models.named(), **values),))
+            base = ServerConfig((ModelEntry(target, **values),))
         server = asdict(chosen)
         limits = {"max_rows": server.pop("max_rows"), "max_queue": server.pop("max_queue")}
         limits["kv_memory_mib"] = server.pop("kv_memory")
-        server["reuse_prefixes"] = not server.pop("no_prefix_reuse") and None
-        server["share_prefixes"] = chosen.share_prefixes or None
-        server["access_log"] = chosen.access_log or None
+        server["reuse_prefixes"] = False if server.pop("no_prefix_reuse") else None
         return override(base, server, limits)
 
     configuration = read()

@@ -30,14 +30,16 @@ class TrainerOptions:
         None, "Cache the target's states here, for all runs of these answers and layers.", metavar="FOLDER"
     )
     any_target: bool = option(False, "Take answers that were distilled from another target.")
+    resume: str = option(
+        "never", "`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."
+    )
     wandb: str | None = option(None, "Log to this project of Weights & Biases, too.", metavar="PROJECT")
 
 
 @spread
 def train(
     recipe: str = typer.Argument(
-        metavar="RECIPE",
-        help="The kind of head (`eagle2`, `hivis`, `dream`, ...), `draft-vlm`, or the path of a .toml file.",
+        metavar="RECIPE", help="The kind of head (`eagle2`, `hivis`, ...), `draft-vlm`, or the path of a .toml file."
     ),
     data: Path = option(..., "Answers of the target, as `saccade distill` writes them.", metavar="FILE"),
     out: Path = option(..., "Folder of checkpoints, log and the trained head.", "-o", metavar="FOLDER"),
@@ -49,12 +51,7 @@ def train(
     ),
     preset: str | None = option(None, "Settings for one GPU of this memory; --plan shows them.", metavar="24gb|80gb"),
     plan: bool = option(
-        False,
-        "Time a few steps, estimate the run, and stop. With --preset nothing is run: memory and disk on its GPU are "
-        "computed from the target's configuration, so that neither weights nor a GPU nor answers need be there.",
-    ),
-    resume: str = option(
-        "never", "`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."
+        False, "Time a few steps and estimate the run; with --preset compute memory and disk without weights."
     ),
     on_bad_line: str = option("stop", "`stop` at the first line that cannot be used, or `skip` them."),
     *,
@@ -81,7 +78,7 @@ def train(
     """
     target = models.named()
     for name, value, choices in (
-        ("--resume", resume, ("auto", "never")),
+        ("--resume", chosen.resume, ("auto", "never")),
         ("--on-bad-line", on_bad_line, ("stop", "skip")),
     ):
         if value not in choices:
@@ -114,21 +111,14 @@ def train(
         models = replace(models, device=str(processes.device))
     try:
         with processes.together():
-            _run(steps, models, data, out, chosen, plan, resume == "auto", on_bad_line == "skip")
+            _run(steps, models, data, out, chosen, plan, on_bad_line == "skip")
     except KeyboardInterrupt:
         screen.note("Stopped; the same command with --resume auto resumes from the last checkpoint.")
         raise
 
 
 def _run(
-    recipe: Recipe,
-    models: TargetOptions,
-    data: Path,
-    out: Path,
-    chosen: TrainerOptions,
-    plan: bool,
-    resume: bool,
-    skip: bool,
+    recipe: Recipe, models: TargetOptions, data: Path, out: Path, chosen: TrainerOptions, plan: bool, skip: bool
 ) -> None:
     """Train or plan in this process, beside the others of the run."""
     with screen.waiting("Starting"):
@@ -139,6 +129,7 @@ def _run(
         from saccade.train.trainer import Trainer, check_out
 
     check_answers(data)
+    resume = chosen.resume == "auto"
     check_out(out, resume)
     if chosen.features is not None:
         check_folder(chosen.features, TrainingError, "give another --features folder")
@@ -146,18 +137,12 @@ def _run(
     if plan:
         recipe = replace(recipe, feature_cache="none")
     threads = models.threads or torch.get_num_threads()  # must not change between stop and resume
-    vlm = screen.load_models(
-        models.named(), None, "plain", dtype=models.dtype, device_map=models.device, threads=threads
-    )
-    source = Answers(
-        data,
-        vlm.processor,
-        on_bad_line="skip" if skip else "stop",
-        min_words=recipe.min_words,
-        max_tokens=recipe.max_tokens,
-    )
-    options = {"processor": vlm.processor, "say": screen.note, "resume": resume, **asdict(chosen)}
-    trainer = Trainer(vlm.target, recipe, source, out, **options)
+    placing = {"dtype": models.dtype, "device_map": models.device, "threads": threads}
+    vlm = screen.load_models(models.named(), None, "plain", **placing)
+    limits = {"min_words": recipe.min_words, "max_tokens": recipe.max_tokens}
+    source = Answers(data, vlm.processor, on_bad_line="skip" if skip else "stop", **limits)
+    options = {**asdict(chosen), "resume": resume}
+    trainer = Trainer(vlm.target, recipe, source, out, processor=vlm.processor, say=screen.note, **options)
     leads = trainer.processes.leads
     if plan:
         words = plan_of(trainer, kept)
