@@ -31,6 +31,8 @@ from saccade.pocket import draft_path, head_path
 from saccade.profile import Profile
 from saccade.stream import Chunk
 
+PAIR = ("-t", ready("llava"), "-d", ready("llava-draft"))
+
 
 @pytest.fixture
 def image(tmp_path: Path) -> str:
@@ -39,7 +41,7 @@ def image(tmp_path: Path) -> str:
 
 def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: str) -> None:
     expected = vlm("llava", "llava-draft").generate("What?", [picture()])
-    result = shell("generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-m", "chain", "-i", image, "What?")
+    result = shell("generate", *PAIR, "-m", "chain", "-i", image, "What?")
     assert (result.code, result.out) == (0, expected.text + "\n")
     assert result.err.startswith("24 tokens in ")
     assert f"block efficiency {expected.stats.block_efficiency:.2f} · method chain" in result.err
@@ -58,7 +60,7 @@ def test_a_drafter_that_falls_back_is_reported_once(
 
     monkeypatch.setattr(pruning, "_transfer_scores", nothing_transferred)
     two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
-    arguments = ("-t", ready("llava"), "-d", ready("llava-draft"), "-m", "specvlm", *two, "What?")
+    arguments = (*PAIR, "-m", "specvlm", *two, "What?")
     told, summary = shell("generate", *arguments).err.splitlines()
     assert told.startswith("saccade: The target's attention does not apply to the drafter's visual tokens: ")
     assert told.endswith("They are pruned evenly instead.")
@@ -66,20 +68,7 @@ def test_a_drafter_that_falls_back_is_reported_once(
 
 
 def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
-    arguments = (
-        "-t",
-        ready("llava"),
-        "-d",
-        ready("llava-draft"),
-        "-m",
-        "chain",
-        "--set",
-        "gamma=7",
-        "-i",
-        image,
-        "What?",
-    )
-    result = shell("generate", *arguments, "--json")
+    result = shell("generate", *PAIR, "-m", "chain", "--set", "gamma=7", "-i", image, "What?", "--json")
     answer = json.loads(result.out)
     expected = vlm("llava", "llava-draft", gamma=7).generate("What?", [picture()])
     assert result.err == ""
@@ -143,9 +132,7 @@ def test_marks_stand_around_drafted_tokens(shell: Shell, image: str) -> None:
         page += ("‹" if draft else "›") if draft != inside else ""
         page += letter
         inside = draft
-    result = shell(
-        "generate", "-t", ready("llava"), "-d", ready("llava-draft"), "-m", "chain", "-i", image, "--marks", "What?"
-    )
+    result = shell("generate", *PAIR, "-m", "chain", "-i", image, "--marks", "What?")
     assert result.out == page + ("›\n" if inside else "\n")
 
 
@@ -278,75 +265,40 @@ def half_downloaded(folder: Path) -> Path:
 
 
 def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str, tmp_path: Path) -> None:
-    llava, draft, llama = ready("llava"), ready("llava-draft"), ready("llama")
-    refused: dict[str, list[Any]] = {
-        "No model is named; give a checkpoint folder or a hub id with --target": ["?"],
-        "There is no folder": ["-t", tmp_path / "no", "?"],
-        "is damaged or only partly downloaded": ["-t", half_downloaded(tmp_path / "half"), "?"],
-        "has no config.json": ["-t", tmp_path, "?"],
-        "does not exist; give the path of a readable file": ["-t", llava, "-i", "no.png", "?"],
-        "is a directory": ["-t", llava, "-i", tmp_path, "?"],
-        "is on the network; download it first": ["-t", llava, "-i", "https://example.com/a.png", "?"],
-        "The video file no.mp4 does not exist": ["-t", llava, "-v", "no.mp4", "?"],
-        "takes images but no videos": ["-t", llava, "-v", image, "?"],
-        "reads text only": ["-t", llama, "-i", image, "?"],
-        "Unknown method 'nope'": ["-t", llava, "-m", "nope", "?"],
-        f"There is no folder '{tmp_path}/eagle2/best'; give one that exists, or a hub id such as OWNER/NAME.": [
-            "-t",
-            llava,
-            "-d",
-            tmp_path / "eagle2/best",
-            "-m",
-            "eagle2",
-            "?",
-        ],
-        "Method plain takes no drafter": ["-t", llava, "-d", draft, "-m", "plain", "?"],
-        "Method chain needs a draft model; give one with drafter=... (--drafter": [
-            "-t",
-            llava,
-            "-m",
-            "chain",
-            "?",
-        ],
-        "has another tokenizer than the target": ["-t", llava, "-d", ready("llama-swapped"), "?"],
-        "Method auto has no option size; its options are: draft_with, tree, gamma": [
-            "-t",
-            llava,
-            "-d",
-            draft,
-            "--set",
-            "size=3",
-            "?",
-        ],
-        "gamma of method auto must be a whole number": ["-t", llava, "-d", draft, "--set", "gamma=x", "?"],
-        "--set takes NAME=VALUE": ["-t", llava, "-d", draft, "--set", "gamma", "?"],
-        "--temperature 0 is greedy decoding, which --sample is not": [
-            "-t",
-            llava,
-            "--temperature",
-            "0",
-            "--sample",
-            "?",
-        ],
-        "(--temperature 0 on the command line, without --sample, --top-p, --top-k and --min-p)": [
-            "-t",
-            llava,
-            "-d",
-            draft,
-            "-m",
-            "lvspec",
-            "--sample",
-            "?",
-        ],
-        "context is 1024": ["-t", llava, "-n", "5000", "?"],
-        "The dtype 'half' is not one of auto, float32": ["-t", llava, "--dtype", "half", "?"],
-        "The device 'strange' cannot be used here": ["-t", llava, "--device", "strange", "?"],
-        "The question is empty": ["-t", llava, " "],
+    half = half_downloaded(tmp_path / "half")
+    llava, pair = f"-t {ready('llava')}", f"-t {ready('llava')} -d {ready('llava-draft')}"
+    refused = {
+        "No model is named; give a checkpoint folder or a hub id with --target": "?",
+        "There is no folder": f"-t {tmp_path}/no ?",
+        "is damaged or only partly downloaded": f"-t {half} ?",
+        "has no config.json": f"-t {tmp_path} ?",
+        "does not exist; give the path of a readable file": f"{llava} -i no.png ?",
+        "is a directory": f"{llava} -i {tmp_path} ?",
+        "is on the network; download it first": f"{llava} -i https://example.com/a.png ?",
+        "The video file no.mp4 does not exist": f"{llava} -v no.mp4 ?",
+        "takes images but no videos": f"{llava} -v {image} ?",
+        "reads text only": f"-t {ready('llama')} -i {image} ?",
+        "Unknown method 'nope'": f"{llava} -m nope ?",
+        "a/b'; give one that exists, or a hub id such as OWNER/NAME.": f"{llava} -d {tmp_path}/a/b -m eagle2 ?",
+        "Method plain takes no drafter": f"{pair} -m plain ?",
+        "Method chain needs a draft model; give one with drafter=... (--drafter": f"{llava} -m chain ?",
+        "has another tokenizer than the target": f"{llava} -d {ready('llama-swapped')} ?",
+        "Method auto has no option size; its options are: draft_with, tree, gamma": f"{pair} --set size=3 ?",
+        "gamma of method auto must be a whole number": f"{pair} --set gamma=x ?",
+        "--set takes NAME=VALUE, such as gamma=7, not 'gamma'": f"{pair} --set gamma ?",
+        "--temperature 0 is greedy decoding, which --sample is not": f"{llava} --temperature 0 --sample ?",
+        "(--temperature 0 on the command line, without --sample, --top-p, --top-k and --min-p)": (
+            f"{pair} -m lvspec --sample ?"
+        ),
+        "context is 1024": f"{llava} -n 5000 ?",
+        "The dtype 'half' is not one of auto, float32": f"{llava} --dtype half ?",
+        "The device 'strange' cannot be used here": f"{llava} --device strange ?",
+        "The question is empty": f"{llava} ",
     }
     if not torch.cuda.is_available():
-        refused["The device 'cuda' cannot be used here"] = ["-t", llava, "--device", "cuda", "?"]
+        refused["The device 'cuda' cannot be used here"] = f"{llava} --device cuda ?"
     for words, arguments in refused.items():
-        assert words in shell("generate", *arguments).complaint
+        assert words in shell("generate", *arguments.split(" ")).complaint
 
 
 @pytest.mark.parametrize(
