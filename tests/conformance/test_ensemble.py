@@ -29,7 +29,7 @@ from torch import Tensor
 from families import FAMILIES, pristine, reference_greedy
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Mixture
-from saccade.draft.ensemble.views import Caption, Multimodal, PlainView, Pruned, TextOnly, View, pooled
+from saccade.draft.ensemble.views import Caption, Multimodal, Pruned, TextOnly, View, pooled
 from saccade.draft.ensemble.weights import Fixed, Grid, InverseError, Random, Weighting
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.pruning import PrunedDrafter, Pruning
@@ -244,7 +244,7 @@ def test_a_good_view_beside_a_random_one_gets_the_weight(policy: str) -> None:
         assert output.stats.target_passes <= plain.stats.target_passes + 2
 
 
-class _Elsewhere(PlainView):
+class _Elsewhere(View):
     name = "X"
 
     def read(self, prompt: Prompt) -> Prompt:

@@ -11,7 +11,7 @@ from sampling_kit import LIKELY, OPTIONS, SMALL, UNLIKELY, accepted, p_of_answer
 from torch import Tensor
 
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, PlainView
+from saccade.draft.ensemble.views import Multimodal, View
 from saccade.draft.ensemble.weights import Grid
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
@@ -124,7 +124,7 @@ def test_a_planted_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: 
 # --------------------------------------------------------------------------- the whole engine, small models
 
 
-class _Forgetful(PlainView):
+class _Forgetful(View):
     """Reads all but the first words: another opinion of a language model."""
 
     name = "F"

@@ -11,7 +11,7 @@ from typing import Any
 
 from saccade.distill.planning import PREFIX, tasks_of
 from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.registry import feeder_class
+from saccade.draft.heads.registry import part_of
 from saccade.errors import InputError
 from saccade.options import check_keys, make
 from saccade.target_model.adapter import Target
@@ -79,7 +79,7 @@ class HeadPlan:
         """Name of the target's states that it reads: heads of the same name share a cache of them."""
         recipe = self.recipe
         config = HeadConfig.from_target(target, recipe.kind, **recipe.head)
-        read = feeder_class(recipe.kind).reading(config, recipe.objective)
+        read = part_of(recipe.kind, "feeder").reading(config, recipe.objective)
         return "-".join(map(str, [self.data, recipe.min_words, recipe.max_tokens, *read]))
 
     def command(self, folder: str, target: str, dtype: str) -> str:

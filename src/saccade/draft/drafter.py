@@ -26,7 +26,6 @@ class DraftSession(Protocol):
 
     def reserve(self, row: int, capacity: int) -> None:
         """Make room for ``capacity`` tokens of a row."""
-        ...
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         """Prefill a row with a prompt; a prefix shared with the row's earlier content may be reused.
@@ -35,7 +34,6 @@ class DraftSession(Protocol):
             prefill: result of the target's prefill; None where the drafter is `Drafter.early` and that is still to
                 come. The prompt then lacks its last token, which comes as the first root.
         """
-        ...
 
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         """Draft behind the tokens that some rows emitted since their last call.
@@ -47,7 +45,6 @@ class DraftSession(Protocol):
         Returns:
             One tree per row, in their order.
         """
-        ...
 
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
@@ -60,11 +57,9 @@ class DraftSession(Protocol):
             verdict: accepted path of every row.
             output: the target's forward, with hidden states ``[A, N, d]`` where requested.
         """
-        ...
 
     def forget(self, row: int) -> None:
         """Empty a row."""
-        ...
 
 
 @runtime_checkable
@@ -73,7 +68,6 @@ class FollowsTarget(Protocol):
 
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Take in a prompt that is not drafted for, in place of `DraftSession.load`."""
-        ...
 
     def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
         """Take in a step that was not drafted for these rows, ahead of its commit.
@@ -81,7 +75,6 @@ class FollowsTarget(Protocol):
         Args:
             output: the target's forward of their last tokens alone, hidden states ``[A, 1, d]``.
         """
-        ...
 
 
 @runtime_checkable
@@ -90,7 +83,6 @@ class Divisible(Protocol):
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
         """Prefill about ``budget`` more tokens and return their number; 0, and nothing runs, where no more are left."""
-        ...
 
 
 class Drafter(Protocol):
@@ -99,27 +91,22 @@ class Drafter(Protocol):
     @property
     def max_nodes(self) -> int:
         """Upper bound of nodes per tree, root included."""
-        ...
 
     @property
     def max_depth(self) -> int:
         """Upper bound of a tree's depth."""
-        ...
 
     @property
     def max_children(self) -> int:
         """Upper bound of children per node."""
-        ...
 
     @property
     def draws(self) -> bool:
         """Whether its children may be drawn from q when the rule samples."""
-        ...
 
     @property
     def early(self) -> bool:
         """Whether it can draft before the target's prefill is complete."""
-        ...
 
     def open(self, rows: int, target: Context) -> DraftSession:
         """Start a session of up to ``rows`` rows.
@@ -128,7 +115,6 @@ class Drafter(Protocol):
             target: the target's context; a drafter that needs its hidden states, attention or embeddings requests
                 them here (``target.requirements``).
         """
-        ...
 
 
 class TreeDrafter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,10 @@ class PromptLookup:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the trees; the target's device
     vocab_size: int | None = None  # ids from here on are never drafted
 
+    max_children = 1
+    draws = False
+    early = True
+
     def __post_init__(self) -> None:
         if self.gamma < 1 or self.max_ngram < 1:
             raise ValueError("Prompt lookup needs gamma and max_ngram of at least 1.")
@@ -40,18 +45,6 @@ class PromptLookup:
     @property
     def max_depth(self) -> int:
         return self.gamma
-
-    @property
-    def max_children(self) -> int:
-        return 1
-
-    @property
-    def draws(self) -> bool:
-        return False
-
-    @property
-    def early(self) -> bool:
-        return True
 
     def open(self, rows: int, target: Context) -> LookupSession:
         return LookupSession(self, rows)
@@ -98,18 +91,15 @@ class LookupSession:
             ids.append(token)
 
     def _draft(self, row: int) -> list[int]:
-        ids, ends = self._ids[row], self._ends[row]
+        ids, ends, known = self._ids[row], self._ends[row], self._drafter.vocab_size or sys.maxsize
         for n in range(min(self._drafter.max_ngram, len(ids)), 0, -1):
             end = ends.get(tuple(ids[-n:]))
             if end is not None:
                 period = len(ids) - end
-                return self._of_target([ids[end + i % period] for i in range(self._drafter.gamma)])
+                draft = [ids[end + i % period] for i in range(self._drafter.gamma)]
+                unknown = (place for place, token in enumerate(draft) if token >= known)
+                return draft[: next(unknown, None)]
         return []
-
-    def _of_target(self, ids: list[int]) -> list[int]:
-        """The ids before the first one outside the target's vocabulary."""
-        known = self._drafter.vocab_size
-        return ids if known is None else ids[: next((i for i, t in enumerate(ids) if t >= known), None)]
 
 
 def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]], device: torch.device) -> DraftTree:

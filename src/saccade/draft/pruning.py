@@ -38,9 +38,9 @@ class Pruning:
     def __post_init__(self) -> None:
         if self.select not in ("uniform", "attention", "specvlm"):
             raise ValueError(f"select must be one of uniform, attention, specvlm, not {self.select!r}.")
-        for name in ("keep_images", "keep_videos"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a share above 0 and up to 1, not {getattr(self, name)}.")
+        for name, share in (("keep_images", self.keep_images), ("keep_videos", self.keep_videos)):
+            if not 0 < share <= 1:
+                raise ValueError(f"{name} must be a share above 0 and up to 1, not {share}.")
         if not 0 <= self.mass <= 1:
             raise ValueError(f"mass must lie between 0 and 1, not {self.mass}.")
 
@@ -152,19 +152,19 @@ def _transfer_scores(
     if [m.kind for m in target_prompt.media] != [m.kind for m in prompt.media]:
         _warn("the drafter's prompt has other images or videos than the target's")
         return [None] * len(prompt.media)
-    found: list[Tensor | None] = []
+    moved: list[Tensor | None] = []
     for places, theirs, ours in zip(places_of(target, target_prompt), target_prompt.media, prompt.media, strict=True):
         scores = columns[places]
         here, there = family_of(target).grid(theirs), family_of(config).grid(ours)
         if theirs.n_tokens == ours.n_tokens:
-            found.append(scores)
+            moved.append(scores)
         elif here is None or there is None:
             _warn(f"its {ours.kind} has {ours.n_tokens} tokens and the target's {theirs.n_tokens}, not on a known grid")
-            found.append(None)
+            moved.append(None)
         else:
-            moved = resample(scores, here, there)
-            found.append(torch.nn.functional.pad(moved, (0, ours.n_tokens - len(moved))))
-    return found
+            sampled = resample(scores, here, there)
+            moved.append(torch.nn.functional.pad(sampled, (0, ours.n_tokens - len(sampled))))
+    return moved
 
 
 def _warn(why: str) -> None:

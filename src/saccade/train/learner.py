@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.config import MARK
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.registry import feeder_class
+from saccade.draft.heads.registry import part_of
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
@@ -95,7 +95,7 @@ class HeadLearner:
             **json.loads(self.module.config.to_json()),
             "from": None if begin is None else weights_digest(self.module),
         }
-        self.feeder: Feeder = feeder_class(recipe.kind)(
+        self.feeder: Feeder = part_of(recipe.kind, "feeder")(
             target, self.module, source, objective=self._objective, folder=out / "calibration", rank=rank
         )
         read = [self.about[name] for name in (MARK, "layers", "options")] + [self.feeder.layer]

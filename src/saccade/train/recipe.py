@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from saccade.draft.heads.registry import HEAD_KINDS, objective_class
+from saccade.draft.heads.registry import HEAD_KINDS, part_of
 from saccade.errors import TrainingError
 from saccade.options import check_keys, make
 from saccade.train.objectives.heads import DraftVlmObjective
@@ -170,7 +170,7 @@ def trained_kinds() -> tuple[str, ...]:
 
 def objective_of(kind: str) -> type[Any]:
     """The dataclass of a kind's loss settings; a head's is an `Objective`."""
-    return DraftVlmObjective if kind == DRAFT_VLM else objective_class(kind)
+    return DraftVlmObjective if kind == DRAFT_VLM else part_of(kind, "objective")
 
 
 def read_recipe(name: str) -> Recipe:

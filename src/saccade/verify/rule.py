@@ -51,7 +51,6 @@ class Judge(Protocol):
 
     def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Take in a row's prompt after the target's prefill, with the hidden states that the rule requested."""
-        ...
 
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
@@ -65,7 +64,6 @@ class Judge(Protocol):
                 it needs none. Which number decides on a node must depend on that row's tree alone.
             output: the target's forward over the trees' nodes.
         """
-        ...
 
 
 class Rule(Protocol):
@@ -74,20 +72,16 @@ class Rule(Protocol):
     @property
     def lossless(self) -> bool:
         """Whether the output is distributed exactly as the target's own."""
-        ...
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled (and the drafter may draw its children)."""
-        ...
 
     def uniforms(self, max_depth: int, max_children: int) -> tuple[int, int]:
         """L levels of C random numbers that `Judge.judge` needs per row and step, for the drafter's bounds."""
-        ...
 
     def open(self, context: Context) -> Judge:
         """Start a session; a rule that reads hidden states requests them here (``context.requirements``)."""
-        ...
 
 
 class StatelessRule:

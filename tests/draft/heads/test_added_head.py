@@ -109,8 +109,8 @@ def test_listing_heads_imports_no_torch() -> None:
 def test_drafting_imports_no_training() -> None:
     code = (
         "import sys\n"
-        "from saccade.draft.heads.registry import HEAD_KINDS, head_class, session_class\n"
-        "for kind in HEAD_KINDS: head_class(kind), session_class(kind)\n"
+        "from saccade.draft.heads.registry import HEAD_KINDS, head_class, part_of\n"
+        "for kind in HEAD_KINDS: head_class(kind), part_of(kind, 'session')\n"
         "assert not [name for name in sys.modules if name.startswith('saccade.train')]\n"
     )
     assert exit_code_of(lambda: run_anew(code)) == 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,46 +33,25 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 
 
-class View(Protocol):
-    """One form of a prompt."""
+class View(ABC):
+    """One form of a prompt; by default it is prefilled as any other prompt."""
 
-    name: str  # the paper's letter
-    seconds: float  # time spent on captions so far; 0 for views without
+    name = ""  # the paper's letter
+    seconds = 0.0  # time spent on captions so far
+    early = True  # whether it can be loaded before the target's prefill
 
-    @property
-    def early(self) -> bool:
-        """Whether it can be loaded before the target's prefill."""
-        ...
-
-    def open(self, target: Context) -> None:
+    def open(self, target: Context) -> None:  # noqa: B027
         """Start a session; a view that needs the target's attention requests it here."""
-        ...
 
+    @abstractmethod
     def read(self, prompt: Prompt) -> Prompt:
         """Return the draft model's form of the prompt."""
-        ...
 
     def load(
-        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
         """Prefill a row of the draft session with the prompt that `read` returned."""
-        ...
-
-
-class PlainView:
-    """Base of views that are prefilled as any other prompt."""
-
-    name = ""
-    early = True
-    seconds = 0.0
-
-    def open(self, target: Context) -> None:
-        """Nothing is requested of the target."""
-
-    def load(
-        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
-    ) -> None:
-        own.load(row, prompt, prefill)
+        session.load(row, prompt, prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +79,7 @@ Captioner = Callable[[PromptMedium], str]
 """Short caption of an image or a video."""
 
 
-class Caption(PlainView):
+class Caption(View):
     """C: ``image: `` and a caption in the place of every image (``video: `` for a video)."""
 
     name = "C"
@@ -284,7 +264,7 @@ def pooled(model: Target) -> View:
     )
 
 
-class HalvedPictures(PlainView):
+class HalvedPictures(View):
     """P for families that take pictures of any size (Qwen-VL, Pixtral): every picture at half its resolution.
 
     The number of features follows from the picture's size, so this corresponds to the paper's 2x2 averages in a form
@@ -332,7 +312,7 @@ class HalvedPictures(PlainView):
             end = line[-1] + 1
 
 
-class PooledFeatures(PlainView):
+class PooledFeatures(View):
     """P for families whose towers take squares of one size: features averaged 2x2 just before the projector.
 
     A side with an odd number of features is closed by averages of fewer; a class token stays. Where the projector
@@ -368,10 +348,10 @@ class PooledFeatures(PlainView):
         return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
 
     def load(
-        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
         with self._pooling():
-            own.load(row, prompt, prefill)
+            session.load(row, prompt, prefill)
 
     def _sizes(self, medium: Medium) -> tuple[int, int]:
         """Number of placeholders of one grid of a medium, and of those that remain."""
@@ -390,7 +370,7 @@ class PooledFeatures(PlainView):
         if self._point.at_output:
             hook = module.register_forward_hook(lambda m, i, out: _averaged(out))
         else:
-            hook = module.register_forward_pre_hook(_pool_first)
+            hook = module.register_forward_pre_hook(lambda m, args: (pool(args[0]), *args[1:]))
         vision = self._model.config.vision_config
         patch = vision.patch_size
         try:
@@ -415,10 +395,6 @@ def pool(features: Tensor) -> Tensor:
 def _averaged(grid: Tensor) -> Tensor:
     """``[n, C, h, w]`` to ``[n, C, h', w']``; an average over an odd edge counts only what is there."""
     return functional.avg_pool2d(grid, 2, ceil_mode=True, count_include_pad=False)
-
-
-def _pool_first(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (pool(args[0]), *args[1:])
 
 
 def _square(tokens: int) -> tuple[int, int]:
@@ -452,7 +428,7 @@ def make_views(
     return [makers[name]() for name in names]
 
 
-class Multimodal(PlainView):
+class Multimodal(View):
     """M: the prompt unchanged."""
 
     name = "M"
@@ -461,7 +437,7 @@ class Multimodal(PlainView):
         return prompt
 
 
-class TextOnly(PlainView):
+class TextOnly(View):
     """T: one newline in place of every image or video (Gagrani et al. 2024)."""
 
     name = "T"
@@ -476,18 +452,14 @@ class TextOnly(PlainView):
         return without_media(self._config, self._tokenizer, prompt)
 
 
-class Pruned:
+class Pruned(View):
     """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025)."""
 
     name = "R"
-    seconds = 0.0
 
     def __init__(self, pruning: Pruning | None = None) -> None:
         self._pruning = pruning or Pruning()
-
-    @property
-    def early(self) -> bool:
-        return not self._pruning.needs_attention
+        self.early = not self._pruning.needs_attention
 
     def open(self, target: Context) -> None:
         request_attention(self._pruning, target)
@@ -496,7 +468,7 @@ class Pruned:
         return prompt
 
     def load(
-        self, own: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
     ) -> None:
-        dropped = positions_to_drop(own, row, prompt, self._pruning, target, prefill)
-        own.load_pruned(row, prompt, dropped)
+        dropped = positions_to_drop(session, row, prompt, self._pruning, target, prefill)
+        session.load_pruned(row, prompt, dropped)

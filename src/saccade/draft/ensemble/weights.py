@@ -51,11 +51,9 @@ class Weighting(Protocol):
     @property
     def needs_history(self) -> bool:
         """Whether weights depend on verified positions."""
-        ...
 
     def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         """Start a session of ``batch`` rows without history."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -60,15 +60,7 @@ class HeadConfig:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kind
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "vocab_size",
-            "steps",
-        ):
+        for name in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "steps"):
             if getattr(self, name) < 1:
                 raise ModelError(f"A head's {name} must be at least 1, not {getattr(self, name)}.")
         if self.heads % self.kv_heads or self.head_dim % 2:
@@ -131,11 +123,10 @@ class HeadConfig:
             kind = head_class(values["kind"])
             values["options"] = {**kind.defaults, **values["options"]}
         known = {f.name for f in fields(cls)}
-        odd = sorted(set(values) ^ known)
-        if odd:
-            what = "lacks" if odd[0] in known else "has the unknown field"
+        for name in sorted(set(values) ^ known):
+            what = "lacks" if name in known else "has the unknown field"
             raise ModelError(
-                f"The head's config.json {what} {odd[0]!r}; it was changed, or written by another version of Saccade."
+                f"The head's config.json {what} {name!r}; it was changed, or written by another version of Saccade."
             )
         return cls(**{**values, "layers": tuple(values["layers"])})
 
@@ -155,17 +146,17 @@ def rope_of(text: Any) -> dict[str, Any]:
 
 def check_fit(config: HeadConfig, shape: TargetShape) -> None:
     """Raise `ModelError`, naming what differs, unless the head was made for a target of this shape."""
-    ours = {
+    facts = {
         "model class": (config.target_class, shape.model_class),
         "hidden size": (config.hidden_size, shape.hidden_size),
         "vocabulary": (config.vocab_size, shape.vocab_size),
         "number of layers": (config.target_layers, shape.layers),
     }
-    for what, (made_for, found) in ours.items():
-        if made_for != found:
+    for what, (made_for, value) in facts.items():
+        if made_for != value:
             raise ModelError(
                 f"The {config.kind} head was made for another target: its {what} is {made_for} but this target's is "
-                f"{found}; give the target that it was trained with."
+                f"{value}; give the target that it was trained with."
             )
     absent = [layer for layer in config.layers if not 0 <= layer <= shape.layers]
     if absent:

@@ -12,8 +12,6 @@ from typing import Any
 
 from saccade.errors import ModelError
 
-_DRAFT, _TRAIN = "saccade.draft.heads", "saccade.train.objectives"
-
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
@@ -115,25 +113,12 @@ def head_kind(kind: str) -> HeadKind:
 
 def head_class(kind: str) -> type[Any]:
     """The `Head` of a kind; raises as `head_kind`."""
-    return _class(_DRAFT, head_kind(kind).head)
+    return part_of(kind, "head")
 
 
-def session_class(kind: str) -> type[Any]:
-    """The `DraftSession` of a kind; raises as `head_kind`."""
-    return _class(_DRAFT, head_kind(kind).session)
-
-
-def objective_class(kind: str) -> type[Any]:
-    """The `Objective` of a kind; raises as `head_kind`."""
-    return _class(_TRAIN, head_kind(kind).objective)
-
-
-def feeder_class(kind: str) -> type[Any]:
-    """The `Feeder` of a kind; raises as `head_kind`."""
-    return _class(_TRAIN, head_kind(kind).feeder)
-
-
-def _class(package: str, name: str) -> type[Any]:
+def part_of(kind: str, part: str) -> type[Any]:
+    """The class of a kind's ``head``, ``session``, ``objective`` or ``feeder``; raises as `head_kind`."""
+    name: str = getattr(head_kind(kind), part)
+    package = "saccade.draft.heads" if part in ("head", "session") else "saccade.train.objectives"
     module, _, attribute = name.partition(":") if ":" in name else f"{package}.{name}".rpartition(".")
-    found: type[Any] = getattr(import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)  # type: ignore[no-any-return]

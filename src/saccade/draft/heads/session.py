@@ -14,7 +14,7 @@ from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.heads.block import FusedHead, Placement
 from saccade.draft.heads.config import TargetShape, check_fit
 from saccade.draft.heads.head import Head, read_at
-from saccade.draft.heads.registry import session_class
+from saccade.draft.heads.registry import part_of
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families import visual_mask
@@ -51,7 +51,7 @@ class HeadDrafter(TreeDrafter):
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
-        session: DraftSession = session_class(self.head.kind)(self, rows, target)
+        session: DraftSession = part_of(self.head.kind, "session")(self, rows, target)
         return session
 
     def watch(self, verdict: Verdict) -> None:

@@ -39,11 +39,9 @@ class Growth(Protocol):
 
         Shapes: logits ``[B, 1, V]``.
         """
-        ...
 
     def tree(self) -> DraftTree:
         """Return the finished trees."""
-        ...
 
 
 class PolicySession(Protocol):
@@ -51,15 +49,12 @@ class PolicySession(Protocol):
 
     def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
         """Start this step's trees of some rows below ``roots`` ``[A]``."""
-        ...
 
     def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
         """Take in the accepted lengths of these rows' last trees, for policies that adapt."""
-        ...
 
     def restart(self, row: int) -> None:
         """Discard the row's history: its new prompt does not continue the earlier one."""
-        ...
 
 
 Signals = dict[str, tuple[float, ...]]
@@ -72,7 +67,6 @@ class Traced(Protocol):
 
     def signals(self, rows: Sequence[int]) -> list[Signals]:
         """Numbers behind the last drafts of these rows, in their order."""
-        ...
 
 
 class TreePolicy(Protocol):
@@ -81,31 +75,25 @@ class TreePolicy(Protocol):
     @property
     def max_nodes(self) -> int:
         """Upper bound of nodes in a tree, root included."""
-        ...
 
     @property
     def max_run(self) -> int:
         """Upper bound of nodes that the drafter runs per step, root excluded."""
-        ...
 
     @property
     def max_depth(self) -> int:
         """Upper bound of a tree's depth."""
-        ...
 
     @property
     def max_children(self) -> int:
         """Upper bound of children per node."""
-        ...
 
     @property
     def can_sample(self) -> bool:
         """Whether children may be drawn from q; exact only if the tree's form does not depend on the draws."""
-        ...
 
     def open(self, batch: int, device: torch.device) -> PolicySession:
         """Start a session of ``batch`` rows."""
-        ...
 
 
 def grow(
@@ -153,7 +141,6 @@ class Proposer(Protocol):
 
         Shapes: returns ``[B, W, width]``.
         """
-        ...
 
 
 class TopProposer:
