@@ -144,7 +144,7 @@ def answer(prompt: Prompt, method: str, repeat: int, clock: Clock, factor: float
             step.append(token)
             marks.append(mark)
             accepted += 1
-        tree = draft_tree(rng, tokens[-1], step, way)
+        tree = {"start": len(tokens), **draft_tree(rng, tokens[-1], step, way)}
         stats.drafted_tokens += len(tree["tokens"]) - 1
         tokens += [*step, plain[len(tokens) + len(step)]]
         marks.append("target")
@@ -241,6 +241,7 @@ def header(methods: Sequence[str], prompts: int, repeats: int) -> Header:
         models={
             "target": {"name": "pocket", "parameters": 4_600_000, "dtype": "float32"},
             "drafter": {"name": "pocket-draft", "parameters": 620_000, "dtype": "float32"},
+            "heads": {},
         },
         environment={"saccade": "0.1.0", "torch": "2.13.0", "device": "cpu", "threads": 2},
         started="2026-01-01T12:00:00+00:00",
@@ -248,6 +249,7 @@ def header(methods: Sequence[str], prompts: int, repeats: int) -> Header:
             "kv": 90,
             "target": {str(n): PASS_SECONDS + NODE_SECONDS * (n - 1) for n in (1, 2, 4, 8, 16, 32)},
             "draft": {str(n): 0.002 for n in (1, 2, 4, 8)},
+            "heads": {},
         },
     )
 

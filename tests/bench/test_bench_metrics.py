@@ -27,7 +27,7 @@ def record(
     tokens = 1 + passes + accepted if tokens is None else tokens
     stats = {
         "new_tokens": tokens,
-        **({"prefill_tokens": fields.pop("prefilled")} if "prefilled" in fields else {}),
+        "prefill_tokens": fields.pop("prefilled", 1),
         "target_passes": passes,
         "drafted_tokens": fields.pop("drafted", accepted),
         "accepted_histogram": list(histogram),

@@ -15,8 +15,7 @@ import saccade
 from saccade.bench.answering import answer_turns
 from saccade.bench.cost import Costs
 from saccade.bench.questions import Question, Turn
-from saccade.bench.records import Header, Record, Run, starts
-from saccade.bench.report.page import shown_prompts
+from saccade.bench.records import Header, Record, Run
 from saccade.bench.report.tables import EMPTY
 from saccade.pocket import draw
 from tools.results.paper_tables import (
@@ -133,20 +132,11 @@ def test_trees_know_the_tokens_before_them_though_the_first_is_verified_with_the
     given = {"max_new_tokens": 24, "do_sample": False}
     (answer,) = answer_turns(vlm.using("chain"), "chain", question, 0, options=given, seed=0, trace=True)
     record = answer.record
-    assert starts(record.trees)[0] == 0
+    assert record.trees[0]["start"] == 0
     drafted_end = record.marks[-1] != "target"  # no token of the target follows the last path
     assert sum(len(tree["path"]) for tree in record.trees) == len(record.tokens) + drafted_end
-    for start, tree in list(zip(starts(record.trees), record.trees, strict=True))[1:]:
-        assert tree["tokens"][0] == record.tokens[start - 1]  # the root is the token before
-
-
-def test_a_step_without_a_tree_moves_no_other() -> None:
-    record = next(r for r in make_run(prompts=1, traced=1).records if r.method == "chain" and r.trees)
-    trees = [{**tree, "start": start} for tree, start in zip(record.trees, starts(record.trees), strict=True)]
-    step = next(i for i, tree in enumerate(trees[:-1]) if len(tree["path"]) > 1)
-    whole, lacking = (replace(record, trees=found) for found in (trees, trees[:step] + trees[step + 1 :]))
-    shown = [shown_prompts(replace(make_run(), records=[one]), 1)[0].answers[0] for one in (whole, lacking)]
-    assert shown[0].steps[step + 1 :] == shown[1].steps[step:]
+    for tree in record.trees[1:]:
+        assert tree["tokens"][0] == record.tokens[tree["start"] - 1]  # the root is the token before
 
 
 def test_traces_carry_what_shaped_the_drafts(vlm: saccade.VLM) -> None:

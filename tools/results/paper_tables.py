@@ -16,7 +16,7 @@ from saccade import theory
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import Array, Estimate, bootstrap
-from saccade.bench.records import Record, Run, starts
+from saccade.bench.records import Record, Run
 from saccade.bench.report.figures import HEIGHT, INK, LINES, MARKERS, SERIES, WIDTH, Plot, figure, inline, legend
 from saccade.bench.report.tables import EMPTY, Cell, Column, Row, Table, estimate_cell
 from saccade.bench.suites import BASELINE
@@ -37,7 +37,7 @@ def predicted(run: Run) -> Table | None:
         measured, steps = results[label].decode_speedup, method["max_depth"] if draft_cost else 0
         length = sum(map(metrics.accepted, records)) / passes
         # prefill's pass verifies a draft, too, where the drafter needs nothing of the target
-        in_prefill = len(records) if any(r.stats.get("prefill_tokens", 1) > 1 for r in records) else 0
+        in_prefill = len(records) if any(r.stats["prefill_tokens"] > 1 for r in records) else 0
         nodes = sum(r.stats["drafted_tokens"] for r in records) / (passes + in_prefill)
         verify_cost = costs.target_seconds(nodes + 1) / costs.target_seconds(1)
         speedups = (
@@ -93,10 +93,10 @@ def weights(run: Run) -> list[Weights]:
     found = []
     for record in run.records:
         tokens, first = [], []
-        for emitted, tree in zip(starts(record.trees), record.trees, strict=True):
+        for tree in record.trees:
             given = tree.get("signals", {}).get("weights", [])
             if len(given) > 1:
-                tokens.append(emitted)
+                tokens.append(tree["start"])
                 first.append(float(given[0]))
         if first:
             found.append(Weights(record.method, record.prompt_id, tuple(tokens), tuple(first)))

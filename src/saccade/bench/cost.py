@@ -48,7 +48,7 @@ class Costs:
         if not stored:
             return None
         target, draft = ({int(k): v for k, v in stored[name].items()} for name in ("target", "draft"))
-        return cls(stored["kv"], target, draft, dict(stored.get("heads", {})))
+        return cls(stored["kv"], target, draft, dict(stored["heads"]))
 
     def target_seconds(self, tokens: float) -> float:
         """T_p(tokens), interpolated between measured sizes."""

@@ -125,8 +125,8 @@ def rate(record: Record) -> float | None:
 
 
 def decoded(record: Record) -> int:
-    """Tokens emitted after prefill, whose pass may also verify a first draft and emit several (one in old records)."""
-    tokens: int = record.stats["new_tokens"] - record.stats.get("prefill_tokens", 1)
+    """Tokens emitted after prefill, whose pass may also verify a first draft and emit several."""
+    tokens: int = record.stats["new_tokens"] - record.stats["prefill_tokens"]
     return tokens
 
 

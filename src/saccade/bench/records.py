@@ -63,8 +63,7 @@ class Record:
     equal: bool | None = None  # whether the tokens equal plain decoding's
     difference: dict[str, Any] | None = None  # at the first differing position
     peak_bytes: int | None = None  # peak memory of the process or device during the answer; None when not measured
-    # per step the verified tree (`tokens`, `parents`, `path`, `pieces`, and `start`, the tokens emitted before it,
-    # which old records lack); only of traced prompts
+    # per step the verified tree: `tokens`, `parents`, `path`, `pieces`, and `start`, the tokens emitted before it
     trees: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # Saccade's own during generation, each once
 
@@ -96,16 +95,6 @@ def difference_of(record: Record) -> str:
     text = f"position {found.get('position')}: {found.get('ours')} instead of {found.get('plain')}"
     logits = found.get("logits")
     return text if not logits else f"{text} with logits {logits.get('ours')} and {logits.get('plain')}"
-
-
-def starts(trees: Sequence[dict[str, Any]]) -> list[int]:
-    """Tokens emitted before every tree; in old records as if the first one came after the first token, and no step
-    were without one."""
-    places, end = [], 1
-    for tree in trees:
-        places.append(int(tree.get("start", end)))
-        end = places[-1] + len(tree["path"])
-    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +200,17 @@ def _check(record: Record) -> None:
     seconds = [*stats["seconds"].values(), stats["seconds"]["total"], stats["seconds"]["decode"]]
     if not all(math.isfinite(number) for number in [*counts, *seconds, *record.scores.values()]):
         raise ValueError("a count, a time or a score is no number")
-    if stats["new_tokens"] - stats.get("prefill_tokens", 1) < sum(stats["accepted_histogram"]):
+    if stats["new_tokens"] - stats["prefill_tokens"] < sum(stats["accepted_histogram"]):
         raise ValueError("the answer has fewer tokens than verification passes")
     for tree in record.trees:
         nodes = len(tree["tokens"])
         above = all(0 <= parent < max(node, 1) for node, parent in enumerate(tree["parents"]))
-        if not above or not nodes == len(tree["parents"]) == len(tree["pieces"]) or not max(tree["path"]) < nodes:
+        if (
+            not above
+            or tree["start"] < 0
+            or not nodes == len(tree["parents"]) == len(tree["pieces"])
+            or not max(tree["path"]) < nodes
+        ):
             raise ValueError("a draft tree has a node before its parent, or parts of different lengths")
 
 

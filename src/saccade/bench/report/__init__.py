@@ -36,10 +36,9 @@ def contents(runs: Sequence[Run]) -> list[Content]:
     names = []
     for run in runs:
         models = run.header.models
-        target, drafter = (m.get("name") if isinstance(m, dict) else m for m in map(models.get, ("target", "drafter")))
-        drafts = ", ".join(map(str, filter(None, [drafter, *models.get("heads", {})])))
-        words = " with ".join(map(str, filter(None, [target, drafts]))) or "unnamed models"
-        names.append(f"{run.header.suite}, {words}")
+        drafts = [*([models["drafter"]["name"]] if models["drafter"] else []), *models["heads"]]
+        words = " with ".join(filter(None, [models["target"]["name"], ", ".join(drafts)]))
+        names.append(f"{run.header.suite}, {words or 'unnamed models'}")
     names = [f"{n} ({r.folder.name})" if names.count(n) > 1 else n for n, r in zip(names, runs, strict=True)]
     names = [f"{n}, {number}" if names.count(n) > 1 else n for number, n in enumerate(names, 1)]
     return [Content(name, run, groups(run)) for name, run in zip(names, runs, strict=True)]

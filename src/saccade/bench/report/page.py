@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from saccade.bench.metrics import block_efficiency, cautions, headline
-from saccade.bench.records import MEDIA, Record, Run, difference_of, first_difference, starts, warned
+from saccade.bench.records import MEDIA, Record, Run, difference_of, first_difference, warned
 from saccade.bench.report import Content, figures, tables
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
@@ -224,7 +224,8 @@ def shown_prompts(run: Run, count: int) -> list[ShownPrompt]:
 def _answer(record: Record, plain: Record | None) -> ShownAnswer:
     steps: list[dict[str, Any]] = []
     numbers = [0] * len(record.tokens)
-    for start, tree in zip(starts(record.trees), record.trees, strict=True):
+    for tree in record.trees:
+        start = tree["start"]
         end = min(start + len(tree["path"]), len(record.tokens))
         numbers[start:end] = [len(steps) + 1] * (end - start)
         steps.append(_step(tree, record, start, end))
@@ -250,15 +251,11 @@ def _answer(record: Record, plain: Record | None) -> ShownAnswer:
 
 def _step(tree: dict[str, Any], record: Record, start: int, end: int) -> dict[str, Any]:
     """Data for the page's script: node texts, parents, accepted path, marks of the path and the token after it."""
-    path, last = list(tree["path"]), end - 1
+    path = tree["path"]
     kinds = [m if m in MEANINGS else "other" for m in record.marks[start:end]]
-    bonus = _visible(record.pieces[last]) if end > start else None
-    if len(path) > len(kinds):  # the answer ended on a draft token, so no bonus token follows
-        bonus = None
-    elif kinds and record.marks[last] != "target":  # likewise, in old records, whose paths lack that token
-        pairs = enumerate(zip(tree["tokens"], tree["parents"], strict=True))
-        node = next((n for n, pair in pairs if n and pair == (record.tokens[last], path[-1])), None)
-        path, bonus = (path if node is None else [*path, node]), (bonus if node is None else None)
+    bonus = None
+    if start < end == start + len(path):  # otherwise the answer ended on a draft token, so no bonus token follows
+        bonus = _visible(record.pieces[end - 1])
     return {
         "start": start,
         "nodes": [_visible(piece) for piece in tree["pieces"]],

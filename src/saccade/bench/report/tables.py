@@ -42,9 +42,7 @@ class Group:
 
 def groups(run: Run) -> list[Group]:
     """All tasks together, then every task if there are several; methods in the order of the configuration."""
-    methods = run.header.config.get("methods")
-    labels = [m.get("label") for m in methods if isinstance(m, dict)] if isinstance(methods, list) else []
-    order = {label: place for place, label in enumerate(labels)}
+    order = {method["label"]: place for place, method in enumerate(run.header.config["methods"])}
     records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
     tasks = {name: [r for r in records if r.task == name] for name in dict.fromkeys(r.task for r in run.records)}
     named: dict[str, list[Record]] = tasks if len(tasks) < 2 else {"all tasks": records, **tasks}
