@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
-from saccade.engine import Engine, Request
-from saccade.engine.batch import PREFILL_CHUNK
+from saccade.engine import Request, RunningBatch
 from saccade.engine.generation import plan
 from saccade.engine.row import Row, RowStep
-from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
 from saccade.stream import PromptOptions, split_options
-from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.text import Detokenizer, text_of
 
 
@@ -47,8 +44,8 @@ class Ticket:
     are read.
     """
 
-    def __init__(self, batch: Batch, row: Row, tokenizer: Any, lossless: bool) -> None:
-        self._batch, self._row, self._lossless = batch, row, lossless
+    def __init__(self, batch: Batch, row: Row, tokenizer: Any) -> None:
+        self._batch, self._row = batch, row
         self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
 
     @property
@@ -64,7 +61,7 @@ class Ticket:
     @property
     def output(self) -> Output:
         """The output so far; its ``finish_reason`` is ``interrupted`` until the request ends."""
-        output = self._row.finish(self._lossless)
+        output = self._row.finish(self._batch._running.engine.rule(do_sample=False).lossless)
         output.text = text_of(self._tokenizer, output.tokens)
         return output
 
@@ -102,29 +99,13 @@ class Batch:
     """A running batch of requests, each with its own options; see `VLM.batch`.
 
     Args:
-        engine: runs the steps.
+        running: the engine's.
         request: makes the engine's request of a question and a seed.
         tokenizer: the target's.
-        max_rows, kv_memory, prefill_chunk, media_cache, trace: as in `VLM.batch`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        request: Callable[[RowInput, int], Request],
-        tokenizer: Any,
-        max_rows: int = 8,
-        kv_memory: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
-        media_cache: int = MEDIA_BYTES,
-        trace: bool = False,
-    ) -> None:
-        self._target, self._request, self._tokenizer = engine.target, request, tokenizer
-        self._lossless = engine.rule(do_sample=False).lossless
-        if kv_memory is None:
-            kv_memory = int(KV_MEMORY_SHARE * free_memory(engine.target.device))
-        self._running = engine.open(max_rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk, media_cache=media_cache)
-        self._running.trace = trace
+    def __init__(self, running: RunningBatch, request: Callable[[RowInput, int], Request], tokenizer: Any) -> None:
+        self._running, self._request, self._tokenizer = running, request, tokenizer
         self._tickets: dict[int, Ticket] = {}
         self._ended: WeakValueDictionary[int, Ticket] = WeakValueDictionary()  # whose chunks may be unread
 
@@ -154,9 +135,9 @@ class Batch:
         loaded = [load_image(image, media.limits) for image in one_or_more(images)]
         given = RowInput(prompt, loaded, one_or_more(videos), media)
         request = self._request(given, seeds_of(seed, 1)[0])
-        decoding = plan(self._target, [request.prompt], tokenizer=self._tokenizer, **generation)
+        decoding = plan(self._running.target, [request.prompt], tokenizer=self._tokenizer, **generation)
         row = self._running.add(request, decoding.rows[0], decoding.do_sample)
-        ticket = Ticket(self, row, self._tokenizer, self._lossless)
+        ticket = Ticket(self, row, self._tokenizer)
         self._tickets[id(row)] = ticket
         return ticket
 

@@ -17,6 +17,7 @@ from saccade.draft.heads.head import Head
 from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
+from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.inputs.families import vision_signature
 from saccade.inputs.media import load_image
@@ -221,6 +222,7 @@ class VLM:
         self.head = None if self.head_name is None else self.heads[self.head_name]
         self.engine = methods.build(method, replace(self._parts, head=self.head), **options)
         self.lossless = methods.is_lossless(self.options)
+        self._drafts_from_prompts = methods.needs(self.options) == "draft model"
 
     @overload
     def generate(
@@ -333,8 +335,12 @@ class VLM:
             media_cache: bytes of image and video features that are cached by digest.
             trace: attach the verified tree to every chunk.
         """
-        tokenizer = self.processor.tokenizer
-        return Batch(self.engine, self.request, tokenizer, max_rows, kv_memory, prefill_chunk, media_cache, trace)
+        if kv_memory is None:
+            kv_memory = int(KV_MEMORY_SHARE * free_memory(self.target.device))
+        sizes = {"kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "media_cache": media_cache}
+        running = self.engine.open(max_rows, **sizes)
+        running.trace = trace
+        return Batch(running, self.request, self.processor.tokenizer)
 
     def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:
         """Return a `VLM` of the same loaded models with another method.
@@ -355,24 +361,21 @@ class VLM:
         """Open a conversation whose turns reuse the KV cache of the earlier ones."""
         return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
 
-    def request(self, given: RowInput, seed: int) -> Request:
+    def request(self, row: RowInput, seed: int) -> Request:
         """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile."""
-        prompt = given.prompt(self.processor)
-        return Request(prompt, self._draft_prompt(prompt, given), seed)
+        prompt = row.prompt(self.processor)
+        return Request(prompt, self._draft_prompt(prompt, row), seed)
 
-    def _draft_prompt(self, prompt: Prompt, given: RowInput) -> Prompt | None:
-        """Return the prompt of the draft model: text alone for one without vision.
-
-        It is text alone, too, for a ready-made prompt whose media another vision tower prepared.
-        """
-        if self.draft_model is None or self.draft_processor is None or methods.needs(self.options) != "draft model":
+    def _draft_prompt(self, prompt: Prompt, row: RowInput) -> Prompt | None:
+        """Prompt of the draft model: text alone without vision, or where another vision tower prepared the media."""
+        if self.draft_model is None or self.draft_processor is None or not self._drafts_from_prompts:
             return None
         if not prompt.media:
             return prompt
-        signature, is_made = vision_signature(self.draft_model.config), isinstance(given.question, Prompt)
+        signature, is_made = vision_signature(self.draft_model.config), isinstance(row.question, Prompt)
         if signature is None or (is_made and signature != vision_signature(self.target.config)):
             return self.processor.text_only(prompt)
-        return prompt if is_made else given.prompt(self.draft_processor)
+        return prompt if is_made else row.prompt(self.draft_processor)
 
 
 def _processor(given: Any) -> InputProcessor:
