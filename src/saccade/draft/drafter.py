@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
-from saccade.draft.trees.policy import Proposer, TreePolicy
+from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
 from saccade.inputs.prompt import Prompt
+from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
@@ -22,7 +23,7 @@ class DraftSession(Protocol):
         captioning_seconds: part of the last `load` spent on captioning images; 0 for most drafters.
     """
 
-    captioning_seconds: float
+    captioning_seconds: float = 0.0
 
     def reserve(self, row: int, capacity: int) -> None:
         """Make room for ``capacity`` tokens of a row."""
@@ -61,32 +62,37 @@ class DraftSession(Protocol):
     def forget(self, row: int) -> None:
         """Empty a row."""
 
-
-@runtime_checkable
-class FollowsTarget(Protocol):
-    """A session that reads the target's states of every token, also of rows and steps that are not drafted for."""
-
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Take in a prompt that is not drafted for, in place of `DraftSession.load`."""
+        """Take in a prompt that is not drafted for, in place of `load`; for sessions that read the target's states."""
+        return
 
     def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
-        """Take in a step that was not drafted for these rows, ahead of its commit.
+        """Take in a step that was not drafted for these rows, ahead of its commit; nothing by default.
 
         Args:
             output: the target's forward of their last tokens alone, hidden states ``[A, 1, d]``.
         """
-
-
-@runtime_checkable
-class Divisible(Protocol):
-    """A session that can prefill a prompt in parts ahead of `DraftSession.load`, which then prefills the last part."""
+        return
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
-        """Prefill about ``budget`` more tokens and return their number; 0, and nothing runs, where no more are left."""
+        """Prefill about ``budget`` more tokens ahead of `load` and return their number; 0 where that does the rest."""
+        return 0
+
+    def signals(self, rows: Sequence[int]) -> list[Signals]:
+        """Numbers that shaped the last drafts of these rows, in their order, for traces."""
+        return [{} for _ in rows]
 
 
 class Drafter(Protocol):
     """Proposes continuations of the target's text."""
+
+    @property
+    def model(self) -> Target | None:
+        """Draft model; None without one."""
+
+    @property
+    def num_views(self) -> int:
+        """Prompts of every row that the draft model holds."""
 
     @property
     def max_nodes(self) -> int:
@@ -125,6 +131,8 @@ class TreeDrafter:
     """
 
     early = False
+    model: Target | None = None
+    num_views = 1
 
     def __init__(self, policy: TreePolicy) -> None:
         self.policy = policy

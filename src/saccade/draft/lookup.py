@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from saccade.draft.drafter import DraftSession
 from saccade.draft.trees.policy import Proposer
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.cache import on_device
@@ -25,6 +27,8 @@ class PromptLookup:
     Where the text ends before the draft does, the copy repeats itself.
     """
 
+    model: ClassVar[None] = None
+    num_views: ClassVar[int] = 1
     gamma: int = 10  # draft tokens
     max_ngram: int = 3  # longest n-gram that is matched; shorter ones are tried in turn
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the trees; the target's device
@@ -50,10 +54,8 @@ class PromptLookup:
         return LookupSession(self, rows)
 
 
-class LookupSession:
+class LookupSession(DraftSession):
     """Every row's ids, and the place where each n-gram last ended."""
-
-    captioning_seconds = 0.0
 
     def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ class MergedDrafter:
         self.max_nodes = min(first.max_nodes + second.max_nodes - 1, total + 1)
         self.max_depth = max(first.max_depth, second.max_depth)
         self.max_children, self.draws = first.max_children + second.max_children, False
-        self.model: Any = getattr(first, "model", None) or getattr(second, "model", None)
-        self.views: Any = getattr(first, "views", ()) or getattr(second, "views", ())
+        self.model = first.model or second.model
+        self.num_views = max(first.num_views, second.num_views)
 
     @property
     def early(self) -> bool:
@@ -45,14 +44,13 @@ class MergedDrafter:
         return MergedSession(sessions, self.total, self.max_depth)
 
 
-class MergedSession:
+class MergedSession(DraftSession):
     """Two draft sessions over the same rows."""
 
     def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int, depth: int) -> None:
         self._sessions = sessions
         self._total = total
         self._block = depth + 1  # most tokens of a row at once: more than the shallower session reserves
-        self.captioning_seconds = 0.0
 
     def reserve(self, row: int, capacity: int) -> None:
         for session in self._sessions:

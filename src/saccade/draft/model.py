@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import TreeDrafter
+from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.trees.policy import Frontier, Proposer, Signals, Traced, TreePolicy, grow
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
@@ -23,6 +23,7 @@ class ModelDrafter(TreeDrafter):
     """A draft VLM or LLM."""
 
     early = True
+    model: Target
 
     def __init__(self, model: Target, policy: TreePolicy, vocab_size: int | None = None) -> None:
         super().__init__(policy)
@@ -33,14 +34,12 @@ class ModelDrafter(TreeDrafter):
         return ModelDraftSession(self, rows, target)
 
 
-class ModelDraftSession:
+class ModelDraftSession(DraftSession):
     """A draft model's KV cache.
 
     Entries of draft tokens are dropped after every step; accepted ones run again with the bonus token, in the forward
     that starts the next step. That needs no gather and suits every kind of drafter.
     """
-
-    captioning_seconds = 0.0
 
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter, self._target = drafter, target
@@ -61,7 +60,7 @@ class ModelDraftSession:
         self.load_pruned(row, prompt)
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
-        """See `Divisible`."""
+        """See `DraftSession.load_part`."""
         own = replace(prompt, ids=tuple(self._embeddable(prompt.ids)))
         prefill = self._parts.get(row)
         if prefill is None or prefill.prompt != own:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from saccade.draft.drafter import Divisible
 from saccade.engine.costs import ChunkSizes, Clock
 from saccade.engine.row import Row
 from saccade.engine.state import BatchState
@@ -135,13 +134,11 @@ class PromptRunner:
 
     def _load_part(self, row: Row) -> bool:
         """Prefill a part of the drafter's prompt ahead of the target's, or the last; whether all of it is done."""
-        drafting: object = self._state.drafting
-        budget, prompt = self._budgets[1], row.request.drafter_prompt
-        if not isinstance(drafting, Divisible):
-            return self.prefill_drafter(row, None)
+        drafting, budget, prompt = self._state.drafting, self._budgets[1], row.request.drafter_prompt
         row.drafter_begun = True
         if not budget:
             return False
+        assert drafting is not None
         assert row.slot is not None
         started = self._clock.timer()
         try:

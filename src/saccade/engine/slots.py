@@ -125,9 +125,9 @@ def most_slots(limit: int | None, target: Target, drafter: Drafter | None) -> in
 
 def _entry_bytes(target: Target, drafter: Drafter | None) -> int:
     """Bytes of an entry in the target and in every view of the draft model."""
-    model = getattr(drafter, "model", None)
-    views = len(getattr(drafter, "views", ())) or 1
-    return target.entry_bytes + (views * model.entry_bytes if isinstance(model, Target) else 0)
+    if drafter is None or drafter.model is None:
+        return target.entry_bytes
+    return target.entry_bytes + drafter.num_views * drafter.model.entry_bytes
 
 
 def free_memory(device: torch.device) -> int:

@@ -37,10 +37,9 @@ class BatchState:
         self.drafting: DraftSession | None = None  # the drafter's session; None without a drafter
         self.models = [self.target]  # target and draft model, each once
         if self.drafter is not None:
-            self.drafting = self.drafter.open(max_rows, self.context)  # the drafter's session; None without a drafter
-            model = getattr(self.drafter, "model", None)
-            if isinstance(model, Target) and model is not self.target:
-                self.models.append(model)
+            self.drafting = self.drafter.open(max_rows, self.context)
+            if self.drafter.model is not None and self.drafter.model is not self.target:
+                self.models.append(self.drafter.model)
                 self.context.media.share(self.models)
         self._judges: dict[bool, tuple[Rule, Judge]] = {}
         self.judge(False)  # which adds its requirements to every forward

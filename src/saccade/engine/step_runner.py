@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from saccade.draft.drafter import FollowsTarget
-from saccade.draft.trees.policy import DrawProposer, Proposer, Signals, TopProposer, Traced
+from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
 from saccade.engine.costs import ChunkSizes, Clock, sampled_length
 from saccade.engine.prompts import PromptRunner
 from saccade.engine.row import Row, RowStep
@@ -244,13 +243,11 @@ class StepRunner:
 
     def _follow(self, groups: Sequence[VerificationGroup]) -> None:
         """Let a drafter that reads the target's states take in a step of rows that it does not draft for."""
-        drafting: object = self._state.drafting
-        if not isinstance(drafting, FollowsTarget):
-            return
         for group in groups:
-            assert group.output is not None
-            with self._clock.stage("draft"):
-                drafting.follow(group.slots, group.output)
+            if self._state.drafting is not None:
+                assert group.output is not None
+                with self._clock.stage("draft"):
+                    self._state.drafting.follow(group.slots, group.output)
 
     def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Groups for the first tokens of rows whose prompts ended without a tree behind them."""
@@ -262,11 +259,13 @@ class StepRunner:
                 if row.do_sample != do_sample or row.done or row.slot is None:
                     continue
                 self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
-                drafts = self._state.drafting is not None and self._prompts.drafts(row)
-                session: object = self._state.drafting
-                if not drafts and isinstance(session, FollowsTarget):
-                    session.keep(row.slot, row.request.drafter_prompt, result)
-                if not drafts or self._prompts.prefill_drafter(row, result):
+                drafting = self._state.drafting
+                drafts = drafting is not None and self._prompts.drafts(row)
+                if drafting is not None and not drafts:
+                    drafting.keep(row.slot, row.request.drafter_prompt, result)
+                if drafts:
+                    self._prompts.prefill_drafter(row, result)
+                if not row.done:
                     assert result.logits is not None
                     rows.append(row)
                     logits.append(result.logits)
@@ -297,7 +296,10 @@ class StepRunner:
             slots, entries, ids = zip(*commits, strict=True)
             self._context.commit(slots, entries, ids)
         if self._trace and group.drafted:
-            for row, tree in zip(group.rows, traces(group.tree, paths, self._signals(group)), strict=True):
+            assert self._state.drafting is not None
+            signals = dict(zip(group.slots, self._state.drafting.signals(group.slots), strict=True))
+            by_row = [{} if row.slot is None else signals[row.slot] for row in group.rows]
+            for row, tree in zip(group.rows, traces(group.tree, paths, by_row), strict=True):
                 row.steps[-1] = replace(row.steps[-1], tree=tree)
         for row in group.rows:
             if row.done and row.slot is not None:
@@ -305,14 +307,6 @@ class StepRunner:
                     self._state.pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
         return sum(len(row.output) for row in group.rows) - before
-
-    def _signals(self, group: VerificationGroup) -> list[Signals]:
-        """What shaped the rows' drafts; nothing for drafters that do not say."""
-        drafting: object = self._state.drafting
-        if not isinstance(drafting, Traced):
-            return [{} for _ in group.rows]
-        by_slot = dict(zip(group.slots, drafting.signals(group.slots), strict=True))
-        return [{} if row.slot is None else by_slot[row.slot] for row in group.rows]
 
     def _emit_row(
         self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None, commits: list[Commit]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import TreeDrafter
+from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.ensemble.views import View
 from saccade.draft.ensemble.weights import (
     TINY,
@@ -44,6 +44,8 @@ class EnsembleDrafter(TreeDrafter):
     A row whose views have equal prompts (text alone) has one active view.
     """
 
+    model: Target
+
     def __init__(
         self,
         model: Target,
@@ -57,7 +59,7 @@ class EnsembleDrafter(TreeDrafter):
             raise ValueError("An ensemble needs at least one view.")
         super().__init__(policy)
         self.model = model  # the adapter of the draft model
-        self.views = tuple(views)  # forms of the prompt
+        self.views, self.num_views = tuple(views), len(views)  # forms of the prompt
         self.weighting = weighting or make_weighting("auto", len(views))
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)  # as for `ModelDrafter`
         self.carry = carry  # retain the views' history from one turn of a conversation to the next
@@ -67,7 +69,7 @@ class EnsembleDrafter(TreeDrafter):
         return EnsembleSession(self, rows, target)
 
 
-class EnsembleSession:
+class EnsembleSession(DraftSession):
     """A draft session of m * R slots that has R rows for the engine: slot ``i * R + r`` is view i of row r."""
 
     def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
@@ -88,7 +90,6 @@ class EnsembleSession:
         self._room = [0] * rows  # tokens that could still be emitted when the row drafted last
         self._has_one_view = [False] * rows  # rows whose views have equal prompts
         self._roots: dict[int, Tensor] = {}  # the views' distributions at the roots, by the first row of a proposal
-        self.captioning_seconds = 0.0  # time spent on captions at the last `load`
 
     @property
     def context(self) -> Context:

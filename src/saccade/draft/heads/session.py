@@ -67,10 +67,8 @@ class HeadDrafter(TreeDrafter):
         return self._map(logits)
 
 
-class HeadSession:
+class HeadSession(DraftSession):
     """Base of all heads' sessions: the tree policy's state, and the target's states that the head reads."""
-
-    captioning_seconds = 0.0
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         self._drafter, self._context, self._head = drafter, target, drafter.head
