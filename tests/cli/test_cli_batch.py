@@ -15,7 +15,7 @@ from commands import Shell
 
 from checkpoints import picture, ready, saved_picture, vlm
 from saccade.cli import screen
-from saccade.engine.step_runner import StepRunner
+from saccade.engine.step import StepRunner
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from processes import exit_code_of
 from saccade import load
 from saccade.cli import main, screen
 from saccade.draft import pruning
-from saccade.engine.step_runner import StepRunner
+from saccade.engine.step import StepRunner
 from saccade.inputs.prompt import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of

@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from checkpoints import picture, saved_picture, vlm
-from saccade.engine.step_runner import StepRunner
+from saccade.engine.step import StepRunner
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs import batch_file
 from saccade.jobs.item_worker import PlainForm

@@ -12,7 +12,7 @@ from live_server import Live, Question, asks, live, questions, uri
 
 from checkpoints import vlm
 from saccade.engine import RunningBatch
-from saccade.engine.step_runner import StepRunner
+from saccade.engine.step import StepRunner
 from saccade.inputs.prompt import Prompt
 from saccade.processors import stateless
 from saccade.serve.answers import Choice

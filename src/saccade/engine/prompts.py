@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from saccade.engine.costs import ChunkSizes, Clock
 from saccade.engine.row import Row
-from saccade.engine.state import BatchState
-from saccade.engine.step import PrefillChunk
+from saccade.engine.slots import BatchState
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
-from saccade.target_model.context import PrefillResult
+from saccade.target_model.context import Prefill, PrefillResult
+from saccade.target_model.forward import TokenBlock
 from saccade.target_model.traits import ContextError
 
 _LATE = 8
 """Tokens after which it is considered again whether the drafter is to join a row."""
+
+
+@dataclass(slots=True)
+class PrefillChunk:
+    """Part of a row's prompt that runs in this step."""
+
+    row: Row  # the row
+    prefill: Prefill  # of its prompt
+    stop: int  # prompt tokens that are computed once it has run
+    has_tree: bool = False  # whether the row's first tree runs behind it
+    block: TokenBlock | None = None  # its tokens; None where it runs in a pass of its own
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the prompt."""
+        return self.stop == len(self.prefill.prompt)
 
 
 class PromptRunner:

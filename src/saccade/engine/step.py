@@ -1,18 +1,24 @@
-"""Parts of one step: prefill chunks, and trees with their verdicts."""
+"""One step of a batch: prefill chunks and draft trees in one target forward, verdicts, and commits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.engine.row import Row
-from saccade.output import TreeTrace
-from saccade.target_model.context import Context, Prefill
-from saccade.target_model.forward import ForwardOutput, TokenBlock
+from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
+from saccade.engine.costs import ChunkSizes, Clock, sampled_length
+from saccade.engine.prompts import PrefillChunk, PromptRunner
+from saccade.engine.row import Row, RowStep
+from saccade.engine.slots import BatchState
+from saccade.errors import InputError, ModelError
+from saccade.output import DRAFTED, TreeTrace
+from saccade.processors import name_of
+from saccade.target_model.context import Context
+from saccade.target_model.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.target_model.sharding import Ranks
 from saccade.tree import DraftTree
 from saccade.verify.lossless import Uniforms
@@ -73,22 +79,6 @@ def traces(
         TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path), own) if path else None
         for tokens, parents, count, path, own in rows
     ]
-
-
-@dataclass(slots=True)
-class PrefillChunk:
-    """Part of a row's prompt that runs in this step."""
-
-    row: Row  # the row
-    prefill: Prefill  # of its prompt
-    stop: int  # prompt tokens that are computed once it has run
-    has_tree: bool = False  # whether the row's first tree runs behind it
-    block: TokenBlock | None = None  # its tokens; None where it runs in a pass of its own
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends the prompt."""
-        return self.stop == len(self.prefill.prompt)
 
 
 @dataclass(slots=True)
@@ -207,3 +197,347 @@ def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTre
         positions=torch.cat([chunk.positions, below[None].expand(root.shape[0], -1, -1)], 2),
         logits_from=count - 1,
     )
+
+
+Owner = PrefillChunk | VerificationGroup
+Commit = tuple[int, list[int], list[int]]
+"""A row's slot, its committed ones among the pending entries, and their tokens."""
+
+
+class StepRunner:
+    """One step of a running batch."""
+
+    def __init__(self, state: BatchState, sizes: tuple[ChunkSizes, ChunkSizes], number: int, trace: bool) -> None:
+        self._state, self._context, self._target = state, state.context, state.target
+        self._number, self._trace = number, trace
+        self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
+        self._prompts = PromptRunner(state, self._clock, sizes)
+
+    def run(self) -> None:
+        """Run the step; rows that fail on their own end with their errors."""
+        started = self._clock.timer()
+        chunks, prefilled, ahead = self._prompts.chunks()
+        groups = self._propose(chunks)
+        blocks = self._blocks(chunks, groups)
+        decoding = any(not self._state.is_prefilling(row) for group in groups for row in group.rows)
+        with self._clock.stage("verify" if decoding else "prefill"):
+            outputs = self._context.run([block for block, _ in blocks]) if blocks else []
+            for (_, owner), output in zip(blocks, outputs, strict=True):
+                if isinstance(owner, PrefillChunk):
+                    self._record(owner, output)
+        self._assign_outputs(groups, blocks, outputs)
+        self._follow([group for group in groups if not group.drafted])
+        prefilled += [c for c in chunks if c.is_last and not c.has_tree]
+        groups += self._first_token_groups(prefilled)
+        with self._clock.stage("verify" if decoding else "prefill"):
+            packed = [group.decide(self._target.ranks) for group in groups]
+        for group in groups:
+            if group.drafted and self._state.drafting is not None:
+                assert group.scores is not None
+                assert group.verdict is not None
+                assert group.output is not None
+                with self._clock.stage("draft"):
+                    self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
+        host = to_host(packed) if packed else []  # the step's one synchronisation
+        self._count_seconds([*chunks, *prefilled, *ahead], groups)
+        with_tree = {id(c.row): c for c in chunks if c.has_tree}
+        emitted = sum(self._emit(group, numbers, with_tree) for group, numbers in zip(groups, host, strict=True))
+        seconds = self._clock.timer() - started
+        self._observe_costs(groups, [*chunks, *prefilled, *ahead], emitted, seconds)
+        self._prompts.observe(seconds)
+
+    # -- trees ---------------------------------------------------------------------------------------------
+
+    def _record(self, chunk: PrefillChunk, output: ForwardOutput) -> None:
+        """Commit a chunk that has run; with a tree behind it, that follows the verdict."""
+        assert chunk.block is not None
+        slot = chunk.prefill.row
+        chunk.prefill.record(output)
+        if chunk.has_tree:
+            _, judge = self._state.judge(chunk.row.do_sample)
+            judge.read(slot, chunk.row.request.prompt, chunk.prefill.result)
+        else:
+            self._context.cache.commit([slot], [range(chunk.block.count)])
+
+    def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
+        """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
+        rows = self._state.decoding
+        beginning = []
+        for chunk in chunks:
+            if chunk.has_tree and (chunk.row.drafter_prefilled or self._prompts.prefill_drafter(chunk.row, None)):
+                beginning.append(chunk.row)
+        for row in rows:
+            if row.drafts is False:
+                self._prompts.start_late(row)
+        rows = [row for row in rows if not row.done]
+        groups = []
+        for do_sample in (False, True):
+            decoding = [row for row in rows if row.do_sample == do_sample]
+            new = [row for row in beginning if row.do_sample == do_sample]
+            joined = [row for row in decoding if row.drafts is not False]
+            lengths = self._draft_lengths([*joined, *new], do_sample, len(decoding) - len(joined))
+            longest = max([1, *lengths.values()])
+            drafting = [row for row in joined if lengths[id(row)]]
+            plain = [row for row in decoding if not lengths.get(id(row))]
+            if drafting or new:
+                groups.append(self._propose_group([*drafting, *new], do_sample, longest))
+            if plain:
+                groups.append(self._root_group(plain, do_sample))
+        return groups
+
+    def _draft_lengths(self, rows: Sequence[Row], do_sample: bool, others: int) -> dict[int, int]:
+        """Most draft tokens of rows in this step, by id; 0 for none. ``others``: rows beside them without a drafter."""
+        drafter, pacer = self._state.drafter, self._state.pacer
+        if not rows:
+            return {}
+        if drafter is None:
+            lengths = [0] * len(rows)
+        elif pacer is None:
+            lengths = [drafter.max_depth] * len(rows)
+        elif do_sample:
+            lengths = [sampled_length(row.trials) for row in rows]
+        else:
+            lengths = pacer.lengths(len(rows), others)
+        if pacer is not None and self._target.ranks is not None:  # times differ from rank to rank
+            lengths = self._target.ranks.numbers(lengths)
+        return {id(row): length for row, length in zip(rows, lengths, strict=True)}
+
+    def _observe_costs(
+        self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int, seconds: float
+    ) -> None:
+        """Let the pacer take in the time of a step with these chunks of prompts."""
+        pacer, draft = self._state.pacer, self._clock.costs["draft"]
+        rows = sum(len(group.rows) for group in groups)
+        if pacer is None or not groups:
+            return
+        if chunks:
+            spent = self._clock.costs["prefill"] + self._clock.costs["vision"]
+            pacer.observe_prefill_step(spent, rows)
+            return
+        drafted = [group for group in groups if group.drafted]
+        pacer.observe_step(
+            tokens=sum(len(group.rows) * group.tree.size for group in groups),
+            forward=seconds - draft,
+            rows=rows,
+            emitted=emitted,
+            drafting=sum(len(group.rows) for group in drafted),
+            length=max((group.tree.size - 1 for group in drafted), default=0),
+            draft=draft,
+        )
+
+    def _propose_group(self, rows: list[Row], do_sample: bool, length: int) -> VerificationGroup:
+        drafter, drafting = self._state.drafter, self._state.drafting
+        assert drafter is not None
+        assert drafting is not None
+        rule, judge = self._state.judge(do_sample)
+        processing = Processing([row.processing for row in rows])
+        uniforms, draws = self._uniforms(rows, rule)
+        proposer: Proposer = TopProposer()
+        if draws:
+            assert uniforms is not None
+            proposer = DrawProposer(processing.warp, uniforms)
+        # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
+        remaining = max(row.remaining for row in rows)
+        limit = min(remaining, length) if rule.lossless else drafter.max_depth
+        slots = [row.slot for row in rows if row.slot is not None]
+        with self._clock.stage("draft"):
+            tree = drafting.propose(slots, [row.pop_new_tokens() for row in rows], proposer, limit)
+            tree = tree.to(self._target.device)
+            if self._target.ranks is not None:
+                tree = self._target.ranks.tree(tree)
+        return VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=True)
+
+    def _root_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
+        """A group with plain decoding's trees, of the last tokens alone."""
+        rule, judge = self._state.judge(do_sample)
+        roots = tuple(row.ids[-1] for row in rows)
+        slots = [row.slot for row in rows if row.slot is not None]
+        numbers = self._context.cache.numbers
+        numbers.send([roots, *self._context.numbers_of(slots)])
+        processing = Processing([row.processing for row in rows])
+        uniforms, _ = self._uniforms(rows, rule)
+        tree = DraftTree.root_only(numbers.get(roots).to(self._target.device))
+        return VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=False)
+
+    def _uniforms(self, rows: Sequence[Row], rule: Rule) -> tuple[Uniforms | None, bool]:
+        """This step's random numbers, and whether children are drawn with them."""
+        drafter = self._state.drafter
+        nodes, depth, children = 1, 0, 0
+        if drafter is not None:
+            nodes, depth, children = drafter.max_nodes, drafter.max_depth, drafter.max_children
+        draws = bool(drafter and drafter.draws and rule.samples)
+        judging = rule.uniforms(depth, children)
+        if not all(judging):
+            return None, False
+        drawing = nodes * max(children, 1) if draws else 0
+        return Uniforms([row.generator for row in rows], judging, drawing, self._target.device), draws
+
+    def _blocks(
+        self, chunks: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]
+    ) -> list[tuple[TokenBlock, Owner]]:
+        """Blocks of the target's forward, each with its chunk or group."""
+        blocks: list[tuple[TokenBlock, Owner]] = []
+        places = {id(row): (group, i) for group in groups for i, row in enumerate(group.rows)}
+        for group in groups:
+            slots = [r.slot for r in group.rows if r.slot is not None and not self._state.is_prefilling(r)]
+            if slots:
+                blocks.append((tree_block(self._context, slots, group.tree), group))
+        for chunk in chunks:
+            if chunk.row.done:
+                continue
+            block = chunk.block
+            assert block is not None
+            if chunk.has_tree:
+                group, index = places[id(chunk.row)]
+                block = append_tree(self._context, block, len(chunk.prefill.prompt), group.tree, index)
+            blocks.append((block, chunk))
+        return blocks
+
+    def _assign_outputs(
+        self,
+        groups: Sequence[VerificationGroup],
+        blocks: Sequence[tuple[TokenBlock, Owner]],
+        outputs: Sequence[ForwardOutput],
+    ) -> None:
+        """Join the outputs of every group's trees."""
+        for group in groups:
+            order = {id(row): index for index, row in enumerate(group.rows)}
+            found: list[tuple[int, ForwardOutput, int]] = []  # index of the first row, output, first token of the tree
+            for (block, owner), output in zip(blocks, outputs, strict=True):
+                if owner is group:
+                    found.append((-1, output, 0))
+                elif isinstance(owner, PrefillChunk) and owner.has_tree and id(owner.row) in order:
+                    found.append((order[id(owner.row)], output, block.logits_from))
+            found.sort(key=lambda part: part[0])
+            group.output = concat_outputs([output for _, output, _ in found], [start for *_, start in found])
+
+    def _follow(self, groups: Sequence[VerificationGroup]) -> None:
+        """Let a drafter that reads the target's states take in a step of rows that it does not draft for."""
+        for group in groups:
+            if self._state.drafting is not None:
+                assert group.output is not None
+                with self._clock.stage("draft"):
+                    self._state.drafting.follow(group.slots, group.output)
+
+    def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
+        """Groups for the first tokens of rows whose prompts ended without a tree behind them."""
+        groups = []
+        for do_sample in (False, True):
+            rows, logits = [], []
+            for chunk in prefilled:
+                row, result = chunk.row, chunk.prefill.result
+                if row.do_sample != do_sample or row.done or row.slot is None:
+                    continue
+                self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
+                drafting = self._state.drafting
+                drafts = drafting is not None and self._prompts.drafts(row)
+                if drafting is not None and not drafts:
+                    drafting.keep(row.slot, row.request.drafter_prompt, result)
+                if drafts:
+                    self._prompts.prefill_drafter(row, result)
+                if not row.done:
+                    assert result.logits is not None
+                    rows.append(row)
+                    logits.append(result.logits)
+            if rows:
+                group = self._root_group(rows, do_sample)
+                group.output = ForwardOutput(torch.stack(logits)[:, None])
+                groups.append(group)
+        return groups
+
+    # -- on the host ---------------------------------------------------------------------------------------
+
+    def _emit(
+        self, group: VerificationGroup, numbers: Sequence[Sequence[int]], with_tree: dict[int, PrefillChunk]
+    ) -> int:
+        """Emit every row's tokens up to its end, commit their entries, and return the number of emitted tokens."""
+        before = sum(len(row.output) for row in group.rows)
+        paths: list[list[int]] = []
+        commits: list[Commit] = []
+        for index, (row, verdict) in enumerate(zip(group.rows, numbers, strict=True)):
+            try:
+                if index in group.failed:
+                    raise group.failed[index]
+                paths.append(self._emit_row(row, verdict, with_tree.get(id(row)), commits))
+            except Exception as error:
+                self._state.fail(row, error)
+                paths.append([])
+        if commits:  # at once: entries that change slots are sent in one transfer
+            slots, entries, ids = zip(*commits, strict=True)
+            self._context.commit(slots, entries, ids)
+        if self._trace and group.drafted:
+            assert self._state.drafting is not None
+            signals = dict(zip(group.slots, self._state.drafting.signals(group.slots), strict=True))
+            by_row = [{} if row.slot is None else signals[row.slot] for row in group.rows]
+            for row, tree in zip(group.rows, traces(group.tree, paths, by_row), strict=True):
+                row.steps[-1] = replace(row.steps[-1], tree=tree)
+        for row in group.rows:
+            if row.done and row.slot is not None:
+                if self._state.pacer is not None:
+                    self._state.pacer.observe_end(len(row.output))
+                self._state.leave(row, empty=False)
+        return sum(len(row.output) for row in group.rows) - before
+
+    def _emit_row(
+        self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None, commits: list[Commit]
+    ) -> list[int]:
+        """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first."""
+        assert row.slot is not None
+        count, token, unsound, barred, *rest = numbers
+        if unsound:
+            raise ModelError(
+                f"The target's logits are not finite at step {self._number} (after {len(row.output)} new "
+                "tokens); check the weights and the dtype (float16 overflows in some models, use bfloat16)."
+            )
+        width = len(rest) // 4
+        path, path_tokens, codes = (rest[at : at + count + 1] for at in (0, width, 3 * width))
+        first = self._state.is_prefilling(row)
+        # Deeper nodes serve longer rows.
+        drafted = rest[2 * width + min(row.remaining, width - 1)] - 1
+        row.stats.drafted_tokens += drafted
+        row.stats.draft_passes += drafted > 0
+        if not first:
+            row.record_pass(min(count, row.remaining))
+        if self._state.pacer is not None and drafted:
+            self._state.pacer.observe_acceptance(drafted, min(count, drafted))
+            row.trials.observe(drafted, min(count, drafted))
+        emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
+        if barred and len(emitted) > count:
+            names = ", ".join(name_of(processor) for processor in row.plan.processors) or "none"
+            raise InputError(
+                f"The logits processors of the row ({names}) leave nothing to sample from after "
+                f"{len(row.output) - 1} new tokens: every score is -inf, or one is inf or NaN; let them leave at least "
+                "one token a finite score."
+            )
+        if first:
+            row.stats.prefill_tokens = len(emitted)
+        marks = tuple(row.marks[len(row.marks) - len(emitted) :])
+        row.steps.append(RowStep(tuple(emitted), marks, row.done))
+        nodes = path[: len(emitted)]
+        if chunk is not None:
+            assert chunk.block is not None
+            prompt = chunk.block.count
+            entries = [*range(prompt), *(prompt - 1 + node for node in nodes[1:])]
+            commits.append((row.slot, entries, path_tokens[1 : len(emitted)]))
+        elif not first:
+            commits.append((row.slot, nodes, path_tokens[: len(emitted)]))
+        self._state.prefills.pop(row.slot, None)
+        return path[: len(emitted) + 1]  # with a draft token that ended the row, which is not committed
+
+    # -- times ---------------------------------------------------------------------------------------------
+
+    def _count_seconds(self, prefilled: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
+        """Add the stages' times to the rows that took part in them; rows of one step share them."""
+        seconds = self._clock.read()
+        forward = seconds.get("verify", 0.0) + seconds.get("prefill", 0.0)
+        rest = {name: spent for name, spent in seconds.items() if name not in ("verify", "prefill", "draft")}
+        drafting = seconds.get("draft", 0.0)
+        counted = set[int]()
+        for chunk in prefilled:
+            if id(chunk.row) not in counted:  # a last chunk without a tree is also one of the joint forward's
+                chunk.row.add_seconds({**rest, "prefill": forward, "draft": drafting * chunk.has_tree})
+                counted.add(id(chunk.row))
+        for group in groups:
+            for row in group.rows:
+                if id(row) not in counted:
+                    row.add_seconds({"verify": forward, "draft": drafting})
