@@ -80,7 +80,7 @@ def caches(under_test: Engine) -> list[StepGraphs]:
     """Graphs of the caches that the last batch gave back."""
     model = getattr(under_test.drafter, "model", None)
     pools = [t.graphs for t in (under_test.target, model) if isinstance(t, Target)]
-    spares = [pool._spare for pool in pools if pool is not None]
+    spares = [pool.spare for pool in pools if pool is not None]
     return [spare.graphs for spare in spares if spare is not None]
 
 
@@ -402,7 +402,7 @@ def test_angles_that_depend_on_the_longest_row_are_not_captured() -> None:
     target = Target(model)
     assert target.graphs is not None
     target.text_config.rope_parameters = {**target.text_config.rope_parameters, "rope_type": "dynamic"}
-    assert GraphPool.of(target, target._positions) is None
+    assert GraphPool.of(target, target._lean) is None
 
 
 @pytest.mark.usefixtures("captured")

@@ -125,7 +125,7 @@ class Target:
         self._lean = lean_decoder(self.model, self.decoder)
         if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
-        self.graphs = GraphPool.of(self, self._positions)
+        self.graphs = GraphPool.of(self, self._lean)
 
     def _use_exact(self) -> None:
         """Install the decoder of exact mode."""
@@ -144,7 +144,7 @@ class Target:
                 "Exact mode does not hold on this machine: a tree gives other bits than its tokens one by one; leave "
                 "exact out, and please report processor and version of torch."
             )
-        self.graphs = GraphPool.of(self, self._positions)
+        self.graphs = GraphPool.of(self, self._lean)
 
     def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
@@ -309,7 +309,7 @@ class Target:
 
     def _plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
-        positions = [self._positions(cache, block).flatten(1) for block in blocks]
+        positions = [self.place(cache, block).flatten(1) for block in blocks]
         parts = []
         for block in blocks:
             lengths, pending = [cache.lengths[row] for row in block.rows], cache.pending[block.rows[0]]
@@ -338,7 +338,7 @@ class Target:
             start = stop
         return layout, joint, indices[0] if len(indices) == 1 else torch.cat(indices)
 
-    def _positions(self, cache: RowCache, block: TokenBlock) -> Tensor:
+    def place(self, cache: RowCache, block: TokenBlock) -> Tensor:
         """Position ids ``[3 or 1, A, n]`` of a block's tokens."""
         if block.positions is not None:
             return block.positions

@@ -37,7 +37,7 @@ class Context:
         self.target, self.rows = target, rows
         self.cache: RowCache = target.new_cache(rows, max_slots)
         if target.graphs is not None:  # the next context finds its graphs
-            weakref.finalize(self, target.graphs.give_back, self.cache).atexit = False
+            weakref.finalize(self, setattr, target.graphs, "spare", self.cache).atexit = False
         self.requirements = Requirements()
         self.media = media or MediaCache()  # features of images and videos
         self.media.counted = self.media.counted or target  # the first context of a cache is the target's

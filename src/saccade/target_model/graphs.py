@@ -33,7 +33,6 @@ from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.forward import ForwardOutput, Layout, Requirements, RowGroup, TokenBlock, additive, run_end
 from saccade.target_model.lean import TOLERANCE, LeanDecoder
-from saccade.target_model.traits import ModelTraits
 
 SWITCH = "SACCADE_CUDA_GRAPHS"
 """Environment variable; 0 turns graphs off."""
@@ -94,8 +93,10 @@ class _Inputs:
     tokens: Tensor  # `[A, n]`
     positions: Tensor  # `[1, A, n]`
     first: Tensor  # `[A]` slot of each row's first token
-    mask: Tensor | None  # `[A, n, T]` bool over the uncommitted entries; None for causal attention
-    last: Tensor | None  # `[A]` index of each row's last token in the packed sequence; None where all have logits
+    mask: Tensor | None = None  # `[A, n, T]` bool over the uncommitted entries; None for causal attention
+    last: Tensor | None = (
+        None  # `[A]` index of each row's last token, packed; None where all have logits
+    )
 
 
 @dataclass(slots=True)
@@ -117,43 +118,28 @@ def keys_for(slots: int) -> int:
 
 
 class GraphPool:
-    """Graphs of one model, and the cache that its last owner gave back, whose graphs the next one finds.
+    """Graphs of one `Target`, and the cache that its last owner gave back, whose graphs the next one finds."""
 
-    Shapes: positions ``[1, A, n]``.
-    """
-
-    def __init__(
-        self,
-        decoder: LeanDecoder,
-        embed: Callable[[Tensor], Tensor],
-        positions: Callable[[RowCache, TokenBlock], Tensor],
-        traits: ModelTraits,
-        weights: Sequence[Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.decoder, self.embed, self.positions = decoder, embed, positions
-        self.traits, self.device, self.dtype = traits, device, dtype
+    def __init__(self, target: Any, decoder: LeanDecoder) -> None:
+        self.target, self.decoder, self.device = target, decoder, target.device
         self.enabled = True
         self.moves = 0
         self.lock = Lock()
-        self._weights = list(weights)
+        head = target.model.get_output_embeddings()
+        self._weights = [*target.decoder.parameters(), *target.decoder.buffers(), *head.parameters()]
         self._addresses = [w.data_ptr() for w in self._weights]
         self._pool: Any = None
         self._logits: dict[int, Tensor] = {}
-        self._spare: RowCache | None = None
+        self.spare: RowCache | None = None
 
     @classmethod
-    def of(cls, target: Any, positions: Callable[[RowCache, TokenBlock], Tensor]) -> GraphPool | None:
+    def of(cls, target: Any, decoder: LeanDecoder | None) -> GraphPool | None:
         """Return the pool of a `Target`; None where its forwards are not captured."""
-        text, decoder = target.text_config, target._lean
-        rope = getattr(text, "rope_parameters", None) or {}
+        rope = getattr(target.text_config, "rope_parameters", None) or {}
         changing = rope.get("rope_type") in _CHANGING_ROPES or target.traits.limits.longrope_threshold is not None
         if decoder is None or changing or target.device.type not in CAPTURES or os.environ.get(SWITCH) == "0":
             return None
-        head = target.model.get_output_embeddings()
-        weights = [*target.decoder.parameters(), *target.decoder.buffers(), *head.parameters()]
-        return cls(decoder, target.embed, positions, target.traits, weights, target.device, target.dtype)
+        return cls(target, decoder)
 
     def check_weights(self) -> None:
         """Drop all graphs if weights have moved."""
@@ -164,7 +150,7 @@ class GraphPool:
 
     def cache(self, devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> RowCache:
         """Return an empty cache, the one that was given back if it has so many rows and no more slots."""
-        spare, self._spare = self._spare, None
+        spare, self.spare = self.spare, None
         if spare is not None and spare.rows == rows and spare.slots <= max_slots:
             spare.reset()
             spare.max_slots = max_slots
@@ -172,10 +158,6 @@ class GraphPool:
         made = RowCache(devices, rows, max_slots)
         made.graphs = StepGraphs(self, made)
         return made
-
-    def give_back(self, cache: RowCache) -> None:
-        """Keep a cache that nobody uses any more, and its memory, for the next owner."""
-        self._spare = cache
 
     def capture(self, function: Function) -> tuple[Callable[[], None], Any]:
         """Capture a function; what was allocated while it ran is shared with the other graphs, but for its outputs."""
@@ -261,7 +243,7 @@ class StepGraphs:
         output = ordinary()[0]
         theirs = output.logits.float()
         error = (ours - theirs).abs().amax(-1) / theirs.std(-1)
-        if not bool((error <= TOLERANCE.get(self._pool.dtype, 0.0)).all()):
+        if not bool((error <= TOLERANCE.get(self._pool.target.dtype, 0.0)).all()):
             self._pool.give_up("a captured forward gave other logits than the same one without a graph")
             return output
         self._steps[shape] = step
@@ -270,19 +252,25 @@ class StepGraphs:
         return output
 
     def _capture(self, shape: Shape, block: TokenBlock) -> _Step:
-        inputs = self._inputs(shape, block)
-        self._fill(inputs, shape, block)
-        rows, device = len(shape.starts), self._pool.device
+        pool, cache, target = self._pool, self._cache, self._pool.target
+        rows, device = len(shape.starts), pool.device
         starts = on_device(list(shape.starts), device)
         requirements = Requirements(shape.layers, shape.final)
-        pool, cache = self._pool, self._cache
+        tokens = torch.zeros(rows, shape.queries, dtype=torch.long, device=device)
+        inputs = _Inputs(tokens, tokens[None].clone(), tokens[:, 0].clone())
+        if shape.pending is not None:
+            inputs.mask = tokens.new_zeros(rows, shape.queries, shape.pending + shape.queries, dtype=torch.bool)
+        if shape.last:
+            inputs.last = inputs.first.clone()
+        self._fill(inputs, shape, block)
 
         def forward() -> tuple[Tensor, dict[int, Tensor]]:
             new = torch.arange(shape.queries, device=device)
             slots = (inputs.first[:, None] + new).flatten()
-            mask = _mask(shape, inputs, starts, pool.dtype)
-            cache.layout = Layout([], slots, cache.slots, _groups(shape, mask, cache.slots, pool.traits.masks.names))
-            x = pool.embed(inputs.tokens).flatten(0, 1)
+            mask = _mask(shape, inputs, starts, target.dtype)
+            groups = _groups(shape, mask, cache.slots, target.traits.masks.names)
+            cache.layout = Layout([], slots, cache.slots, groups)
+            x = target.embed(inputs.tokens).flatten(0, 1)
             found = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
             normed = found.normed if inputs.last is None else found.normed.index_select(0, inputs.last)
             logits = pool.share(pool.decoder.logits(normed))
@@ -291,19 +279,6 @@ class StepGraphs:
 
         replay, (logits, hidden) = pool.capture(forward)
         return _Step(inputs, replay, logits, hidden)
-
-    def _inputs(self, shape: Shape, block: TokenBlock) -> _Inputs:
-        rows, count, device = len(shape.starts), shape.queries, self._pool.device
-        mask = None
-        if shape.pending is not None:
-            mask = torch.zeros(rows, count, shape.pending + count, dtype=torch.bool, device=device)
-        return _Inputs(
-            tokens=torch.zeros(rows, count, dtype=torch.long, device=device),
-            positions=torch.zeros(1, rows, count, dtype=torch.long, device=device),
-            first=torch.zeros(rows, dtype=torch.long, device=device),
-            mask=mask,
-            last=torch.zeros(rows, dtype=torch.long, device=device) if shape.last else None,
-        )
 
     # -- a replay ------------------------------------------------------------------------------------------
 
@@ -324,7 +299,7 @@ class StepGraphs:
         queries = next(size for size in QUERIES if size >= count)
         queries = queries if queries <= room else count
         visible = max(ends) + queries
-        window = self._pool.traits.masks.window
+        window = self._pool.target.traits.masks.window
         if queries * len(starts) > MOST_TOKENS or (window is not None and visible > window):
             return None
         pending = None if block.attention_mask is None else cache.pending[block.rows[0]]
@@ -334,7 +309,7 @@ class StepGraphs:
         """Copy a block to the memory of a graph's inputs. Padding tokens keep what was there."""
         cache, count, rows = self._cache, block.count, block.rows
         inputs.tokens[:, :count].copy_(block.tokens)
-        inputs.positions[:, :, :count].copy_(self._pool.positions(cache, block))
+        inputs.positions[:, :, :count].copy_(self._pool.target.place(cache, block))
         pending = cache.pending[rows[0]]
         if len(rows) == 1:
             inputs.first.fill_(cache.ends(rows)[0] + pending)
