@@ -49,11 +49,6 @@ class Profile:
         return self.target, drafter, self.method, heads, head or self.head, {**self.options, **options}
 
 
-def is_profile(given: Any) -> bool:
-    """Whether a target names a profile: a path that ends in ``.toml``."""
-    return isinstance(given, (str, Path)) and str(given).endswith(".toml")
-
-
 def read_profile(path: str | Path) -> Profile:
     """Read a profile."""
     try:

@@ -37,6 +37,7 @@ from saccade.loading import (
     check_device,
     check_dtype,
     default_device,
+    is_profile,
     load_model,
     name_of,
     path_of,
@@ -47,7 +48,6 @@ from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
 from saccade.output import Output
-from saccade.profile import is_profile, read_profile
 from saccade.running_batch import Batch
 from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
@@ -125,6 +125,8 @@ def check(
     """Report every mistake that shows without weights, and return the function that loads them; arguments as `load`."""
     cpu.check_threads(threads)
     if is_profile(target):
+        from saccade.profile import read_profile
+
         profile = read_profile(target)
         exact = exact or profile.exact
         target, drafter, method, heads, head, options = profile.completed(drafter, method, heads, head, options)

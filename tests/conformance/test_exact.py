@@ -28,7 +28,7 @@ from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.methods import METHODS
-from saccade.pocket.sample import draw
+from saccade.pocket import draw
 from saccade.target_model import exact, lean
 from saccade.target_model.adapter import Target
 from saccade.target_model.exact import SteadyLinear

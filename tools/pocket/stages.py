@@ -21,7 +21,7 @@ from torch import Tensor
 import saccade
 from saccade.errors import TrainingError
 from saccade.files import write_file, write_folder
-from saccade.pocket.sample import Sample, draw
+from saccade.pocket import Sample, draw
 from saccade.train.optimiser import description, fast_products
 from saccade.wording import differences
 from tools.pocket.accuracy import answer, export, write_checkpoint

@@ -17,7 +17,7 @@ from saccade.cli.datasets import DataOptions, tasks_of
 from saccade.cli.option_groups import PairOptions, group, option, spread
 from saccade.errors import InputError, SaccadeError
 from saccade.files import check_folder
-from saccade.profile import Profile, is_profile
+from saccade.profile import Profile
 from saccade.wording import count, duration
 
 if TYPE_CHECKING:
@@ -253,6 +253,8 @@ def tune(
     - `saccade tune -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
     """
     models = models.or_pocket()
+    from saccade.loading import is_profile
+
     if is_profile(models.named()):
         raise InputError(f"{models.target} is a profile of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":

@@ -102,12 +102,10 @@ def _relative_cost(parts: Models) -> float:
 
 
 def _drafter(parts: Models, values: Values) -> Drafter:
-    from saccade.draft.heads.session import HeadDrafter
-    from saccade.draft.lookup import PromptLookup
-    from saccade.draft.merged import MergedDrafter
-
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "lookup":
+        from saccade.draft.lookup import PromptLookup
+
         return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device, parts.target.vocab_size)
     policy = tree_policy(values, None if parts.head is None else parts.head.reach)
     if drafts == "model":
@@ -115,10 +113,15 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     elif drafts == "self":
         drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     else:
+        from saccade.draft.heads.session import HeadDrafter
+
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)
     if not values["copied"]:
         return drafter
+    from saccade.draft.lookup import PromptLookup
+    from saccade.draft.merged import MergedDrafter
+
     if values.get("alpha_of") == "accepted":
         raise ValueError("alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens.")
     device = getattr(drafter, "model", parts.target).device
@@ -127,15 +130,15 @@ def _drafter(parts: Models, values: Values) -> Drafter:
 
 
 def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
+    model, processor = parts.draft_model, parts.draft_processor
+    assert model is not None
+    if not values["views"]:
+        return _by_visual_model(model, policy, vocab_size, values)
     from saccade.draft.ensemble.ensemble import EnsembleDrafter
     from saccade.draft.ensemble.views import make_views
     from saccade.draft.ensemble.weights import make_weighting
     from saccade.inputs.families import visual_ids
 
-    model, processor = parts.draft_model, parts.draft_processor
-    assert model is not None
-    if not values["views"]:
-        return _by_visual_model(model, policy, vocab_size, values)
     assert processor is not None
     reader = model if visual_ids(model.config) else parts.target  # a blind drafter is given the target's prompt
     if "C" in values["views"] and reader is not model:
@@ -159,11 +162,12 @@ def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values
 def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     """Drafter of a model with all or part of the visual tokens; the target itself for self-speculation."""
     from saccade.draft.model import ModelDrafter
-    from saccade.draft.pruning import PrunedDrafter
 
     pruning = pruning_of(values)
     if not pruning.prunes:
         return ModelDrafter(model, policy, vocab_size)
+    from saccade.draft.pruning import PrunedDrafter
+
     return PrunedDrafter(model, policy, vocab_size, pruning)
 
 
@@ -176,33 +180,35 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
     Raises:
         ValueError: values that do not go together.
     """
-    from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-    from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, branches_of
-    from saccade.draft.trees.sage import SageTree
     from saccade.methods.groups import TREES
 
-    makers: dict[str, Callable[..., TreePolicy]] = {
-        "chain": Chain,
-        "paced": Chain,
-        "branches": branches_of,
-        "confident": ConfidentChain,
-        "static": lambda: StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach]),
-        "dynamic": DynamicTree,
-        "width": WidthTree,
-        "sage": SageTree,
-    }
     tree = values["tree"]
-    return makers[tree](**{name: values[name] for name in TREES[tree]})
+    options = {name: values[name] for name in TREES[tree]}
+    if tree == "sage":
+        from saccade.draft.trees.sage import SageTree
+
+        return SageTree(**options)
+    if tree in ("dynamic", "width"):
+        from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+
+        return DynamicTree(**options) if tree == "dynamic" else WidthTree(**options)
+    from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, branches_of
+
+    if tree == "static":
+        return StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach])
+    makers: dict[str, Callable[..., TreePolicy]] = {"branches": branches_of, "confident": ConfidentChain}
+    return makers.get(tree, Chain)(**options)
 
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     """Lossy rule of the options; None for the lossless ones, selected by decoding."""
     from saccade.methods.groups import LOSSLESS_RULE, RULES
-    from saccade.verify.loose import FLy, LVSpec, RandomLoosening
 
     rule = values["rule"]
     if rule == LOSSLESS_RULE:
         return None
+    from saccade.verify.loose import FLy, LVSpec, RandomLoosening
+
     makers: dict[str, Callable[..., Rule]] = {"lvspec": LVSpec, "fly": FLy, "random": RandomLoosening}
     return makers[rule](**{name: values[name] for name in RULES[rule]}, special_ids=special_ids)
 

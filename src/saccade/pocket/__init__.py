@@ -3,19 +3,26 @@
 Importing this needs Pillow and NumPy only.
 """
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from saccade.errors import ModelError
-from saccade.pocket import film
-from saccade.pocket.sample import WORLD, Sample, Task, draw, lacks, score
-from saccade.pocket.tasks import chart, line, receipt, scene
+
+if TYPE_CHECKING:
+    from saccade.pocket.sample import WORLD, Sample, Task, draw, lacks, score
 
 __all__ = ["WORLD", "Sample", "Task", "draft_path", "draw", "head_path", "head_paths", "lacks", "score", "target_path"]
 
-WORLD |= {"chart": chart.TASK, "receipt": receipt.TASK, "scene": scene.TASK, "line": line.TASK, "video": film.TASK}
-
 _WEIGHTS = Path(__file__).parent / "weights"
-_MODELS = ("target", "draft")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the world only where something draws from it: the models are loaded without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("saccade.pocket.tasks")  # fills WORLD
+    return getattr(import_module("saccade.pocket.sample"), name)
 
 
 def target_path() -> Path:
@@ -43,5 +50,5 @@ def head_paths() -> dict[str, Path]:
     """Folders of all included heads, by kind."""
     if not _WEIGHTS.is_dir():
         return {}
-    folders = sorted(f for f in _WEIGHTS.iterdir() if f.name not in _MODELS)
+    folders = sorted(f for f in _WEIGHTS.iterdir() if f.name not in ("target", "draft"))
     return {f.name: f for f in folders if (f / "config.json").is_file()}

@@ -133,13 +133,6 @@ UNSEEN_BY_HEADS = (*UNSEEN_BY_DRAFTS, "long-video")
 """Tasks that heads are not trained on, which, as published ones, have seen no prompts of thousands of tokens."""
 
 
-def register(name: str, task: Task) -> None:
-    """Add a task to the world."""
-    if name in WORLD:
-        raise ValueError(f"The pocket task {name!r} is registered twice; give the second one another name.")
-    WORLD[name] = task
-
-
 def lacks(task: str, grammar: str = "dense") -> str:
     """Return why a task cannot be drawn in a grammar, as a sentence; empty when it can."""
     if task not in WORLD:

@@ -94,9 +94,7 @@ class _Inputs:
     positions: Tensor  # `[1, A, n]`
     first: Tensor  # `[A]` slot of each row's first token
     mask: Tensor | None = None  # `[A, n, T]` bool over the uncommitted entries; None for causal attention
-    last: Tensor | None = (
-        None  # `[A]` index of each row's last token, packed; None where all have logits
-    )
+    last: Tensor | None = None  # `[A]` index of each row's last token, packed; None where all have logits
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,20 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
-from saccade.draft.heads.published.blocks import DreamLayout, EagleLayout, ViSpecLayout
-from saccade.draft.heads.published.eagle3 import Eagle3Layout
-from saccade.draft.heads.published.released import ReleasedLayout
-from saccade.draft.heads.published.stacks import StackLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
 from saccade.target_model.adapter import Target
 
+if TYPE_CHECKING:
+    from saccade.draft.heads.published.released import ReleasedLayout
+
 WEIGHTS = "model.safetensors"
 _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
 """Exceptions from reading a damaged weight file."""
-LAYOUTS: tuple[ReleasedLayout, ...] = (Eagle3Layout(), StackLayout(), ViSpecLayout(), DreamLayout(), EagleLayout())
-"""Layouts of released heads; the first that fits reads a folder."""
 
 
 def save_head(head: Head, folder: str | Path) -> None:
@@ -90,7 +87,12 @@ def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout |
     """Return the layout of the released head in a folder; None for ours and for other folders."""
     if MARK in values:
         return None
-    return next((layout for layout in LAYOUTS if layout.fits(values, partial(_shapes, folder, layout.files))), None)
+    from saccade.draft.heads.published.blocks import DreamLayout, EagleLayout, ViSpecLayout
+    from saccade.draft.heads.published.eagle3 import Eagle3Layout
+    from saccade.draft.heads.published.stacks import StackLayout
+
+    layouts = (Eagle3Layout(), StackLayout(), ViSpecLayout(), DreamLayout(), EagleLayout())  # the first that fits
+    return next((layout for layout in layouts if layout.fits(values, partial(_shapes, folder, layout.files))), None)
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
