@@ -21,13 +21,13 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 from PIL import Image
 
 from benchmarks.serve_load import ask, conversation
@@ -79,23 +79,10 @@ def server() -> Iterator[tuple[int, int]]:
 
 def memory(root: int) -> int:
     """Bytes of a process and its descendants; pages that several share count once."""
-    parents: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents.setdefault(int(status.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(status.parent.name)
-            )
-        except OSError:
-            continue
-    size, left = 0, [root]
-    while left:
-        pid = left.pop()
-        left += parents.get(pid, [])
-        try:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        size += 1024 * int(re.search(r"^Pss:\s+(\d+)", text, re.MULTILINE)[1])  # type: ignore[index]
+    size = 0
+    for process in (psutil.Process(root), *psutil.Process(root).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            size += process.memory_full_info().pss
     return size
 
 

@@ -13,23 +13,19 @@ answer lengths. Time is that of the process and jumps over idle time (``--clock 
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from statistics import mean, median_low, quantiles
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
+from benchmarks import pocket_pair
 from benchmarks.clock import Clock
-from benchmarks.pocket_pair import add_options, load
 from benchmarks.running_batch import LOADS, Arrival, Now, arrivals, closed, questions, running
 from saccade import VLM
 from saccade.errors import InputError
@@ -40,11 +36,6 @@ _ALIKE = 32
 """Tokens by which the lengths of prompts may differ whose times are taken together."""
 _AHEAD = {"plain": 1, "chain": 2}
 """Steps that a picture and the drafter's prompt take by themselves beside other rows."""
-_AIM = 2.0
-"""Seconds that 95 % of the answers may take."""
-_RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
-_TRAFFIC = 300
-"""Requests of the simulated traffic."""
 _SEED = 2
 """Of the prompts that costs are measured on; the load's prompts have another."""
 
@@ -200,11 +191,6 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
     return cuts[9], cuts[18]
 
 
-def prompts(vlm: VLM, count: int, seed: int) -> list[Prompt]:
-    """Questions about pictures and videos, without second questions, whose prompts are partly cached."""
-    return [r.prompt for r in questions(vlm, 2 * count, seed) if not r.follows][:count]
-
-
 def prefill_costs(vlm: VLM, asked: Sequence[Prompt], chunk: int, clock: Clock) -> dict[int, float]:
     """Mean seconds of prompts by their number of tokens, prompts of nearly the same length together."""
     spent = defaultdict[int, list[tuple[int, float]]](list)
@@ -245,21 +231,6 @@ def decode_costs(
     return {rows: mean(spent) for rows, spent in sorted(seconds.items()) if len(spent) >= 5}, counts or [1]
 
 
-def measured_load(requests: Sequence[Arrival]) -> LoadSummary:
-    """Figures of requests that were served."""
-    return LoadSummary.of(
-        [
-            Served(
-                Job(r.arrives, len(r.prompt), r.tokens),
-                first=r.chunks[0][0],
-                end=r.chunks[-1][0],
-                tokens=r.tokens,
-            )
-            for r in requests
-        ]
-    )
-
-
 def figures(summary: LoadSummary) -> dict[str, float]:
     """Figures of a load by name."""
     return {
@@ -271,68 +242,20 @@ def figures(summary: LoadSummary) -> dict[str, float]:
     }
 
 
-def replicas(loads: dict[float, Any], costs: StepCosts, counts: Sequence[int], method: str) -> dict[float, int]:
-    """Replicas by requests a second, so that the 95th percentile of answers is within `_AIM` seconds."""
-    prompt, answer = median_low(sorted(costs.prefill)), 30
-    found = {}
-    for rate in _RATES:
-        rng, at, jobs = random.Random(4), 0.0, []
-        for _ in range(_TRAFFIC):
-            at += rng.expovariate(rate)
-            jobs.append(Job(at, prompt, answer))
-        found[rate] = replicas_for(jobs, costs, answer_p95=_AIM, accepted=counts, steps_ahead=_AHEAD[method])
-    return found
-
-
-def draw(content: dict[str, Any], gains: dict[int, float], needed: dict[str, dict[float, int]], path: Path) -> None:
-    """Draw the speedup by rows, answer times by load, and replicas by traffic."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "saccade", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9, 2.8), layout="constrained")
-        speedup, answers, counts = figure.subplots(1, 3)
-        speedup.axhline(1, color="0.6", lw=1)
-        speedup.plot(list(gains), list(gains.values()), marker="o", color="C0")
-        speedup.set(xlabel="rows", ylabel="chain over plain, decoding", xticks=list(gains), ylim=(0, None))
-        for number, (method, about) in enumerate(content.items()):
-            rates = [share * about["rate"] for share in about["loads"]]
-            for kind, style in (("measured", "o"), ("simulated", "-")):
-                values = [each[kind]["answer p95"] for each in about["loads"].values()]
-                answers.plot(rates, values, style, color=f"C{number}", label=f"{method}, {kind}")
-            counts.step(
-                list(needed[method]), list(needed[method].values()), where="mid", color=f"C{number}", label=method
-            )
-        answers.set(xlabel="requests/s", ylabel="answer p95, s", ylim=(0, None))
-        counts.set(xlabel="requests/s", ylabel=f"replicas for a p95 of {_AIM:g} s", ylim=(0, None))
-        answers.legend(frameon=False, fontsize=7)
-        counts.legend(frameon=False, fontsize=7)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-
-
 def main() -> None:
     """Measure, simulate and print both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.set_defaults(target_dtype="float32", threads=1)
-    parser.add_argument("--gamma", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=8)
+    parser = pocket_pair.parser(__doc__)
+    pocket_pair.add_batch_options(parser, ())
+    parser.set_defaults(new_tokens=64, clock="cpu")
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per step (default: 256)")
-    parser.add_argument("--clock", default="cpu", choices=("wall", "cpu"), help="(default: cpu)")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the figures as SVG (needs matplotlib)")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    torch.set_num_threads(options.threads)
-    target = load(options.target, options.target_dtype, options.device)
-    draft = load(options.draft, options.draft_dtype, options.device)
-    chain = VLM(target, drafter=draft, method="chain", gamma=options.gamma)
+    pocket_pair.prepare(options)
+    chain = pocket_pair.load_pair(options)
     clock = Clock(options.clock, torch.device(options.device))
     content: dict[str, Any] = {}
     costs, counts = dict[str, StepCosts](), dict[str, list[int]]()
     for method, vlm in (("plain", chain.using("plain")), ("chain", chain)):
-        others = prompts(vlm, 16, _SEED)
+        others = [r.prompt for r in questions(vlm, 32, _SEED) if not r.follows][:16]
         prefill_costs(vlm, others[:2], options.chunk, clock)  # warm
         prefill = prefill_costs(vlm, others, options.chunk, clock)
         decode, counts[method] = decode_costs(vlm, others, options.new_tokens, clock)
@@ -342,7 +265,7 @@ def main() -> None:
             f"\n{method}: ms of a step by rows {steps}; of a prompt by tokens "
             + ", ".join(f"{n}: {1e3 * s:.0f}" for n, s in sorted(prefill.items()))
         )
-        asked = [Arrival(p) for p in prompts(vlm, options.requests, 1)]
+        asked = [r for r in questions(vlm, 2 * options.requests, 1) if not r.follows][: options.requests]
         now = Now(clock)
         closed(vlm, 1)([Arrival(r.prompt) for r in asked], now, options.new_tokens)
         rate = len(asked) / now()
@@ -350,7 +273,7 @@ def main() -> None:
             f"one after the other: {rate:.2f} requests/s\n\n"
             "| load | | measured | simulated | ratio |\n|---|---|---|---|---|"
         )
-        content[method] = {"costs": vars(costs[method]), "accepted": counts[method], "rate": rate, "loads": {}}
+        content[method] = {"costs": costs[method], "accepted": counts[method], "rate": rate, "loads": {}}
         for share in LOADS:
             mine = arrivals(asked, share * rate, 3)
             running(vlm, options.rows, options.chunk)(mine, Now(clock), options.new_tokens)
@@ -363,20 +286,14 @@ def main() -> None:
                 prefill_chunk=options.chunk,
                 steps_ahead=_AHEAD[method],
             )
-            ours, theirs = figures(measured_load(mine)), figures(LoadSummary.of(simulated))
+            served = [Served(job, r.chunks[0][0], r.chunks[-1][0], r.tokens) for job, r in zip(jobs, mine, strict=True)]
+            ours, theirs = figures(LoadSummary.of(served)), figures(LoadSummary.of(simulated))
             content[method]["loads"][share] = {"measured": ours, "simulated": theirs}
             for name in ours:
                 print(f"| {share} | {name} | {ours[name]:.3f} | {theirs[name]:.3f} | {theirs[name] / ours[name]:.2f} |")
     gains = batched_speedup(costs["plain"], costs["chain"], counts["chain"], _ROWS)
     print("\nchain over plain by rows: " + ", ".join(f"{n}: {gain:.2f}" for n, gain in gains.items()))
-    needed = {method: replicas(content[method]["loads"], costs[method], counts[method], method) for method in costs}
-    print(f"replicas for answers of 30 tokens with a p95 of {_AIM:g} s, by requests/s:")
-    for method, found in needed.items():
-        print(f"{method}: " + ", ".join(f"{rate:.1f}: {count}" for rate, count in found.items()))
-    if options.draw:
-        draw(content, gains, needed, options.draw)
-    if options.json:
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    pocket_pair.write_json(options.json, content)
 
 
 if __name__ == "__main__":

@@ -161,8 +161,7 @@ def inflate_model(
 
     Example: `python -m tools.pocket inflate --like llava-1.5-7b --out pocket-7b`
     """
-    from tools.pocket.inflate import FORMATS, inflate
-    from tools.pocket.inflated_head import checked, inflate_head
+    from tools.pocket.inflate import FORMATS, checked, inflate, inflate_head
 
     for number, head in enumerate(heads or ()):  # before the target, which can take minutes
         checked(head, like)

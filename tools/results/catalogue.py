@@ -12,8 +12,7 @@ from saccade.bench.suites import Suite
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import InputError
 from tools.pocket.experts import upcycle
-from tools.pocket.inflate import inflate
-from tools.pocket.inflated_head import INFLATABLE
+from tools.pocket.inflate import INFLATABLE, inflate
 from tools.results.claims import with_claims
 
 SUITES = Path("tools", "results", "suites")

@@ -24,7 +24,7 @@ from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from saccade.wording import count, differences, duration, shortened
 from tools.heads.state import steps_of, usable_head
-from tools.pocket.inflated_head import inflate_head
+from tools.pocket.inflate import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, load, measurements
 from tools.results.folder import MARK, Folder, prompts, refuse_modified
 from tools.results.pages import Place, facts

@@ -22,8 +22,7 @@ from saccade.pocket import draw
 from tools.pocket.__main__ import inflate_model
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import batch_of, pixels
-from tools.pocket.inflate import SHAPES, copies_of, inflate
-from tools.pocket.inflated_head import inflate_head
+from tools.pocket.inflate import SHAPES, copies_of, inflate, inflate_head
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
 
