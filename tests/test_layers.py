@@ -76,10 +76,10 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_821),
-    "serve": (("serve",), 3_555),
+    "serve": (("serve",), 3_501),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 3_980),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_443),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_422),
     "checkpoints": (("checkpoints", "evaluators"), 1_400),
     "pocket": (("pocket",), 1_440),
 }

@@ -25,10 +25,8 @@ from saccade.errors import SaccadeError
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
-LOCAL = "local"
-"""Address of a cluster that this process starts and ends."""
-OBJECT_STORE = 256 << 20
-"""Bytes of shared memory of a cluster of this machine's own; records and requests are small."""
+LOCAL = "local"  # address of a cluster that this process starts and ends
+OBJECT_STORE = 256 << 20  # bytes of shared memory of a cluster of this machine's own; records and requests are small
 _CONNECT_SECONDS = 10
 _ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 

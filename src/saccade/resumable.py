@@ -19,13 +19,10 @@ from saccade.files import check_folder, write_file
 from saccade.wording import count, differences, shortened
 
 SCHEMA = 1
-SYNC_SECONDS = 2.0
-"""Longest time that a line is only in the system's memory; a kill of the process loses none."""
-SHOWN = 5
-"""Problems that a report lists."""
+SYNC_SECONDS = 2.0  # longest time that a line is only in the system's memory; a kill of the process loses none
+SHOWN = 5  # problems that a report lists
 _ADVICE = "choose another folder"
-_FLAT = ("options", "method")
-"""Groups of a header whose keys have their bare names in messages."""
+_FLAT = ("options", "method")  # groups of a header whose keys have their bare names in messages
 
 
 class Store(Protocol):

@@ -46,9 +46,18 @@ def read(data: DataSet, limit: int | None = None) -> Iterator[RowQuestion]:
     path, count = Path(data.path).expanduser(), 0
     root = path if path.is_dir() else path.parent if path.is_file() else Path()
     root = root if data.media is None else Path(data.media).expanduser()
-    for number, row in _rows(data):
+    joined: dict[Any, Mapping[str, Any]] = {}
+    for number, row in enumerate(_loaded(data, data.subset)):
         if count == limit:
             return
+        if data.join:
+            if not number:
+                joined = {r.get(data.join["key"]): r for r in _loaded(data, data.join["subset"])}
+            row = {**joined.get(row.get(data.join["column"]), {}), **row}
+        if not number:
+            check_columns(data, list(row))
+        if any(row.get(column) != value for column, value in data.where.items()):
+            continue
         try:
             yield question_of(data, row, root)
         except InputError as problem:
@@ -58,20 +67,6 @@ def read(data: DataSet, limit: int | None = None) -> Iterator[RowQuestion]:
         chosen = " and ".join(f"{column} = {value}" for column, value in data.where.items())
         which = f" with {chosen}" if chosen else ""
         raise SaccadeError(f"The data set {data.name} ({data.split}) has no row{which}; choose another split.")
-
-
-def _rows(data: DataSet) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield number (from 0) and content of the rows that the mapping chooses, images and videos not decoded."""
-    joined: dict[Any, Mapping[str, Any]] = {}
-    for number, row in enumerate(_loaded(data, data.subset)):
-        if data.join:
-            if not number:
-                joined = {r.get(data.join["key"]): r for r in _loaded(data, data.join["subset"])}
-            row = {**joined.get(row.get(data.join["column"]), {}), **row}
-        if not number:
-            check_columns(data, list(row))
-        if all(row.get(column) == value for column, value in data.where.items()):
-            yield number, row
 
 
 def _loaded(data: DataSet, subset: str | None) -> Iterator[dict[str, Any]]:
@@ -220,17 +215,14 @@ def question_of(data: DataSet, row: Mapping[str, Any], root: Path) -> RowQuestio
     media = _Media(data, row, root)
     fields = {name: value for name, value in row.items() if not media.holds(name)}
     choices = tuple(_choices(data, row))
-    lettered = [
-        data.choice_form.format(letter=letter, choice=text)
-        for letter, text in zip(_letters(choices), choices, strict=True)
-    ]
+    labelled = zip(_letters(choices), choices, strict=True)
+    lettered = [data.choice_form.format(letter=letter, choice=text) for letter, text in labelled]
     prompt = Template(data.prompt if choices or data.open_prompt is None else data.open_prompt)
     filled = {**{n: "" if v is None else v for n, v in fields.items()}, "choices": "\n".join(lettered)}
     texts: Any = row.get(data.question if data.turns is None else data.turns)
     texts = [texts] if data.turns is None or isinstance(texts, str) else texts
-    if data.turns is not None and not (
-        isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts)
-    ):
+    is_list = isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts)
+    if data.turns is not None and not is_list:
         raise InputError(f"{data.turns} must be a list of texts, the user's turns, not {str(texts)[:60]!r}")
     questions = [prompt.fill({**filled, "question": "" if text is None else text}).strip() for text in texts]
     turns: list[Messages] = [[{"role": "user", "content": content}] for content in media.placed(questions)]

@@ -24,8 +24,7 @@ from saccade.wording import differences, shortened
 
 SUSPECT, HOPELESS = 2, 4
 """Lost actors after which an item is answered alone, and after which it is given up."""
-_LOST_IN_A_ROW = 6
-"""Actors that may be lost without an answer in between, per actor of the job, before it ends."""
+_LOST_IN_A_ROW = 6  # actors that may be lost without an answer in between, per actor of the job, before it ends
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ def actors(
 
 
 def _reason(problem: BaseException) -> str:
-    """Last line of Ray's error: the others are the traceback and where it happened."""
+    """Cause in the last line of Ray's error; the others are the traceback and where it happened."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     words = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1] if lines else "")
     return (words.removeprefix("The actor is dead because ") or type(problem).__name__)[:300].rstrip(".")

@@ -6,12 +6,13 @@ import glob
 import hashlib
 import json
 import lzma
+import math
 import os
 import re
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -27,10 +28,8 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv")
 _JSON, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-_MOST_TEXT = 64 << 20
-"""Bytes of a sample's JSON or text."""
-_PARQUET_ROWS = 16
-"""Parquet rows that are read at once."""
+_MOST_TEXT = 64 << 20  # bytes of a sample's JSON or text
+_PARQUET_ROWS = 16  # parquet rows that are read at once
 
 
 def kind_of(name: str) -> Kind | None:
@@ -58,10 +57,10 @@ class ItemSource:
     @property
     def facts(self) -> list[str]:
         """Text that identifies the inputs; single pictures and videos, which may become more, count together."""
-        paths = [expanded(name) for name in self.inputs]
-        return list(
-            dict.fromkeys("single files" if p.is_file() and kind_of(p.name) else str(p.absolute()) for p in paths)
-        )
+        facts = []
+        for path in map(expanded, self.inputs):
+            facts.append("single files" if path.is_file() and kind_of(path.name) else str(path.absolute()))
+        return list(dict.fromkeys(facts))
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
         paths = [path for name in self.inputs for path in self._paths(name)]
@@ -74,7 +73,7 @@ class ItemSource:
                 root = path.parent if self.media_root is None else self.media_root
                 if path.is_dir():
                     yield from self._folder(path, base=path if len(paths) == 1 else None)
-                elif _is_archive(path):
+                elif path.name.lower().endswith(_ARCHIVES):
                     yield from _samples(path, root, with_media)
                 elif path.suffix.lower() in _PARQUET:
                     yield from _parquet_rows(path, root, with_media)
@@ -127,14 +126,11 @@ class ItemSource:
                 yield _files(group, [(path if base is None else path.relative_to(base)).as_posix() for path in group])
 
 
-def _is_archive(path: Path) -> bool:
-    return path.name.lower().endswith(_ARCHIVES)
-
-
 def _is_known(path: Path) -> bool:
     """Whether a path is a folder, or a file of a known kind by its ending."""
-    ending = path.suffix.lower()
-    return path.is_dir() or kind_of(path.name) is not None or _is_archive(path) or ending in (*_JSON, *_PARQUET)
+    return (
+        path.is_dir() or kind_of(path.name) is not None or path.name.lower().endswith((*_ARCHIVES, *_JSON, *_PARQUET))
+    )
 
 
 def _grouped(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
@@ -241,10 +237,9 @@ def _json_items(path: Path, root: Path) -> Iterator[Item]:
 
 
 def _samples(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
-    """Yield the samples of a WebDataset shard: neighbouring files whose names are equal up to the first dot.
+    """Samples of a WebDataset shard: neighbouring files whose names are equal up to the first dot.
 
-    Pictures and videos are the sample's media, fields of its ``json`` are its row, its ``txt`` is the field ``txt``. A
-    shard that breaks off ends with an item that says so, in place of its last sample, which may be torn. Media of an
+    A shard that breaks off ends with an item that says so, in place of its last sample, which may be torn. Media of an
     uncompressed archive are read when needed.
     """
     sample = _Sample("")
@@ -280,12 +275,12 @@ def _samples(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
         yield Item(path.name, reason, {}, root, problem=" ".join(reason.split()))
 
 
+@dataclass(slots=True)
 class _Sample:
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.media: list[tuple[Kind, Any]] = []
-        self.texts: dict[str, bytes] = {}
-        self.facts: list[str] = []
+    key: str
+    media: list[tuple[Kind, Any]] = field(default_factory=list)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    facts: list[str] = field(default_factory=list)
 
     def item(self, root: Path) -> Item:
         row: Any = {}
@@ -320,8 +315,8 @@ def _has_end(path: Path, offset: int) -> bool:
         return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int | None = None) -> bytes:
-    if most is not None and member.size > most:
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most: float = math.inf) -> bytes:
+    if member.size > most:
         raise tarfile.TarError(f"{member.name} has more than {most} bytes")
     file: IO[bytes] | None = archive.extractfile(member)
     assert file is not None, "regular files have content"
@@ -329,11 +324,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most: int | None
 
 
 def _parquet_rows(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
-    """Yield the rows of a Parquet file.
-
-    Columns of bytes, or of Hugging Face's ``{bytes, path}``, are media: videos where their name begins with ``video``,
-    else images. All other columns are fields.
-    """
+    """Rows of a Parquet file; columns of bytes or ``{bytes, path}`` are media, videos where their name says so."""
     try:
         parquet: Any = import_module("pyarrow.parquet")
     except ImportError:

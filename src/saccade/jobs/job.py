@@ -24,8 +24,7 @@ from saccade.options import check_whole
 from saccade.resumable import SHOWN, Journal, encoded
 
 _COMPARED = ("input", "options", "method", "target", "processor", "drafter")
-_FILES = 20
-"""Named files of which one must exist: a wrong folder is not the fault of every item."""
+_FILES = 20  # named files of which one must exist: a wrong folder is not the fault of every item
 
 
 @dataclass(frozen=True)

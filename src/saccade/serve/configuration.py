@@ -21,11 +21,9 @@ from saccade.target_model.media_cache import MEDIA_BYTES
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
-KEYS_VARIABLE = "SACCADE_API_KEYS"
-"""Environment variable with API keys, separated by commas."""
+KEYS_VARIABLE = "SACCADE_API_KEYS"  # environment variable with API keys, separated by commas
 MIB = 2**20
-_LISTS = {"allowed_hosts", "domains", "formats", "containers", "codecs"}
-"""Keys whose values are lists of names."""
+_LISTS = {"allowed_hosts", "domains", "formats", "containers", "codecs"}  # keys whose values are lists of names
 
 
 class ConfigError(SaccadeError):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +23,8 @@ from saccade.text import Detokenizer
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy decoding, as in vLLM; smaller ones overflow."""
-UNKNOWN_LOGPROB = -9999.0
-"""OpenAI's value for tokens without a log-probability."""
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy decoding, as in vLLM; smaller ones overflow
+UNKNOWN_LOGPROB = -9999.0  # OpenAI's value for tokens without a log-probability
 MOST_SCHEMAS = 64
 MOST_SCHEMA_BYTES = 64 * 1024
 
@@ -120,32 +116,6 @@ class LogprobRecorder:
         return logged
 
 
-class Schemas:
-    """Compiled response formats of one model, the least recently used ones dropped."""
-
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: OrderedDict[tuple[str, bool], Rollback] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def processor(self, form: ResponseFormat) -> Rollback | None:
-        """Return the processor of a response format; None for text."""
-        if form.type == "text":
-            return None
-        schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-        text = json.dumps(schema)  # unsorted: answers follow the order of the properties
-        if len(text) > MOST_SCHEMA_BYTES:
-            raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
-        key = (text, bool(form.whitespace))
-        with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = json_schema(schema, self._tokenizer, self._vocab_size, whitespace=key[1])
-            self._compiled.move_to_end(key)
-            while len(self._compiled) > MOST_SCHEMAS:
-                self._compiled.popitem(last=False)
-            return self._compiled[key]
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     plan: RowPlan
@@ -157,15 +127,12 @@ class Planner:
     def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:
         self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
         self._tokenizer = vlm.processor.tokenizer
+        self._compiled = lru_cache(MOST_SCHEMAS)(self._compile)
 
     @property
     def context(self) -> int | None:
         """Tokens of the model's context; None without a limit."""
         return self._vlm.target.traits.context
-
-    @cached_property
-    def schemas(self) -> Schemas:
-        return Schemas(self._tokenizer, self._vlm.target.vocab_size)
 
     def plan(self, body: Decoding, prompt: Prompt) -> Planned:
         options = self.options(body, prompt)
@@ -198,15 +165,25 @@ class Planner:
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
-        schema = None if body.response_format is None else self.schemas.processor(body.response_format)
-        if schema is not None:
-            processors.append(schema)
+        if body.response_format is not None and body.response_format.type != "text":
+            processors.append(self._schema(body.response_format))
             options["eos_token_id"] = self._ends_of_grammar()
         if processors:
             options["logits_processor"] = processors
         if body.stops:
             options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt))]
         return options
+
+    def _schema(self, form: ResponseFormat) -> Rollback:
+        """Return the processor of a response format."""
+        schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        text = json.dumps(schema)  # unsorted: answers follow the order of the properties
+        if len(text) > MOST_SCHEMA_BYTES:
+            raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
+        return self._compiled(text, bool(form.whitespace))
+
+    def _compile(self, schema: str, whitespace: bool) -> Rollback:
+        return json_schema(json.loads(schema), self._tokenizer, self._vlm.target.vocab_size, whitespace=whitespace)
 
     def _limit(self, body: Decoding, prompt_length: int) -> int:
         if body.max_tokens is not None:

@@ -25,13 +25,11 @@ from saccade.serve.configuration import ServerConfig
 from saccade.serve.monitoring import PREFIX
 from saccade.serve.refusals import Refusal, overloaded
 from saccade.serve.service import Gate
-from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of
+from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of, gone
 
 log = logging.getLogger("saccade.serve")
-ATTEMPTS = 3
-"""Replicas that a request is sent to before it fails."""
-KEY = b"x-saccade-affinity"
-"""Header by which a client names what belongs together, in place of the front's own guess."""
+ATTEMPTS = 3  # replicas that a request is sent to before it fails
+KEY = b"x-saccade-affinity"  # header by which a client names what belongs together, in place of the front's own guess
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 COUNTED = {
     "requests": "Requests of clients.",
@@ -97,7 +95,7 @@ class Front:
 
     async def _until_gone(self, receive: Receive, work: Any) -> None:
         answering = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(_gone(receive))
+        watching = asyncio.ensure_future(gone(receive))
         try:
             await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -182,11 +180,6 @@ class _Collected:
         return self.families
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _live(receive: Receive, send: Send) -> None:
     while True:
         kind = (await receive())["type"]
@@ -202,8 +195,7 @@ async def _live(receive: Receive, send: Send) -> None:
 # questions about a picture go where its features are. Keys choose among replicas by rendezvous hashing (Thaler and
 # Ravishankar, 1998), which needs no table, is the same in every process, and moves only the keys of a lost replica.
 
-_PROMPT = 1024
-"""Characters or ids of a raw prompt that are compared: later ones may differ."""
+_PROMPT = 1024  # characters or ids of a raw prompt that are compared: later ones may differ
 
 
 def key_of_body(body: bytes) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saccade import methods
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 CHARACTERS_PER_TOKEN = 100
 """No tokenizer's tokens are longer on average: text beyond it is refused before it is tokenized."""
-MOST_METHODS = 64
-"""Composed methods that are remembered per model."""
+MOST_METHODS = 64  # composed methods that are remembered per model
 
 
 class Setting(NamedTuple):
@@ -70,7 +69,7 @@ class ServedModel:
         self._most_option, self._text_as_text = limits.max_option, text_as_text
         self._reading = MediaOptions(limits=media, text_as_text=text_as_text)
         self._workers = workers
-        self._settings: OrderedDict[str, Setting] = OrderedDict()
+        self._composed = lru_cache(MOST_METHODS)(self._compose)
         self._lock = threading.Lock()
         for name in self.names:
             self.setting(name)  # a profile that does not fit the loaded parts is a mistake of the configuration
@@ -105,14 +104,8 @@ class ServedModel:
 
     def setting(self, speculation: str | Mapping[str, Any] | None) -> Setting:
         name, options = self._chosen(speculation)
-        key = f"{name} {sorted(options.items())}"
         with self._lock:
-            if key not in self._settings:
-                self._settings[key] = Setting((self.entry.label, key), self._compose(name, options))
-            self._settings.move_to_end(key)
-            while len(self._settings) > MOST_METHODS:
-                self._settings.popitem(last=False)
-            return self._settings[key]
+            return self._composed(name, json.dumps(options, sort_keys=True))
 
     def _setting(self, body: Decoding) -> Setting:
         """The method of a request; errors as of `setting`, and 400 where it asks for exactness that it cannot have."""
@@ -155,14 +148,15 @@ class ServedModel:
         if not isinstance(value, (str, bool, int, float)):
             raise invalid(f"{where} must be a number, a word, or true or false.", where)
 
-    def _compose(self, name: str, options: Mapping[str, Any]) -> VLM:
+    def _compose(self, name: str, settings: str) -> Setting:
+        key, options = (self.entry.label, f"{name} {settings}"), json.loads(settings)
         if not name and not options:
-            return self.vlm
+            return Setting(key, self.vlm)
         if name == "off":
-            return self.vlm.using(PLAIN)
+            return Setting(key, self.vlm.using(PLAIN))
         default = {"method": self.vlm.method, "head": self.entry.head, **self.entry.options}
         profile = dict(self.entry.profiles.get(name, {"method": name})) if name else default
-        return self.vlm.using(profile.pop("method"), **{**profile, **options})
+        return Setting(key, self.vlm.using(profile.pop("method"), **{**profile, **options}))
 
     # -- jobs ----------------------------------------------------------------------------------------------
 

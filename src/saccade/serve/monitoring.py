@@ -28,8 +28,7 @@ COUNTERS = {
     "accepted_tokens": ("spec_decode_num_accepted_tokens", "Accepted draft tokens."),
 }
 """Fields of an answer's statistics -> the counter that sums them, and its help."""
-FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
-"""Finish reasons of the engine -> OpenAI's."""
+FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # finish reasons of the engine -> OpenAI's
 
 
 @dataclass(slots=True)

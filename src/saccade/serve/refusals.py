@@ -8,8 +8,7 @@ from typing import Any
 from saccade.errors import MethodError, SaccadeError
 from saccade.target_model.traits import ContextError
 
-RETRY_SECONDS = 2
-"""Default of ``Retry-After`` where the server cannot tell."""
+RETRY_SECONDS = 2  # default of ``Retry-After`` where the server cannot tell
 
 
 @dataclass(eq=False)

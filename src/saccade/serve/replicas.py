@@ -32,10 +32,8 @@ from saccade.serve.front import Forwarded, Front, QueueFull, ReplicaLost, ranked
 from saccade.serve.streaming import Message
 
 log = logging.getLogger("saccade.serve")
-NAME = "saccade"
-"""Of the application in Ray Serve."""
-REPLICA = b"x-saccade-replica"
-"""Header of every answer: the replica that gave it."""
+NAME = "saccade"  # of the application in Ray Serve
+REPLICA = b"x-saccade-replica"  # header of every answer: the replica that gave it
 
 
 class AffinityRouter(RequestRouter):
@@ -177,8 +175,8 @@ def application(args: Mapping[str, Any]) -> Any:
     unknown = sorted(set(args) - {"config", "cpus", "gpus"})
     if unknown or "config" not in args:
         raise ConfigError(f"args must have config, and may have cpus and gpus, not {unknown or dict(args)}.")
-    more = {name: value for name, value in args.items() if name != "config"}
-    return build(read_config(args["config"]), **more)
+    resources = dict(args)
+    return build(read_config(resources.pop("config")), **resources)
 
 
 def serve_on_ray(read: Callable[[], ServerConfig], address: str, replicas: int | None) -> None:
@@ -202,7 +200,8 @@ def serve_on_ray(read: Callable[[], ServerConfig], address: str, replicas: int |
             serve.run(application, name=NAME, route_prefix="/", blocking=False)
 
         came: deque[int] = deque()
-        before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in _SIGNALS}
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in signals}
         try:
             deploy(config)
             names = ", ".join(entry.label for entry in config.models)
@@ -234,6 +233,3 @@ def _checked(read: Callable[[], ServerConfig], at: tuple[str, int] | None = None
         raise ConfigError("The address of a running server cannot change; start it again for another one.")
     config.check()
     return config
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -211,8 +211,7 @@ def _wrong(problem: ValidationError) -> Refusal:
 
 _JSON_FORMS = ("str", "bool", "int", "float")
 """Forms of a field in pydantic's places, behind the client's own keys and indices."""
-_FORMS = {"model_type": "an object", "dict_type": "an object"}
-"""Kinds of pydantic's errors -> the form in JSON's words."""
+_FORMS = {"model_type": "an object", "dict_type": "an object"}  # kinds of pydantic's errors -> the form in JSON's words
 
 
 def _check_together(body: Decoding) -> None:
@@ -245,7 +244,7 @@ TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for `InputProcessor.load_media`."""
+    """Return messages for `InputProcessor.load_media`, which reads their media as of clients."""
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -282,13 +281,9 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": text}
     for medium, kinds in MEDIA.items():
         if isinstance(kind, str) and kind in kinds:
-            return {"type": medium, medium: _source(part, medium, where)}
+            source = part.get(f"{medium}_url")
+            url = source.get("url") if isinstance(source, Mapping) else source
+            if not isinstance(url, str) or not url:
+                raise invalid(f"{where}.{medium}_url.url is missing; give a data: URI.", where)
+            return {"type": medium, medium: url}
     raise invalid(f"{where}.type must be text, image_url or video_url.", f"{where}.type")
-
-
-def _source(part: Mapping[str, Any], medium: str, where: str) -> str:
-    source = part.get(f"{medium}_url")
-    url = source.get("url") if isinstance(source, Mapping) else source
-    if not isinstance(url, str) or not url:
-        raise invalid(f"{where}.{medium}_url.url is missing; give a data: URI.", where)
-    return url

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("saccade.serve")
-MOST_HEAD_BYTES = 64 * 1024
-"""Size of a request's line and headers, which the parser does not limit."""
-LAST_WORDS = 5
-"""Seconds for writing to clients that their answers end, once the time for running answers is over."""
+MOST_HEAD_BYTES = 64 * 1024  # size of a request's line and headers, which the parser does not limit
+LAST_WORDS = 5  # seconds for writing to clients that their answers end, once the time for running answers is over
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -30,15 +30,19 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM
 
 Result = TypeVar("Result")
-MOST_CLIENTS = 10_000
-"""Clients whose counts are remembered; the longest unseen idle one is forgotten first."""
+MOST_CLIENTS = 10_000  # clients whose counts are remembered; the longest unseen idle one is forgotten first
 MINUTE = 60.0
 
 
 class Service:
     def __init__(self, config: ServerConfig, vlms: Sequence[VLM]) -> None:
         self.config = config  # of the server
-        limits, self._workers = config.limits, _workers(config, vlms)
+        limits = config.limits
+        processors = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
+        sees = any(each.parts.image_processor is not None or each.parts.composite is not None for each in processors)
+        self._workers: PromptWorkers | None = None  # for media, where they are decoded in their own processes
+        if sees and config.media.own_process and PromptWorkers.are_possible():
+            self._workers = PromptWorkers(processors, limits.media_seconds, limits.media_memory_mib * MIB)
         self.models = {
             entry.label: ServedModel(entry, vlm, limits, config.media, config.text_as_text, self._workers)
             for entry, vlm in zip(config.models, vlms, strict=True)
@@ -111,15 +115,6 @@ class Service:
         if stuck > self.config.limits.stuck_seconds:
             return 503, {"status": "stuck", "reason": f"a step has run for {stuck:.0f} s"}
         return 200, {"status": "ok"}
-
-
-def _workers(config: ServerConfig, vlms: Sequence[VLM]) -> PromptWorkers | None:
-    """Workers for the models that see; None where media are not to be decoded in processes of their own."""
-    processors = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
-    sees = any(each.parts.image_processor is not None or each.parts.composite is not None for each in processors)
-    if not sees or not config.media.own_process or not PromptWorkers.are_possible():
-        return None
-    return PromptWorkers(processors, config.limits.media_seconds, config.limits.media_memory_mib * MIB)
 
 
 @dataclass(slots=True)

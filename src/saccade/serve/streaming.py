@@ -32,6 +32,12 @@ class ClientGone(Exception):
     """The client has closed the connection, or reads too slowly."""
 
 
+async def gone(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def body_of(receive: Receive, limits: Limits) -> bytes:
     parts, size = [], 0
     try:
@@ -125,8 +131,7 @@ class Exchange(Response):
     async def _watch(self, receive: Receive) -> None:
         """Wait for the end of the connection, then cancel the jobs."""
         with suppress(asyncio.CancelledError):
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await gone(receive)
             self._service.owner.cancel(self._jobs)
             self._close()
 

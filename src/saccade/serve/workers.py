@@ -37,8 +37,7 @@ log = logging.getLogger("saccade.serve")
 KEPT = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that workers see; others may hold keys."""
 SET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-POLITE_SECONDS = 0.25
-"""Age from which a worker has a lower priority than the engine."""
+POLITE_SECONDS = 0.25  # age from which a worker has a lower priority than the engine
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from saccade.serve.workers import main; main()"
 _MEDIA = "The images and videos of this request"
 
@@ -146,12 +145,6 @@ def _send(connection: socket.socket, request: Any) -> None:
         connection.shutdown(socket.SHUT_WR)
 
 
-def _plain(prompt: Prompt) -> dict[str, Any]:
-    """A prompt of plain objects and tensors."""
-    media = [(m.kind, dict(m.tensors), m.n_tokens, m.digest, m.frame) for m in prompt.media]
-    return {"ids": torch.tensor(prompt.ids), "media": media}
-
-
 # -- the fork server and its workers ---------------------------------------------------------------------------
 
 
@@ -241,7 +234,12 @@ def _answer(
     readers = [processors[number] for number in numbers]
     try:
         loaded = readers[0].load_media(messages, options)
-        return {"prompts": [_plain(reader.prompt(loaded, options=options)) for reader in readers]}
+        prompts = []
+        for reader in readers:
+            prompt = reader.prompt(loaded, options=options)
+            media = [(m.kind, dict(m.tensors), m.n_tokens, m.digest, m.frame) for m in prompt.media]
+            prompts.append({"ids": torch.tensor(prompt.ids), "media": media})
+        return {"prompts": prompts}
     except SaccadeError as error:
         return {"refused": str(error)}
     except (MemoryError, RuntimeError) as error:
