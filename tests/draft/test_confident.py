@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,9 +65,3 @@ def test_every_node_carries_the_distribution_that_its_child_was_drawn_from() -> 
     for row in range(BATCH):
         for node, path in enumerate(token_paths(tree, row)[:-1]):
             torch.testing.assert_close(tree.q[row, node], torch.tensor(model.logits(row, path)).softmax(-1))
-
-
-@pytest.mark.parametrize(("gamma", "threshold"), [(0, 0.6), (6, -0.1), (6, 1.1)])
-def test_numbers_that_cannot_be_are_refused(gamma: int, threshold: float) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        ConfidentChain(gamma, threshold)

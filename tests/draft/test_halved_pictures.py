@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from halved_by_hand import halved_prompt
 from PIL import Image
 
 from checkpoints import picture
@@ -35,7 +34,6 @@ def is_resizable(name: str) -> bool:
 
 
 RESIZED = [name for name in VISUAL_FAMILIES if is_resizable(name)]
-MEDIA = [(name, kind) for name in RESIZED for kind in FAMILIES[name].kinds if kind != "text"]
 
 
 def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
@@ -59,18 +57,6 @@ def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.Monk
     assert len(made) == len(given) + 1
     view.read(given[0])
     assert len(made) == len(given) + 2, "it keeps two"
-
-
-@pytest.mark.parametrize(("name", "kind"), MEDIA)
-def test_half_the_rows_and_columns_are_left_rounded_up(name: str, kind: str) -> None:
-    for prompt in prompts(name, kind):
-        seen = read(name, prompt)
-        ids, media = halved_prompt(name, prompt)
-        assert list(seen.ids) == ids
-        for ours, theirs in zip(seen.media, media, strict=True):
-            assert ours.tensors.keys() == theirs.keys()
-            for key, value in theirs.items():
-                assert torch.allclose(ours.tensors[key], value, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [n for n in RESIZED if not n.startswith("mistral3")])

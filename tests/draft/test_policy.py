@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from random_trees import NaiveTree, Path, PathModel, assert_consistent, rank_paths, token_paths, trees
 
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
-from saccade.draft.trees.policy import SPECVLM_TREE, Chain, StaticTree, TopProposer, TreePolicy
+from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, TopProposer, TreePolicy
 from saccade.draft.trees.sage import SageTree
 
 VOCAB, BATCH = 7, 2
@@ -62,12 +64,6 @@ def test_the_default_static_tree_is_that_of_specvlm() -> None:
     shape = StaticTree().shape
     assert [sum(len(p) == d for p in shape.paths) for d in range(1, 6)] == [4, 8, 8, 3, 2]
     assert len(SPECVLM_TREE) == 25
-
-
-@pytest.mark.parametrize("gamma", [0, -1])
-def test_a_chain_of_nothing_is_refused(gamma: int) -> None:
-    with pytest.raises(ValueError, match="gamma of Chain must be at least 1"):
-        Chain(gamma)
 
 
 def naive_eagle2(model: PathModel, row: int, policy: DynamicTree) -> dict[Path, float]:
@@ -131,19 +127,6 @@ def test_a_certain_drafter_gives_a_chain_before_anything_else() -> None:
     assert token_paths(tree, 0) == [(), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
 
 
-@pytest.mark.parametrize("name", ["top", "max_depth", "total"])
-def test_an_empty_dynamic_tree_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} of DynamicTree must be at least 1, not 0"):
-        DynamicTree(**{name: 0})
-
-
-def test_dynamic_trees_never_draw_their_children() -> None:
-    """Their form depends on the tokens, which would bias the draw."""
-    assert not DynamicTree().can_sample
-    assert StaticTree().can_sample
-    assert Chain().can_sample
-
-
 @pytest.mark.parametrize("from_level", [0, 1, 2])
 @pytest.mark.parametrize(
     "policy", [StaticTree(), DynamicTree(), WidthTree(), SageTree()], ids=lambda p: type(p).__name__
@@ -165,3 +148,24 @@ def test_a_drafter_whose_logits_are_no_numbers_never_displaces_the_root(policy: 
         tree = growth.tree()
         assert_consistent(tree)
         assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Chain(0), "gamma of Chain must be at least 1, not 0"),
+        (lambda: DynamicTree(top=0), "top of DynamicTree must be at least 1, not 0"),
+        (lambda: DynamicTree(max_depth=0), "max_depth of DynamicTree must be at least 1"),
+        (lambda: WidthTree(width=0), "width of WidthTree must be at least 1"),
+        (lambda: ConfidentChain(6, 1.1), "confidence of ConfidentChain must be in the range 0 to 1"),
+    ],
+)
+def test_settings_that_make_no_tree_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_only_trees_of_fixed_shape_draw_their_children() -> None:
+    """A form that depends on the tokens would bias the draw."""
+    assert all(policy.can_sample for policy in (Chain(), StaticTree(), ConfidentChain()))
+    assert not any(policy.can_sample for policy in (DynamicTree(), WidthTree(), SageTree()))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from halved_by_hand import halved_prompt
 from torch import Tensor
 
 import families
@@ -148,14 +147,12 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
 def _by_hand(name: str, prompt: Prompt, said: list[int]) -> Tensor:
     """Logits ``[V]`` of the stock model behind the pooled prompt and some tokens of an answer."""
     stock = FAMILIES[name].model()
-    if name in RESIZED:
-        ids, media = halved_prompt(name, prompt)
-    else:
-        ids = list(pooled(model(name)).read(prompt).ids)  # held against others below
-        media = [dict(m.tensors) for m in prompt.media]
+    seen = pooled(model(name)).read(prompt)  # held against others below, and in test_halved_pictures
+    media = [dict(m.tensors) for m in (seen if name in RESIZED else prompt).media]
+    if name not in RESIZED:
         _average_by_hand(name, stock)
     joined = join(stock.config, [Medium("image", tensors, 0, "") for tensors in media])
-    inputs = {"input_ids": torch.tensor([[*ids, *said]]), **joined}
+    inputs = {"input_ids": torch.tensor([[*seen.ids, *said]]), **joined}
     types = (inputs["input_ids"] == IMAGE).long() + 2 * (inputs["input_ids"] == VIDEO).long()
     if FAMILIES[name].types:
         inputs[str(FAMILIES[name].types)] = types

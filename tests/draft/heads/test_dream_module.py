@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from heads_kit import POLICIES, random_head, target
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from families import FAMILIES
@@ -18,7 +16,6 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import CrossBlock, Dream, DreamDraftSession
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError
 from saccade.methods.compositions import Models
@@ -134,17 +131,6 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         fresh(**options)
 
 
-@pytest.mark.parametrize("options", [{}, {"gate": "replace", "cross": 2, "final": False, "keep": 0.25}], ids=str)
-def test_a_head_comes_back_as_it_was(options: dict[str, Any], tmp_path: Path) -> None:
-    head = dream("llava", **options)
-    save_head(head, tmp_path)
-    again = load_head(tmp_path, target("llava"))
-    assert again.config == head.config
-    assert list(again.state_dict()) == list(head.state_dict())
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
-
-
 @torch.no_grad()
 def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
     features, embeddings, at = given()
@@ -154,28 +140,6 @@ def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
         places = (at.positions, at.positions.flip(1))
         outs = [head.finish(begun, features, at, at.attention_mask, places=p) for p in places]
         assert torch.equal(*outs) != rotary
-
-
-@pytest.mark.parametrize("damage", ["missing", "spare", "shape", "target"])
-def test_a_head_that_is_not_whole_is_refused(damage: str, tmp_path: Path) -> None:
-    save_head(dream("llava"), tmp_path)
-    file, name = tmp_path / "model.safetensors", "cross.0.gates"
-    weights = load_file(file)
-    if damage == "missing":
-        del weights[name]
-    elif damage == "spare":
-        weights["cross.1.gates"] = torch.zeros(2)
-    elif damage == "shape":
-        weights[name] = torch.zeros(3)
-    save_file(weights, file)
-    message = {
-        "missing": "lacks the weight cross.0.gates",
-        "spare": "has the weight cross.1.gates",
-        "shape": r"cross.0.gates of the head .* is \(3,\), not \(2,\)",
-        "target": "made for another target",
-    }[damage]
-    with pytest.raises(ModelError, match=message):
-        load_head(tmp_path, target("qwen3_vl" if damage == "target" else "llava"))
 
 
 def test_the_method_grows_the_paper_s_tree() -> None:

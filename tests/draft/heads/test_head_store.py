@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import DRAFTING, POLICIES, random_head, target
+from heads_kit import DRAFTING, EVERY, POLICIES, random_head, target
 from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
@@ -41,7 +41,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file(weights, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", DRAFTING)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_head_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
     options = {"after_image": "visual"} if "after_image" in head_class(kind).defaults else {}
     head = random_head("qwen3_vl", kind, **options)
@@ -65,7 +65,7 @@ def test_a_small_head_of_a_coarser_target_keeps_its_precision_on_a_cpu(tmp_path:
 
 def test_every_configuration_comes_back_from_json() -> None:
     for name in ("llama", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"):
-        for kind in DRAFTING:
+        for kind in EVERY:
             config = HeadConfig.from_target(target(name), kind, steps=3)
             assert HeadConfig.from_json(config.to_json()) == config
             assert json.loads(config.to_json())["saccade_head"] == kind
