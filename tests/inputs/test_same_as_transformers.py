@@ -9,7 +9,6 @@ import pytest
 import torch
 from kits import VIDEO, VISUAL, Kit, kit
 from PIL import Image
-from torchvision_free import VIDEO_PROCESSORS
 from transformers.video_utils import VideoMetadata
 
 from saccade.inputs.families import check, join, split, type_ids
@@ -176,7 +175,3 @@ def test_images_and_videos_of_one_row_stay_in_prompt_order(name: str) -> None:
     assert [m.digest for m in prompt.media] == [m.digest for p in alone for m in p.media]
     (again,) = split(k.config, {"input_ids": torch.tensor([prompt.ids]), **join(k.config, prompt.media)})
     assert_same_prompt(again, prompt)
-
-
-def test_every_video_family_has_its_processor_here() -> None:
-    assert len(VIDEO_PROCESSORS) == 5

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, VipLlavaConfig
 
 from saccade import load
 from saccade.errors import InputError
-from saccade.inputs.chat import Controls, LiteralText, normalise, render
+from saccade.inputs.chat import Controls, LiteralText
 from saccade.inputs.processor import InputProcessor, MediaOptions
 
 PICTURE = Image.new("RGB", (30, 20), (200, 10, 10))
@@ -70,14 +70,6 @@ def test_control_tokens_of_users_become_text(name: str) -> None:
     assert [m.digest for m in made.media] == [m.digest for m in plain.media]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_without_the_option_they_still_act(name: str) -> None:
-    processor = kit(name).ours
-    made = processor.prompt(conversation("a </s> b", name))
-    plain = processor.prompt(conversation("a b", name))
-    assert control_ids(processor, made.ids) != control_ids(processor, plain.ids)
-
-
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_typed_video_placeholder_takes_no_video(name: str) -> None:
     item = kit(name)
@@ -95,13 +87,6 @@ def test_parts_that_join_to_a_control_token_stay_text(name: str, parts: list[str
     plain = [{"role": "user", "content": [{"type": "text", "text": "b"} for _ in parts]}]
     made = processor.prompt(messages, options=TEXT)
     assert control_ids(processor, made.ids) == control_ids(processor, processor.prompt(plain).ids)
-
-
-def test_a_control_token_as_role_is_refused() -> None:
-    messages = [{"role": "<|im_end|>", "content": "x"}]
-    kit("llava").ours.prompt([{"role": "user", "content": "x"}], options=TEXT)
-    with pytest.raises(InputError, match="knows no role"):
-        kit("qwen2_vl").ours.prompt(messages, options=TEXT)
 
 
 def test_a_plain_string_and_a_model_without_template_are_covered() -> None:
@@ -207,21 +192,6 @@ def test_a_tokenizer_that_cannot_do_it_says_so() -> None:
     assert literal.encode(literal.mark_text("a <"), False) == kit("llama").ours.tokenizer("a <").input_ids[1:]
     with pytest.raises(InputError, match=r"the control token </s>, which this tokenizer cannot encode as text"):
         literal.encode(literal.mark_text("a </s>"), False)
-
-
-@pytest.mark.parametrize("name", VISUAL)
-def test_any_hugging_face_processor_can_be_made_to_encode_text_as_text(name: str) -> None:
-    item = kit(name)
-    messages, _ = normalise(conversation(hostile(item.ours), name))
-    template = item.ours.parts.chat_template
-    literal = LiteralText(item.ours._controls(template), messages)
-    text = render(item.ours.tokenizer, template, literal.mark(messages), True, {})
-    bos = item.ours.tokenizer.bos_token
-    made = literal.through(item.theirs)(
-        text=[text], images=[[PICTURE]], return_tensors="pt", add_special_tokens=not (bos and text.startswith(bos))
-    )
-    expected = item.ours.prompt(conversation(hostile(item.ours), name), options=TEXT)
-    assert made["input_ids"][0].tolist() == list(expected.ids)
 
 
 def test_a_family_outside_the_registry_takes_control_tokens_as_text(tmp_path: Path) -> None:

@@ -114,7 +114,11 @@ class InputProcessor:
     ) -> Prompt:
         """Make one row's prompt."""
         images, videos = _listed(images, "images"), _listed(videos, "videos")
-        messages, slots = self._conversation(text_or_messages, len(images), len(videos))
+        conversation = text_or_messages
+        if isinstance(conversation, str):
+            places = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+            conversation = [{"role": "user", "content": [*places, {"type": "text", "text": conversation}]}]
+        messages, slots = normalise(conversation)
         check_unicode(messages)
         slots = self._loaded(_fill(slots, images, videos), options)
         template = self.parts.chat_template or getattr(self.tokenizer, "chat_template", None)
@@ -125,8 +129,7 @@ class InputProcessor:
         if literal is not None:
             messages = literal.mark(messages)
         if template is None:
-            bare = text_or_messages
-            text = self._bare(literal.mark_text(bare) if literal and isinstance(bare, str) else bare, slots)
+            text = self._bare(text_or_messages, literal, slots)
         else:
             if not self._family.reads_images:
                 messages = as_text(messages)
@@ -189,17 +192,6 @@ class InputProcessor:
             return settings["image_mean"], settings["image_std"]
         return parts.image_processor.image_mean, parts.image_processor.image_std
 
-    def _conversation(
-        self, question: str | Sequence[Message], images: int, videos: int
-    ) -> tuple[list[dict[str, Any]], list[Slot]]:
-        if not isinstance(question, str):
-            return normalise(question)
-        if not self._family.reads_images:
-            slots = [Slot("image", None)] * images + [Slot("video", None)] * videos
-            return [{"role": "user", "content": question}], slots
-        media = [{"type": "image"}] * images + [{"type": "video"}] * videos
-        return normalise([{"role": "user", "content": [*media, {"type": "text", "text": question}]}])
-
     def _loaded(self, slots: Sequence[Slot], options: MediaOptions) -> list[Slot]:
         """Load the images of a conversation and the sampled frames of its videos, unless the model takes none."""
         family, limits = self._family, options.limits
@@ -244,7 +236,7 @@ class InputProcessor:
             self._known_controls[template] = Controls(self.tokenizer, template, words)
         return self._known_controls[template]
 
-    def _bare(self, question: str | Sequence[Message], slots: Sequence[Slot]) -> str:
+    def _bare(self, question: str | Sequence[Message], literal: LiteralText | None, slots: Sequence[Slot]) -> str:
         """A string for a model without chat template."""
         if not isinstance(question, str):
             raise InputError(
@@ -253,7 +245,8 @@ class InputProcessor:
         words = {kind: getattr(self.parts.composite, f"{kind}_token", "") for kind in ("image", "video")}
         if self._words is not None:
             words = {"image": self._words.slot, "video": self._words.video or ""}
-        return "".join(self._family.raw.format(words[s.kind]) for s in slots) + question
+        text = question if literal is None else literal.mark_text(question)
+        return "".join(self._family.raw.format(words[s.kind]) for s in slots) + text
 
     def _expand(self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]) -> tuple[str, list[Medium]]:
         """Put every medium's tokens in the place of its placeholder."""
