@@ -20,10 +20,9 @@ from saccade.pocket import head_paths
 from tools.heads.catalogue import read as read_recipes
 from tools.heads.state import MARK as HEAD_MARK
 from tools.heads.state import head_folder
-from tools.results import pages
 from tools.results.catalogue import measurements, suite_names
-from tools.results.folder import MARK, Folder
 from tools.results.measure import Report, Session, Setup
+from tools.results.pages import MARK, Folder
 
 NAMES = ("quick", "lvspec-2")
 LINES: list[str] = []
@@ -111,7 +110,6 @@ def test_pages_are_computed_anew_from_the_records_and_name_both_revisions(
     with pytest.raises(SaccadeError, match="changes that are not committed"):
         folder.render(found)
     monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab")
-    monkeypatch.setattr(pages, "revision", lambda: "0123456789ab")
     monkeypatch.setattr("saccade.bench.metrics.passes", lambda record: 1)
     folder.render(found)
     for name, text in before.items():

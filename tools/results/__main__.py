@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from saccade.cli import execute, screen
+from saccade.cli.option_groups import option
 from saccade.errors import InputError
 
 app = typer.Typer(name="tools.results", add_completion=False, rich_markup_mode="markdown")
@@ -18,39 +19,28 @@ def results(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[PAGE]...", help="Only these pages of docs/results; all by default.")
     ] = None,
-    target: Annotated[str, typer.Option("--target", "-t", help="Target: a folder, or `pocket`.")] = "pocket",
-    drafter: Annotated[
-        str | None, typer.Option("--drafter", "-d", help="Its draft VLM; with `pocket` the built-in one by default.")
-    ] = None,
-    models: Annotated[
-        Path, typer.Option("--models", metavar="FOLDER", help="Trained heads, as of `python -m tools.heads --out`.")
-    ] = Path("runs/models"),
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FOLDER", help="Records and pages, all of one revision.")
-    ] = Path("runs/results"),
-    docs: Annotated[
-        Path | None,
-        typer.Option(
-            "--docs",
-            metavar="FOLDER",
-            help="Where all pages measured so far go; by default docs/results when every suite is measured, of a short "
-            "run OUT/docs.",
-        ),
-    ] = None,
-    per_task: Annotated[int | None, typer.Option(min=1, help="Prompts per task; the suites' own by default.")] = None,
-    short: Annotated[
-        bool, typer.Option("--short", help="A trial: one prompt of two tasks of every suite, in minutes.")
-    ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="List pages, answers and missing heads, and stop.")] = False,
-    render: Annotated[
-        bool,
-        typer.Option(
-            "--render",
-            help="Write the pages anew from the records in --out, by the present sources; nothing is measured.",
-        ),
-    ] = False,
-    dtype: Annotated[str, typer.Option(help="Of the target.")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    target: str = option("pocket", "Target: a folder, or `pocket`.", "--target", "-t"),
+    drafter: str | None = option(None, "Its draft VLM; with `pocket` the built-in one by default.", "--drafter", "-d"),
+    models: Path = option(Path("runs/models"), "Trained heads, as of `python -m tools.heads --out`.", metavar="FOLDER"),
+    out: Path = option(
+        Path("runs/results"), "Records and pages, all of one revision.", "--out", "-o", metavar="FOLDER"
+    ),
+    docs: Path | None = option(
+        None,
+        "Where all pages measured so far go; by default docs/results when every suite is measured, of a short run "
+        "OUT/docs.",
+        metavar="FOLDER",
+    ),
+    per_task: int | None = option(None, "Prompts per task; the suites' own by default.", min=1),
+    short: bool = option(False, "A trial: one prompt of two tasks of every suite, in minutes.", "--short"),
+    plan: bool = option(False, "List pages, answers and missing heads, and stop.", "--plan"),
+    render: bool = option(
+        False,
+        "Write the pages again from the records in --out by the present sources; measure nothing.",
+        "--render",
+    ),
+    dtype: str = option("auto", "Of the target."),
+    threads: int = option(1, "CPU threads.", min=1),
 ) -> None:
     """Measure every suite on the checked-out revision, and write one page per suite and their index.
 
@@ -61,8 +51,8 @@ def results(
     Example: `python -m tools.results --target my-pair/target --drafter my-pair/draft`
     """
     from tools.results.catalogue import measurements
-    from tools.results.folder import Folder
     from tools.results.measure import Session, Setup
+    from tools.results.pages import Folder
 
     screen.quiet_libraries()
     chosen = measurements(names or ())

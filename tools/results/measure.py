@@ -26,8 +26,7 @@ from saccade.wording import count, differences, duration, shortened
 from tools.heads.state import steps_of, usable_head
 from tools.pocket.inflate import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, load, measurements
-from tools.results.folder import MARK, Folder, prompts, refuse_modified
-from tools.results.pages import Place, facts
+from tools.results.pages import MARK, Folder, Place, facts, prompts, refuse_modified
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,11 @@ class _Bar:
         elif math.log(judged.high) < -self.margin:
             verdict = "faster"
         tokens = {(r.prompt_id, r.repeat): r.tokens for r in before if r.prompt_id in self.same}
-        pairs = [(r.tokens, tokens[key]) for r in after if (key := (r.prompt_id, r.repeat)) in tokens]
+        equal = []
+        for record in after:
+            earlier = tokens.get((record.prompt_id, record.repeat))
+            if earlier is not None:
+                equal.append(record.tokens == earlier)
         return Change(
             method=method,
             verdict=verdict,
@@ -130,8 +134,8 @@ class _Bar:
             prompts=prompts,
             time=time,
             relative=relative,
-            answers=len(pairs),
-            equal=sum(x == y for x, y in pairs),
+            answers=len(equal),
+            equal=sum(equal),
             accepted_length=_both(_accepted_length, before, after),
             score=_both(_score, before, after),
         )

@@ -89,17 +89,18 @@ def _match(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[st
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBERS = {
-    w: str(n)
-    for n, w in enumerate(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"])
-}
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 def _vqa_words(text: str) -> str:
     """Text as the VQA evaluation compares it: lower case, digits for numbers, no articles and punctuation."""
     kept = re.sub(r"(?<=\d),(?=\d)", "", text.lower())
-    words = plain(_ARTICLES.sub(" ", kept)).split()
-    return " ".join(_NUMBERS.get(word, word) for word in words)
+    words = []
+    for word in plain(_ARTICLES.sub(" ", kept)).split():
+        if word in _NUMBERS:
+            word = str(_NUMBERS.index(word))
+        words.append(word)
+    return " ".join(words)
 
 
 def _vqa(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[str, float]:
@@ -108,8 +109,12 @@ def _vqa(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[str,
     given, wanted = _vqa_words(answer), [_vqa_words(r) for r in right]
     if len(wanted) == 1:
         return {"vqa": float(given == wanted[0])}
-    agreed = sum(w == given for w in wanted)
-    return {"vqa": fmean(min(1.0, (agreed - (w == given)) / 3) for w in wanted)}
+    agreed = sum(each == given for each in wanted)
+    scores = []
+    for each in wanted:
+        others = agreed - (each == given)
+        scores.append(min(1.0, others / 3))
+    return {"vqa": fmean(scores)}
 
 
 def _rouge_l(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[str, float]:
@@ -140,13 +145,21 @@ def _is_letter(text: str) -> bool:
 
 def _choice(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[str, float]:
     """Whether the answer names the right letter, or else the text of the right choice and of no other."""
-    wanted, answer = right[0].strip("() .").upper(), answer.strip()
+    wanted = right[0].strip("() .").upper()
+    answer = answer.strip()
     letters = [chr(ord("A") + n) for n in range(len(choices) or 26)]
-    found = (next(filter(None, match.groups())) for match in _LETTER.finditer(answer))
-    letter = next((one for one in found if one in letters), "")
+    letter = ""
+    for match in _LETTER.finditer(answer):
+        named = next(filter(None, match.groups()))
+        if named in letters:
+            letter = named
+            break
     if not letter and choices:
-        named = [n for n, text in enumerate(choices) if f" {plain(text)} " in f" {plain(answer)} "]
-        letter = letters[named[0]] if len(named) == 1 else answer[:1] if re.match(r"A\b", answer) else ""
+        texts = [n for n, text in enumerate(choices) if f" {plain(text)} " in f" {plain(answer)} "]
+        if len(texts) == 1:
+            letter = letters[texts[0]]
+        elif re.match(r"A\b", answer):
+            letter = answer[:1]
     return {"choice": float(letter == wanted)}
 
 
@@ -159,8 +172,9 @@ def _yes_no(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[s
 def _anls(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[str, float]:
     """ANLS (Biten et al. 2019, section 4): 1 - edit distance over length, 0 from one half on; the best reference."""
     best = 0.0
-    for wanted in (" ".join(r.lower().split()) for r in right):
-        given = " ".join(answer.lower().split())
+    given = " ".join(answer.lower().split())
+    for reference in right:
+        wanted = " ".join(reference.lower().split())
         distance = _edits(given, wanted) / max(len(given), len(wanted), 1)
         best = max(best, 1 - distance if distance < 0.5 else 0.0)
     return {"anls": best}

@@ -39,9 +39,14 @@ def contents(runs: Sequence[Run]) -> list[Content]:
         drafts = [*([models["drafter"]["name"]] if models["drafter"] else []), *models["heads"]]
         words = " with ".join(filter(None, [models["target"]["name"], ", ".join(drafts)]))
         names.append(f"{run.header.suite}, {words or 'unnamed models'}")
-    names = [f"{n} ({r.folder.name})" if names.count(n) > 1 else n for n, r in zip(names, runs, strict=True)]
-    names = [f"{n}, {number}" if names.count(n) > 1 else n for number, n in enumerate(names, 1)]
-    return [Content(name, run, groups(run)) for name, run in zip(names, runs, strict=True)]
+    found: list[Content] = []
+    for run, name in zip(runs, names, strict=True):
+        if names.count(name) > 1:
+            name = f"{name} ({run.folder.name})"
+        if any(content.name == name for content in found):
+            name = f"{name}, {len(found) + 1}"
+        found.append(Content(name, run, groups(run)))
+    return found
 
 
 def html(content: Sequence[Content], prompts: int = 4) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from saccade.bench import metrics
@@ -44,9 +45,13 @@ def groups(run: Run) -> list[Group]:
     """All tasks together, then every task if there are several; methods in the order of the configuration."""
     order = {method["label"]: place for place, method in enumerate(run.header.config["methods"])}
     records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
-    tasks = {name: [r for r in records if r.task == name] for name in dict.fromkeys(r.task for r in run.records)}
-    named: dict[str, list[Record]] = tasks if len(tasks) < 2 else {"all tasks": records, **tasks}
-    return [Group(name, metrics.by_method(records)) for name, records in named.items()]
+    tasks: dict[str, list[Record]] = {record.task: [] for record in run.records}
+    for record in records:
+        tasks[record.task].append(record)
+    found = [Group(name, metrics.by_method(group)) for name, group in tasks.items()]
+    if len(tasks) > 1:
+        found.insert(0, Group("all tasks", metrics.by_method(records)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +198,11 @@ def scores(group: Group) -> Table | None:
 
 def shares_by_depth(reached: Sequence[int]) -> list[float]:
     """Share of the passes that accepted depth d among those at d - 1, from the counts by depth."""
-    pairs = zip(reached[1:], reached[:-1], strict=True)
-    return [further / before for further, before in pairs if before >= ENOUGH]
+    shares = []
+    for before, further in pairwise(reached):
+        if before >= ENOUGH:
+            shares.append(further / before)
+    return shares
 
 
 def depths(group: Group) -> Table | None:
