@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -22,6 +23,11 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def is_profile(given: Any) -> bool:
+    """Whether a target names a profile: a path that ends in ``.toml``."""
+    return isinstance(given, (str, Path)) and str(given).endswith(".toml")
 
 
 def write_file(

@@ -274,11 +274,6 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     return shared
 
 
-def is_profile(given: Any) -> bool:
-    """Whether a target names a profile: a path that ends in ``.toml``."""
-    return isinstance(given, (str, Path)) and str(given).endswith(".toml")
-
-
 def path_of(given: str | Path) -> str:
     """Return a folder or hub id as text, with the home folder expanded."""
     return str(Path(given).expanduser()) if str(given).startswith("~") else str(given)

@@ -19,6 +19,7 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.generation import plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
+from saccade.files import is_profile
 from saccade.inputs.families import vision_signature
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import (
@@ -37,7 +38,6 @@ from saccade.loading import (
     check_device,
     check_dtype,
     default_device,
-    is_profile,
     load_model,
     name_of,
     path_of,

@@ -16,7 +16,7 @@ from saccade.cli import screen
 from saccade.cli.datasets import DataOptions, tasks_of
 from saccade.cli.option_groups import PairOptions, group, option, spread
 from saccade.errors import InputError, SaccadeError
-from saccade.files import check_folder
+from saccade.files import check_folder, is_profile
 from saccade.profile import Profile
 from saccade.wording import count, duration
 
@@ -253,8 +253,6 @@ def tune(
     - `saccade tune -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
     """
     models = models.or_pocket()
-    from saccade.loading import is_profile
-
     if is_profile(models.named()):
         raise InputError(f"{models.target} is a profile of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":
