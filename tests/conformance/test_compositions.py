@@ -16,7 +16,7 @@ from saccade.draft.pruning import PrunedDrafter
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options
 from saccade.methods.compositions import Models
-from saccade.methods.groups import RULES, TREES
+from saccade.methods.settings import RULES, TREES
 
 SHAPES = [tree for tree in TREES if tree != "paced"]
 """Trees that go with every drafter and rule; a paced chain goes with a draft model (tests/engine/test_pacing.py)."""

@@ -12,8 +12,7 @@ import pytest
 from saccade import MethodError
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.methods import METHODS, is_lossless, options
-from saccade.methods.groups import GROUPS, TREES
-from saccade.methods.settings import about, table
+from saccade.methods.settings import GROUPS, TREES, about, table
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
 HEADS: dict[str, dict[str, Any]] = {

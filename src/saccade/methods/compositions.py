@@ -26,31 +26,18 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Parts that a method is composed of, besides its options.
-
-    Attributes:
-        target: the target model.
-        draft_model: a smaller one, where a method needs it.
-        vocab_size: tokens that both share; the smaller vocabulary when None.
-        special_ids: tokens that lossy rules never accept loosely.
-        draft_processor: makes the draft model's prompts; needed by methods that rewrite them.
-        head: a trained drafter head, where a method needs it.
-    """
+    """Parts that a method is composed of, besides its options."""
 
     target: Target
-    draft_model: Target | None = None
-    vocab_size: int | None = None
-    special_ids: tuple[int, ...] = ()
-    draft_processor: InputProcessor | None = None
-    head: Head | None = None
+    draft_model: Target | None = None  # a smaller one
+    vocab_size: int | None = None  # tokens that both share; the smaller vocabulary when None
+    special_ids: tuple[int, ...] = ()  # tokens that lossy rules never accept loosely
+    draft_processor: InputProcessor | None = None  # makes the draft model's prompts, for methods that rewrite them
+    head: Head | None = None  # a trained drafter head
 
 
 def compose(parts: Models, values: Values) -> Engine:
-    """Return the engine of resolved options, of parts that `saccade.methods.settings.fit` has accepted.
-
-    Raises:
-        ValueError: options that do not go together.
-    """
+    """Return the engine of resolved options and fitting parts; raises `ValueError` for options that do not combine."""
     from saccade.engine import Engine
 
     if not values:
@@ -61,7 +48,7 @@ def compose(parts: Models, values: Values) -> Engine:
 def _pacer(parts: Models, values: Values) -> Pacer | None:
     from saccade.draft.heads.registry import HEAD_KINDS
     from saccade.engine.costs import Pacer
-    from saccade.methods.groups import LOSSLESS_RULE
+    from saccade.methods.settings import LOSSLESS_RULE
 
     if values.get("tree") != "paced":
         return None
@@ -75,11 +62,7 @@ def _pacer(parts: Models, values: Values) -> Pacer | None:
 
 
 def within_reach(parts: Models, values: Values, given: Iterable[str]) -> Values:
-    """Return options whose default lengths, and those of a paced chain, are at most what the head drafts ahead.
-
-    Args:
-        given: names of options that have no default value.
-    """
+    """Return options whose lengths are at most what the head drafts ahead, but for those in ``given``."""
     if parts.head is None or parts.head.reach is None or values.get("draft_with") != parts.head.kind:
         return values
     reach, fixed = parts.head.reach, set() if values["tree"] == "paced" else set(given)
@@ -172,15 +155,8 @@ def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values:
 
 
 def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
-    """The tree policy that resolved options choose.
-
-    Args:
-        reach: most levels of the static tree.
-
-    Raises:
-        ValueError: values that do not go together.
-    """
-    from saccade.methods.groups import TREES
+    """The tree policy that resolved options choose; ``reach``: most levels of the static tree."""
+    from saccade.methods.settings import TREES
 
     tree = values["tree"]
     options = {name: values[name] for name in TREES[tree]}
@@ -202,7 +178,7 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     """Lossy rule of the options; None for the lossless ones, selected by decoding."""
-    from saccade.methods.groups import LOSSLESS_RULE, RULES
+    from saccade.methods.settings import LOSSLESS_RULE, RULES
 
     rule = values["rule"]
     if rule == LOSSLESS_RULE:

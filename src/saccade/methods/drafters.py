@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,19 @@ def with_builtin(
     """
     from saccade.pocket import draft_path, head_path, head_paths, target_path
 
-    found = dict(heads)
+    named_heads = dict(heads)
     if is_pocket(target):
         target = str(target_path())
         values = None if method is None else methods.options(method, options)
         needs = None if values is None else methods.needs(values)
         if values is None:
             taken = {*heads, *kinds_of(heads).values()}
-            found |= {kind: folder for kind, folder in head_paths().items() if kind not in taken}
+            named_heads |= {kind: folder for kind, folder in head_paths().items() if kind not in taken}
         elif needs == "head" and drafter is None and not heads:
-            found[values["draft_with"]] = head_path(values["draft_with"])
+            named_heads[values["draft_with"]] = head_path(values["draft_with"])
         if drafter is None and needs in (None, "draft model"):
             drafter = POCKET
-    return target, str(draft_path()) if is_pocket(drafter) else drafter, found
+    return target, str(draft_path()) if is_pocket(drafter) else drafter, named_heads
 
 
 AnyHead = str | Path | Head
@@ -68,24 +69,27 @@ def is_head(drafter: Any) -> bool:
 
 def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
     """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given."""
-    found: dict[str, AnyHead] = {}
+    named_heads: dict[str, AnyHead] = {}
     if is_head(drafter):
-        found[kind_of(drafter)] = drafter
+        named_heads[kind_of(drafter)] = drafter
     elif isinstance(drafter, (str, Path)) and not is_pocket(drafter):
         check_checkpoint(path_of(drafter))  # or a mistyped head would pass for a draft model
+    pairs: list[tuple[str, AnyHead]] = []
     if isinstance(heads, Mapping):
-        given = list(heads.items())
+        pairs = list(heads.items())
     else:
         several = [heads] if isinstance(heads, (str, Path, Head)) else heads
-        given = [(_own_name(head), head) for head in several]
-    for name, head in given:
-        if name in found:
+        pairs = [
+            (head.kind if isinstance(head, Head) else Path(path_of(head)).resolve().name, head) for head in several
+        ]
+    for name, head in pairs:
+        if name in named_heads:
             raise MethodError(
                 f"Two heads are named {name!r}; give one of them another name with heads={{NAME: FOLDER}} "
                 "(--head NAME=FOLDER on the command line)."
             )
-        found[name] = head
-    return found
+        named_heads[name] = head
+    return named_heads
 
 
 def kind_of(head: AnyHead) -> str:
@@ -100,18 +104,20 @@ def kinds_of(heads: Mapping[str, AnyHead]) -> dict[str, str]:
 
 def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.dtype | None) -> dict[str, Head]:
     """Load heads by name; every folder is read once."""
-    found, read = check_dtype(dtype or "auto"), dict[str, Head]()
-    kind = found if isinstance(found, torch.dtype) else None
+    checked = check_dtype(dtype or "auto")
+    kind = checked if isinstance(checked, torch.dtype) else None
+
+    @cache
+    def read(folder: str) -> Head:
+        return load_head(folder, target, kind)
+
     loaded: dict[str, Head] = {}
     for name, head in heads.items():
         if isinstance(head, Head):
             loaded[name] = head
-            continue
-        path = path_of(head)
-        folder = str(Path(path).resolve()) if Path(path).exists() else path
-        if folder not in read:
-            read[folder] = load_head(folder, target, kind)
-        loaded[name] = read[folder]
+        else:
+            path = path_of(head)
+            loaded[name] = read(str(Path(path).resolve()) if Path(path).exists() else path)
     return loaded
 
 
@@ -136,7 +142,3 @@ def default(drafter: Any, kinds: Mapping[str, str], head: str | None = None, opt
     if drafter is None and kinds:
         return next(iter(kinds.values()))
     return methods.default(drafter is not None, options)
-
-
-def _own_name(head: AnyHead) -> str:
-    return head.kind if isinstance(head, Head) else Path(path_of(head)).resolve().name

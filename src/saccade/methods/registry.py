@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
-from saccade.methods.groups import LOSSLESS_RULE
-from saccade.methods.settings import ALIASES, Needs, fit, needs, resolved
+from saccade.methods.settings import ALIASES, LOSSLESS_RULE, Needs, fit, needs, resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine

@@ -1,14 +1,163 @@
-"""Resolution of a method's options, and the check of a method against the drafters that are loaded."""
+"""Options of every choice that a method makes, their resolution, and the check of a method against loaded drafters.
+
+Drafter, tree, rule and pruning are chosen independently of each other. Each choice has options of its own (a group), so
+that every accepted option has an effect.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
-from saccade.methods.groups import CHOICE_OPTIONS, CHOICES, GROUPS, RULE_OPTIONS, TREE_OPTIONS
-from saccade.options import Option
+from saccade.options import (
+    BranchesOptions,
+    ChainOptions,
+    ConfidentOptions,
+    DynamicOptions,
+    ExactOptions,
+    FLyOptions,
+    LVSpecOptions,
+    Option,
+    PacedOptions,
+    RandomOptions,
+    SageOptions,
+    StaticOptions,
+    WidthOptions,
+    option,
+    options_of,
+)
+
+LOSSLESS_RULE = "exact"
+
+
+TREE_OPTIONS: dict[str, type] = {
+    "chain": ChainOptions,
+    "branches": BranchesOptions,
+    "confident": ConfidentOptions,
+    "static": StaticOptions,
+    "dynamic": DynamicOptions,
+    "width": WidthOptions,
+    "sage": SageOptions,
+    "paced": PacedOptions,
+}
+RULE_OPTIONS: dict[str, type] = {
+    LOSSLESS_RULE: ExactOptions,
+    "lvspec": LVSpecOptions,
+    "fly": FLyOptions,
+    "random": RandomOptions,
+}
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """The drafter."""
+
+    draft_with: str = option(
+        "model",
+        "drafter: the draft model, the target itself, prompt lookup, or a head of a kind",
+        choices=("model", "self", "lookup", *HEAD_KINDS),
+    )
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Prompt lookup as the drafter."""
+
+    gamma: int = option(10, "most tokens copied per step", 1)
+    max_ngram: int = option(3, "longest n-gram that prompt lookup searches for", 1)
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """The tree policy."""
+
+    tree: str = option("chain", "tree policy", choices=tuple(TREE_OPTIONS))
+
+
+@dataclass(frozen=True)
+class RuleChoice:
+    """The acceptance rule."""
+
+    rule: str = option(LOSSLESS_RULE, "acceptance rule; all but exact are LOSSY", choices=tuple(RULE_OPTIONS))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Prompt lookup beside another drafter."""
+
+    copied: int = option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """The tree of a drafter's tokens and of copies."""
+
+    max_ngram: int = option(3, "longest n-gram that prompt lookup searches for", 1)
+    merged_total: int = option(64, "nodes of the merged tree, without the root", 1)
+
+
+@dataclass(frozen=True)
+class VisualPruning:
+    """The share of the visual tokens that the drafter keeps (SpecVLM)."""
+
+    keep_images: float = option(1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
+    keep_videos: float = option(1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
+    select: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
+    mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
+
+
+@dataclass(frozen=True)
+class Views:
+    """The views of one draft model (TABED)."""
+
+    views: str = option("", "views of the draft model: letters of MTCPR; empty: the prompt as it is")
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The mixture of several views (TABED, Section 4)."""
+
+    weights: str = option(
+        "auto",
+        "weights of the views; auto: a grid for two, inverse errors for more",
+        choices=("auto", "grid", "best", "inverse-error", "adaboost", "random", "static"),
+    )
+    distance: str = option("kl", "distance that the grid minimises", choices=("kl", "tv", "match"))
+    history: int = option(0, "verified positions in the weights' history; 0: all", 0)
+    carry: bool = option(True, "keep the history from one turn to the next")
+    captioner: Any = option(  # noqa: RUF009 (it returns a dataclass field)
+        "",
+        "of view C: checkpoint of an image-to-text model or VLM; in Python also a function of a PIL image or "
+        "texts by media digest; empty: the draft model itself",
+        takes=lambda value: callable(value) or isinstance(value, Mapping),
+    )
+
+
+CHOICE_OPTIONS: dict[str, type] = {
+    "drafter": DrafterChoice,
+    "lookup": Lookup,
+    "tree": TreeChoice,
+    "rule": RuleChoice,
+    "copies": Copies,
+    "merging": Merging,
+    "pruning": VisualPruning,
+    "views": Views,
+    "ensemble": Ensemble,
+}
+TREES = {name: options_of(group) for name, group in TREE_OPTIONS.items()}
+"""Tree policy -> its options."""
+RULES = {name: options_of(group) for name, group in RULE_OPTIONS.items()}
+"""Acceptance rule -> its options; every rule but ``exact`` is lossy."""
+CHOICES = {name: options_of(group) for name, group in CHOICE_OPTIONS.items()}
+GROUPS: dict[str, dict[str, Option]] = {
+    **CHOICES,
+    **{f"tree={name}": options for name, options in TREES.items()},
+    **{f"rule={name}": options for name, options in RULES.items()},
+}
+"""Group -> its options. A group is in force when the choice in its name is made."""
 
 ALIASES = {
     "num_assistant_tokens": "gamma",
@@ -27,19 +176,16 @@ def in_force(values: Mapping[str, Any]) -> list[str]:
         return []
     if drafts == "lookup":
         return ["drafter", "lookup", *rule]
-    found = [
-        "drafter",
-        "tree",
-        f"tree={values['tree']}",
-        *rule,
-        "copies",
-        *["merging"] * bool(values["copied"]),
-    ]
+    groups = ["drafter", "tree", f"tree={values['tree']}", *rule, "copies"]
+    if values["copied"]:
+        groups.append("merging")
     if drafts == "self" or (drafts == "model" and (not values["views"] or "R" in values["views"])):
-        found.append("pruning")
+        groups.append("pruning")
     if drafts == "model":
-        found += ["views", *["ensemble"] * bool(values["views"])]
-    return found
+        groups.append("views")
+    if drafts == "model" and values["views"]:
+        groups.append("ensemble")
+    return groups
 
 
 _WITH = {
@@ -56,14 +202,14 @@ def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, O
     values = _chosen(settings)
     groups = in_force(values)
     others = [g for g in GROUPS if g not in groups and (g in _WITH or g.partition("=")[0] in groups)]
-    found: list[tuple[str, list[tuple[str, Any, Option]]]] = [("", [])]
+    blocks: list[tuple[str, list[tuple[str, Any, Option]]]] = [("", [])]
     for group in (*groups, *(others if groups and values["draft_with"] != "lookup" else ())):
         rows = [(name, _default(settings, group, name, option), option) for name, option in GROUPS[group].items()]
         if group in groups:
-            found[0][1].extend(rows)
+            blocks[0][1].extend(rows)
         elif rows:
-            found.append((_WITH.get(group, group), rows))
-    return found if groups else []
+            blocks.append((_WITH.get(group, group), rows))
+    return blocks if groups else []
 
 
 def about(brings: str) -> str:
@@ -75,8 +221,8 @@ def about(brings: str) -> str:
 
 
 def _default(settings: Mapping[str, Any], group: str, name: str, option: Option) -> Any:
-    own = settings[group] if "=" in group and group in settings else {}
-    return own.get(name, settings.get(name, option.default))
+    of_group = settings[group] if "=" in group and group in settings else {}
+    return of_group.get(name, settings.get(name, option.default))
 
 
 def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,9 +242,8 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
     known: dict[str, Option] = {}
     values: dict[str, Any] = {}
     for group in groups:
-        for name, option in GROUPS[group].items():
-            known[name] = option
-            values[name] = _default(settings, group, name, option)
+        known |= GROUPS[group]
+        values |= {name: _default(settings, group, name, each) for name, each in GROUPS[group].items()}
     for name, value in given.items():
         if name not in known:
             raise MethodError(_no_option(method, name, known))
@@ -109,13 +254,13 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
 
 def _translated(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options under their names here."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in given.items():
-        own = ALIASES.get(name, name)
-        if own in found:
-            raise MethodError(f"Option {own} of method {method} is given twice; {name} is another name for it.")
-        found[own] = value
-    return found
+        usual = ALIASES.get(name, name)
+        if usual in options:
+            raise MethodError(f"Option {usual} of method {method} is given twice; {name} is another name for it.")
+        options[usual] = value
+    return options
 
 
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
@@ -200,9 +345,9 @@ def _named(method: str, kind: Any, kinds: Mapping[str, str], head: str) -> str:
 def _instead(has_draft_model: bool, kinds: Mapping[str, str]) -> str:
     """The drafters that are given in place of the needed one, as a clause."""
     heads = f"the head{'s' if len(kinds) > 1 else ''} {_listed(kinds)}" if kinds else ""
-    given = [*["a draft model"] * has_draft_model, *[heads] * bool(heads)]
-    verb = "are" if len(given) > 1 or len(kinds) > 1 else "is"
-    return f", but only {' and '.join(given)} {verb} given" if given else ""
+    drafters = [name for name in ("a draft model" if has_draft_model else "", heads) if name]
+    verb = "are" if len(drafters) > 1 or len(kinds) > 1 else "is"
+    return f", but only {' and '.join(drafters)} {verb} given" if drafters else ""
 
 
 def _listed(kinds: Mapping[str, str]) -> str:

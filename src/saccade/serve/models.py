@@ -19,7 +19,7 @@ from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.media import MediaLimits
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.inputs.prompt import Prompt
-from saccade.methods.groups import GROUPS
+from saccade.methods.settings import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of
 from saccade.serve.owner import Event, Job

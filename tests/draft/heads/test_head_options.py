@@ -19,7 +19,7 @@ from saccade.engine import Request
 from saccade.errors import MethodError, ModelError
 from saccade.methods import build
 from saccade.methods.compositions import Models
-from saccade.methods.groups import TREE_OPTIONS
+from saccade.methods.settings import TREE_OPTIONS
 
 
 def parts_of(kind: str, **options: Any) -> tuple[Models, list[Request], list[int]]:
