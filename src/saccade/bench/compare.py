@@ -65,7 +65,8 @@ def compare(a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margi
     A method is faster or slower when the whole interval of its time ratio lies beyond the margin. The intervals are
     as wide as it takes for all of them together to hold with probability ``level`` (Bonferroni).
     """
-    before, after = metrics.records_by_method(a.records), metrics.records_by_method(b.records)
+    before = metrics.records_by_method(a.records)
+    after = metrics.records_by_method(b.records)
     relative = relative and BASELINE in before and BASELINE in after
     shared = [method for method in before if method in after]
     each = 1 - (1 - level) / max(len(shared) - relative, 1)
@@ -152,7 +153,8 @@ class _Bar:
         """Exponential of the median of changes, or of the difference of two medians, with its bootstrap interval."""
         if not all(len(group) for group in groups):
             return None
-        rng, tail = np.random.default_rng(0), (1 - self.level) / 2
+        rng = np.random.default_rng(0)
+        tail = (1 - self.level) / 2
         value = np.median(groups[-1]) - (np.median(groups[0]) if len(groups) > 1 else 0.0)
         medians = [np.median(group[rng.integers(0, len(group), (RESAMPLES, len(group)))], -1) for group in groups]
         low, high = np.quantile(medians[-1] - (medians[0] if len(groups) > 1 else 0.0), [tail, 1 - tail])
@@ -174,7 +176,8 @@ def _times(records: Sequence[Record], plain: Sequence[Record] | None = None) -> 
 def _both(
     measure: Callable[[Sequence[Record]], float | None], before: Sequence[Record], after: Sequence[Record]
 ) -> tuple[float, float] | None:
-    first, second = measure(before), measure(after)
+    first = measure(before)
+    second = measure(after)
     return None if first is None or second is None else (first, second)
 
 

@@ -108,7 +108,8 @@ def _head_step(head: Head, target: Target, prompt: Prompt) -> float:
     context.cache.reserve(0, room)
     session.reserve(0, room)
     session.load(0, prompt, context.load(0, prompt))
-    emitted, proposer = [[prompt.ids[-1]]], TopProposer()
+    emitted = [[prompt.ids[-1]]]
+    proposer = TopProposer()
     spent = [
         _timed(lambda: session.propose([0], emitted, proposer, steps), target.device) for _ in range(ROUNDS + WARM)
     ]
@@ -136,7 +137,8 @@ class Expected:
 
 def estimate(prepared: Prepared) -> Expected:
     """Time one plain answer to the first question of every task, after one to warm up."""
-    suite, plain = prepared.suite, prepared.methods[BASELINE]
+    suite = prepared.suite
+    plain = prepared.methods[BASELINE]
     seconds = 0.0
     answers = traced = 0
     for number, group in enumerate(prepared.questions.values()):

@@ -60,7 +60,8 @@ def median_estimate(values: Sequence[float]) -> Estimate | None:
 
 def ratio_of_sums(above: Sequence[float], below: Sequence[float]) -> Estimate | None:
     """Ratio of two sums, prompts resampled as wholes; None when the lower sum is zero."""
-    over, under = np.asarray(above, np.float64), np.asarray(below, np.float64)
+    over = np.asarray(above, np.float64)
+    under = np.asarray(below, np.float64)
     if not under.sum():
         return None
 
@@ -132,7 +133,8 @@ def decoded(record: Record) -> int:
 
 def decode_rate(record: Record) -> float | None:
     """Tokens after prefill per second after prefill; None for an answer that prefill gave alone."""
-    seconds, tokens = record.stats["seconds"]["decode"], decoded(record)
+    seconds = record.stats["seconds"]["decode"]
+    tokens = decoded(record)
     return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
@@ -189,7 +191,8 @@ def paired_ratios(
 
 def retention(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
     """Score over theirs, both averaged over the same prompts, each prompt over its repeats."""
-    mine, other = by_prompt(ours, mean_score, fmean), by_prompt(theirs, mean_score, fmean)
+    mine = by_prompt(ours, mean_score, fmean)
+    other = by_prompt(theirs, mean_score, fmean)
     both = [prompt for prompt in mine if prompt in other]
     return ratio_of_sums([mine[prompt] for prompt in both], [other[prompt] for prompt in both])
 

@@ -134,7 +134,8 @@ def prepare(
     if len(usable) == 1 and len(suite.methods) > 1:
         missing.append("No method but plain decoding is left.")
     groups, absent = gathered or questions.gather(suite)
-    groups, absent = dict(groups), dict(absent)
+    groups = dict(groups)
+    absent = dict(absent)
     for task in suite.tasks:
         try:
             for question in groups.get(task.name, ()):

@@ -151,7 +151,8 @@ class Runner:
     def _answer(self, file: LineFile, left: Sequence[tuple[Question, int, list[str]]], is_new: bool) -> None:
         self._report("warming up")
         started = time.perf_counter()
-        suite, options = self._prepared.suite, self._prepared.options
+        suite = self._prepared.suite
+        options = self._prepared.options
         first = next(iter(self._prepared.questions.values()))[0]
         for label, vlm in self._prepared.methods.items():
             for _ in range(suite.warmup):
@@ -170,7 +171,8 @@ class Runner:
 
     def _groups(self) -> Iterator[tuple[Question, int, list[str]]]:
         """Prompt, repeat and ordered methods of every group; tasks alternate."""
-        labels, tasks = list(self._prepared.methods), list(self._prepared.questions.values())
+        labels = list(self._prepared.methods)
+        tasks = list(self._prepared.questions.values())
         longest = max(map(len, tasks))
         for repeat in range(self._prepared.suite.repeats):
             for index in range(longest):
@@ -202,7 +204,8 @@ class Runner:
 
     def _group(self, file: LineFile, question: Question, repeat: int, order: Sequence[str]) -> None:
         """Run all methods on one prompt; answers that precede plain decoding's are compared after it."""
-        prepared, still_open = self._prepared, self._open(question, repeat)
+        prepared = self._prepared
+        still_open = self._open(question, repeat)
         media = answering.save(question, self._folder)
         keys = [(question.turn_id(turn), BASELINE, repeat) for turn in range(len(question.turns))]
         plain = [self._done[key].tokens for key in keys if key in self._done]  # of an earlier attempt

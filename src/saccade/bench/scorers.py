@@ -195,7 +195,8 @@ def _relaxed(right: Sequence[str], choices: Sequence[str], answer: str) -> dict[
 
 
 def _is_close(answer: str, wanted: str) -> bool:
-    given, right = _number(answer), _number(wanted)
+    given = _number(answer)
+    right = _number(wanted)
     if given is None or right is None:
         return plain(answer) == plain(wanted)
     return abs(given - right) <= 0.05 * abs(right)

@@ -54,7 +54,8 @@ def render(contents: Sequence[Content], prompts: int) -> str:
 
 def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
     """Template values of one run."""
-    header, everything = content.run.header, content.groups[0]
+    header = content.run.header
+    everything = content.groups[0]
     shown = shown_prompts(content.run, prompts)
     results = everything.results
     picked = next((m for m in results if m != BASELINE), BASELINE)
@@ -214,7 +215,8 @@ def shown_prompts(run: Run, count: int) -> list[ShownPrompt]:
             known = chosen.get(record.method)
             if known is None or (record.trees and not known.trees):
                 chosen[record.method] = record
-        first, plain = next(iter(chosen.values())), chosen.get(BASELINE)
+        first = next(iter(chosen.values()))
+        plain = chosen.get(BASELINE)
         media = [embed(run.folder, name) for name in first.media]
         answers = [_answer(record, plain) for record in chosen.values()]
         prompts.append(ShownPrompt(prompt_id, first.task, first.question, media, answers))
@@ -235,7 +237,8 @@ def _answer(record: Record, plain: Record | None) -> ShownAnswer:
     ]
     seen = {token.kind for token in tokens}
     marks = [mark for mark in MEANINGS if mark in seen]
-    efficiency, seconds = block_efficiency(record), record.stats["seconds"]["total"]
+    efficiency = block_efficiency(record)
+    seconds = record.stats["seconds"]["total"]
     per_pass = "" if efficiency is None else f", {efficiency:.2f} per target pass"
     summary = f"{len(record.tokens)} tokens in {seconds:.3g} s{per_pass}; ended by {record.finish_reason}"
     difference = ""

@@ -105,7 +105,8 @@ def estimate_cell(estimate: Estimate | None, form: str, exact: bool = False) -> 
     value = form.format(estimate.value)
     if exact or estimate.low is None or estimate.high is None:
         return Cell(value)
-    low, high = form.format(estimate.low), form.format(estimate.high)
+    low = form.format(estimate.low)
+    high = form.format(estimate.high)
     return Cell(value, "" if low == value == high else f"[{low}, {high}]")
 
 
@@ -288,7 +289,8 @@ def terminal(run: Run) -> Iterator[RichTable]:
     from rich.table import Table as RichTable
 
     everything = groups(run)[0]
-    compared, spent = comparison(everything), stages(everything)
+    compared = comparison(everything)
+    spent = stages(everything)
     kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in _SHOWN)]
     shown = [["", *(compared.columns[place].name for place in kept[1:])]]
     for line in compared.rows:
