@@ -29,6 +29,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+import families
 from families import FamilyCase, perturbed
 from saccade import VLM, load
 
@@ -64,18 +65,7 @@ def template(image: str, video: str = "") -> str:
 
 
 def _text(vocabulary: int) -> dict[str, Any]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    return {**families._text(None), "vocab_size": vocabulary, "pad_token_id": None, "bos_token_id": None}
 
 
 def _finish(config: Any, seed: int, noise: float = 0.0, answers: int = PRINTABLE) -> PreTrainedModel:

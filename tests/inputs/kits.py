@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -255,3 +256,16 @@ VIDEO = ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "in
 @cache
 def kit(name: str) -> Kit:
     return _BUILDERS[name]()
+
+
+def outside_the_registry(path: Path) -> InputProcessor:
+    """The parts of LLaVA as a family that is not built in, saved and loaded again."""
+    item = kit("llava")
+    config = hf.VipLlavaConfig(
+        vision_config=item.config.vision_config,
+        text_config=item.config.text_config,
+        image_token_index=item.config.image_token_id,
+    )
+    config.save_pretrained(path)
+    item.theirs.save_pretrained(path)
+    return InputProcessor.load(path)

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from kits import LLAVA_TEMPLATE, VIDEO, VISUAL, Kit, kit, tokenizer
+from kits import LLAVA_TEMPLATE, VIDEO, VISUAL, Kit, kit, outside_the_registry, tokenizer
 from test_same_as_transformers import assert_same_prompt, clip, picture, user
-from transformers import CLIPVisionConfig, GenerationConfig, LlamaConfig, PretrainedConfig, VipLlavaConfig
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import family_of, join, media_spans, split
@@ -107,25 +105,9 @@ def test_images_without_image_processor_are_refused() -> None:
 
 
 def test_an_unknown_family_goes_through_its_own_processor(tmp_path: Path) -> None:
-    tok = tokenizer(["<image>"], bos=True)
-    config = VipLlavaConfig(
-        vision_config=CLIPVisionConfig(image_size=28, patch_size=7),
-        text_config=LlamaConfig(),
-        image_token_index=tok.convert_tokens_to_ids("<image>"),
-    )
+    loaded, theirs = outside_the_registry(tmp_path), kit("llava").theirs
+    config = loaded.config
     assert family_of(config).is_composite
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    theirs = LlavaProcessor(
-        images,
-        tok,
-        patch_size=7,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=LLAVA_TEMPLATE,
-    )
-    config.save_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path)
-    loaded = InputProcessor.load(str(tmp_path))
     pictures = [picture(40, 30), picture(30, 40)]
     prompt = loaded.prompt("Which?", pictures)
     text = theirs.apply_chat_template(user({"type": "image"}, {"type": "image"}, "Which?"), add_generation_prompt=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from kits import VIDEO, VISUAL, Kit, kit
+from kits import VIDEO, VISUAL, Kit, kit, outside_the_registry
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, VipLlavaConfig
+from transformers import PreTrainedTokenizerFast
 
 from saccade import load
 from saccade.errors import InputError
@@ -195,15 +195,7 @@ def test_a_tokenizer_that_cannot_do_it_says_so() -> None:
 
 
 def test_a_family_outside_the_registry_takes_control_tokens_as_text(tmp_path: Path) -> None:
-    item = kit("llava")
-    config = VipLlavaConfig(
-        vision_config=item.config.vision_config,
-        text_config=item.config.text_config,
-        image_token_index=item.config.image_token_id,
-    )
-    config.save_pretrained(tmp_path)
-    item.theirs.save_pretrained(tmp_path)
-    processor = InputProcessor.load(str(tmp_path))
+    item, processor = kit("llava"), outside_the_registry(tmp_path)
     text = hostile(processor)
     made = processor.prompt(conversation(text, "llava"), options=TEXT)
     assert made.ids == item.ours.prompt(conversation(text, "llava"), options=TEXT).ids

@@ -1,4 +1,4 @@
-"""What a model would be asked without is refused: images of families whose token types are unknown, other inputs."""
+"""Inputs that would not reach the model are refused: images of families whose token types are unknown, other inputs."""
 
 from __future__ import annotations
 
@@ -10,60 +10,56 @@ import torch
 from torch import Tensor
 
 import saccade.hf
-from families import FAMILIES, IMAGE, VIDEO, VISION_END, VISION_START, VOCAB, FamilyCase, _text
+from families import (
+    FAMILIES,
+    IMAGE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCAB,
+    FamilyCase,
+    _vision,
+    _vision_language_model,
+)
 from saccade.engine import Engine, Request
 from saccade.errors import InputError, ModelError
 from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt
 
-
-def gemma4(layers: int | None) -> Any:
-    """Its images see themselves both ways, which it is told by token types."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    text = _text(
-        4,
-        model_type="gemma4_text",
-        vocab_size_per_layer_input=VOCAB,
-        head_dim=16,
-        global_head_dim=16,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=12,
-        use_bidirectional_attention="vision",
-        final_logit_softcapping=None,
-    )
-    vision = {
-        "model_type": "gemma4_vision",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "global_head_dim": 16,
-        "patch_size": 4,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 64,
-        "default_output_length": 16,
-    }
-    config = AutoConfig.for_model(
+GEMMA = FamilyCase(
+    "gemma4",
+    _vision_language_model(
         "gemma4",
-        tie_word_embeddings=False,
-        text_config=text,
-        vision_config=vision,
+        text={
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 4,
+            "vocab_size_per_layer_input": VOCAB,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 12,
+            "use_bidirectional_attention": "vision",
+            "final_logit_softcapping": None,
+        },
+        vision=_vision(
+            model_type="gemma4_vision",
+            num_key_value_heads=2,
+            head_dim=16,
+            global_head_dim=16,
+            pooling_kernel_size=2,
+            position_embedding_size=64,
+            default_output_length=16,
+        ),
         audio_config=None,
-        image_token_id=IMAGE,
         video_token_id=VIDEO,
         audio_token_id=100_000,
         boi_token_id=VISION_START,
         eoi_token_id=VISION_END,
-    )
-    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
-
-
-GEMMA = FamilyCase("gemma4", gemma4)
+    ),
+)
+"""Its images see themselves both ways, for which it needs token types."""
 WORDS = [1, 9, 10, 33, 44, 55, 33, 44]
 
 
