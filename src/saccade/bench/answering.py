@@ -54,7 +54,6 @@ class TimedAnswer:
     record: Record  # not yet compared with plain decoding
     messages: list[Mapping[str, Any]]  # the conversation up to and including the question, with its media
     seconds: float  # wall time, tokenizing included
-    traced_seconds: float  # wall time of the extra answer whose trees are recorded
     reading: Mapping[str, Any]  # of its videos, as of the question
 
 
@@ -82,9 +81,8 @@ def answer_turns(
             output, stats, messages, seconds, _ = conversation.answer(turn, seed_of_turn)
         peak = memory.read()
         trees: list[dict[str, Any]] = []
-        traced_seconds = 0.0
         if trace:
-            *_, traced_seconds, trees = traced_conversation.answer(turn, seed_of_turn)
+            *_, trees = traced_conversation.answer(turn, seed_of_turn)
         record = Record(
             prompt_id=question.turn_id(index),
             task=question.turn_task(index),
@@ -104,7 +102,7 @@ def answer_turns(
             trees=trees,
             warnings=list(dict.fromkeys(warned)),
         )
-        answers.append(TimedAnswer(record, messages, seconds, traced_seconds, question.reading))
+        answers.append(TimedAnswer(record, messages, seconds, question.reading))
     return answers
 
 

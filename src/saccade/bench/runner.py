@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -77,22 +76,6 @@ class Progress:
     doing: str  # current work, for display
 
 
-@dataclass(slots=True)
-class Spent:
-    """Wall time of a run, in seconds."""
-
-    warmup: float = 0.0  # untimed answers and step costs at the start
-    answers: float = 0.0  # timed answers
-    traced: float = 0.0  # extra answers whose trees are recorded
-    total: float = 0.0  # from the first timed answer to the end
-
-    @property
-    def harness(self) -> float:
-        """Share of the total outside of answers: scoring, comparing, writing, progress."""
-        rest = self.total - self.answers - self.traced
-        return rest / self.total if self.total > 0 else 0.0
-
-
 def balanced(labels: Sequence[str], row: int) -> list[str]:
     """Row of a balanced order: over all rows every method has every place, and follows every other, equally often
     (Williams 1949)."""
@@ -106,7 +89,6 @@ class Runner:
     """Runs a prepared suite into a folder, or resumes an earlier attempt."""
 
     def __init__(self, prepared: Prepared, folder: Path, progress: Callable[[Progress], None] = lambda _: None) -> None:
-        self.spent = Spent()
         self._prepared = prepared
         self._folder = folder
         self._progress = progress
@@ -150,24 +132,16 @@ class Runner:
 
     def _answer(self, file: LineFile, left: Sequence[tuple[Question, int, list[str]]], is_new: bool) -> None:
         self._report("warming up")
-        started = time.perf_counter()
         suite = self._prepared.suite
-        options = self._prepared.options
         first = next(iter(self._prepared.questions.values()))[0]
         for label, vlm in self._prepared.methods.items():
             for _ in range(suite.warmup):
-                answer_turns(vlm, label, first, 0, options=options, seed=0)
-        header = self._header(first) if is_new else None
-        self.spent.warmup = time.perf_counter() - started
-        if header is not None:
-            file.begin(header)
-        started = time.perf_counter()
-        try:
-            for question, repeat, order in left:
-                self._group(file, question, repeat, order)
-            self._report("done")
-        finally:
-            self.spent.total = time.perf_counter() - started
+                answer_turns(vlm, label, first, 0, options=self._prepared.options, seed=0)
+        if is_new:
+            file.begin(self._header(first))
+        for question, repeat, order in left:
+            self._group(file, question, repeat, order)
+        self._report("done")
 
     def _groups(self) -> Iterator[tuple[Question, int, list[str]]]:
         """Prompt, repeat and ordered methods of every group; tasks alternate."""
@@ -222,8 +196,6 @@ class Runner:
                 media=media,
                 trace=repeat == 0 and question.id in self._traced,
             )
-            self.spent.answers += sum(a.seconds for a in answers)
-            self.spent.traced += sum(a.traced_seconds for a in answers)
             if label == BASELINE:
                 plain = [a.record.tokens for a in answers]
                 self._write(file, [a.record for a in answers])

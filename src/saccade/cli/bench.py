@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from saccade.bench.metrics import MethodResult
     from saccade.bench.preparing import Prepared
     from saccade.bench.records import Run
-    from saccade.bench.runner import Spent
     from saccade.bench.suites import Suite
 
 _CLEAR = 1.02
@@ -120,8 +119,7 @@ def bench(
     if plan:
         _plan(prepared, folder)
     else:
-        run, spent = run_suite(prepared, folder)
-        show(run, spent, as_json)
+        show(run_suite(prepared, folder), as_json)
 
 
 def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:
@@ -187,7 +185,7 @@ def _judging(table: Mapping[str, Any], answers: int, folder: Path) -> str:
     return f"Judge: {table['model']} at {table['url']}, {requests}{known}"
 
 
-def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
+def run_suite(prepared: Prepared, folder: Path) -> Run:
     """Run a suite behind a bar, which is drawn between answers only, outside the timed sections."""
     from saccade.bench.grading import JUDGE
     from saccade.bench.records import SCORES, stored_scores
@@ -198,8 +196,7 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     stopped = f"Stopped. The answers so far are in {folder}; the same command resumes the run."
     try:
         with screen.progress("", stopped, live=False) as bar:
-            runner = Runner(prepared, folder, lambda progress: bar(progress.done, progress.total, progress.doing))
-            run = runner.run()
+            run = Runner(prepared, folder, lambda each: bar(each.done, each.total, each.doing)).run()
     except Mismatch as problem:
         print(f"saccade: {problem}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -207,10 +204,10 @@ def run_suite(prepared: Prepared, folder: Path) -> tuple[Run, Spent]:
     if not all(grades):
         missing = f"{sum(not scores for scores in grades)} of {count(len(grades), 'grade')} are missing"
         screen.note(f"{missing}: the judge's replies, which are in {folder / SCORES}, hold no number of its range.")
-    return run, runner.spent
+    return run
 
 
-def show(run: Run, spent: Spent, as_json: bool) -> None:
+def show(run: Run, as_json: bool) -> None:
     from saccade.bench.metrics import by_method, cautions, headline
     from saccade.bench.report.tables import remarks, terminal
 
@@ -224,8 +221,6 @@ def show(run: Run, spent: Spent, as_json: bool) -> None:
     for part in terminal(run):
         screen.out().print(part, "")
     screen.show(*remarks(run))
-    if spent.total:
-        screen.show(f"{duration(spent.total)}, of which {spent.harness:.1%} is overhead of the harness.")
     screen.show(f"The run is in {run.folder}; open it with `saccade report {run.folder}`.")
 
 
@@ -259,8 +254,8 @@ def tune(
         raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
     suite = choose_suite("tune", None, None, data, {"per_task": per_task, "max_new_tokens": max_new_tokens})
     prepared = _prepared(suite, out, models)
-    run, spent = run_suite(prepared, out)
-    show(run, spent, as_json=False)
+    run = run_suite(prepared, out)
+    show(run, as_json=False)
     profile = choose(prepared, run, models)
     profile.write(save)
     chosen = " ".join(f"{key}={value}" for key, value in profile.options.items())
