@@ -196,18 +196,12 @@ class Family(ABC):
                     media.append((places[filled], medium))
                     filled += medium.n_tokens
                 if filled != len(places):
-                    raise InputError(
-                        f"Row {number} has {len(places)} {kind} placeholders but its {kind}s fill {filled}; pass ids "
-                        "and pixels from one call of the model's processor."
-                    )
+                    raise mismatch(f"Row {number} has {len(places)} {kind} placeholders but its {kind}s fill {filled}")
             media.sort(key=lambda item: item[0])
             prompts.append(Prompt(tuple(ids), tuple(medium for _, medium in media)))
         for name, queue in queues.items():
             if queue:
-                raise InputError(
-                    f"The batch holds {len(queue)} more {name}s than its placeholders ask for; pass ids and pixels "
-                    "from one call of the model's processor."
-                )
+                raise mismatch(f"The batch holds {len(queue)} more {name}s than its placeholders ask for")
         return prompts
 
     def join(self, media: Sequence[Medium]) -> dict[str, Tensor]:
@@ -283,8 +277,13 @@ def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
 def need(tensors: Tensors, name: str, beside: str) -> Tensor:
     """A forward argument that must come with another one."""
     if name not in tensors:
-        raise InputError(f"The batch has {beside} but no {name}; pass all that the model's processor returns.")
+        raise mismatch(f"The batch has {beside} but no {name}")
     return tensors[name]
+
+
+def mismatch(problem: str) -> InputError:
+    """An error of a batch whose tensors do not belong together."""
+    return InputError(f"{problem}; pass all that one call of the model's processor returns.")
 
 
 def padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
 
-from saccade.errors import InputError
 from saccade.inputs.families.family import (
     LANCZOS,
     Family,
@@ -22,6 +21,7 @@ from saccade.inputs.families.family import (
     MediumTensors,
     PoolPoint,
     Tensors,
+    mismatch,
     normalise,
     padded,
     resize_frames,
@@ -71,10 +71,7 @@ class Idefics3(Family):
             return
         pixels, mask = tensors["pixel_values"], tensors.get("pixel_attention_mask")
         if len(pixels) != len(rows):
-            raise InputError(
-                f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}; pass both from one call of the "
-                "model's processor."
-            )
+            raise mismatch(f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}")
         for b, ids in enumerate(rows):
             tags = [ids[first - 1] if first else -1 for first, _ in runs_of(ids, self.visual_ids["image"])]
             start = 0

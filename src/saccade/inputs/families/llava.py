@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.errors import InputError
 from saccade.inputs.families.family import (
     SQUARE_384,
     Family,
@@ -23,6 +22,7 @@ from saccade.inputs.families.family import (
     Tensors,
     class_token,
     half,
+    mismatch,
     need,
     resample,
     runs_of,
@@ -131,9 +131,8 @@ class LlavaNext(Family):
         together = tensors.get("batch_num_images")
         groups = [1] * len(pixels) if together is None else [n for n in together.tolist() for _ in range(n)]
         if len(groups) != len(pixels) or len(sizes) != len(pixels):
-            raise InputError(
-                f"pixel_values has {len(pixels)} images, image_sizes {len(sizes)} and batch_num_images {len(groups)}; "
-                "pass all from one call of the model's processor."
+            raise mismatch(
+                f"pixel_values has {len(pixels)} images, image_sizes {len(sizes)} and batch_num_images {len(groups)}"
             )
         for i, group in enumerate(groups):
             height, width = sizes[i].tolist()
@@ -293,10 +292,7 @@ class Pixtral(Family):
             return
         sizes = need(tensors, "image_sizes", "pixel_values")
         if len(sizes) != len(tensors["pixel_values"]):
-            raise InputError(
-                f"pixel_values has {len(tensors['pixel_values'])} images but image_sizes {len(sizes)}; pass both from "
-                "one call of the model's processor."
-            )
+            raise mismatch(f"pixel_values has {len(tensors['pixel_values'])} images but image_sizes {len(sizes)}")
         for pixels, size in zip(tensors["pixel_values"], sizes, strict=True):
             height, width = size.tolist()
             yield MediumTensors("image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]})

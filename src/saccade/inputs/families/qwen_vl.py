@@ -27,6 +27,7 @@ from saccade.inputs.families.family import (
     MediumTensors,
     Tensors,
     half,
+    mismatch,
     need,
     normalise,
     resample,
@@ -74,10 +75,7 @@ class Qwen2VL(Family):
             thw = need(tensors, grids, pixels)
             sizes = thw.prod(-1).tolist()
             if sum(sizes) != len(tensors[pixels]):
-                raise InputError(
-                    f"{pixels} has {len(tensors[pixels])} patches but {grids} asks for {sum(sizes)}; pass both from "
-                    "one call of the model's processor."
-                )
+                raise mismatch(f"{pixels} has {len(tensors[pixels])} patches but {grids} asks for {sum(sizes)}")
             seconds = tensors.get("second_per_grid_ts") if kind == "video" else None
             for i, patches in enumerate(torch.split(tensors[pixels], sizes)):
                 piece = {pixels: patches, grids: thw[i : i + 1]}

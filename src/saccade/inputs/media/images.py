@@ -108,9 +108,7 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") 
         if is_jpeg and image.width * image.height > _JPEG_PIXELS * len(data):
             raise ValueError
         image.load()
-        if image.format == "PNG" and is_cut_png(data, np.asarray(image.crop((0, image.height - 1, *image.size)))):
-            raise ValueError
-        if is_jpeg and _is_cut_jpeg(data, image):
+        if (image.format == "PNG" and _is_cut_png(data, image)) or (is_jpeg and _is_cut_jpeg(data, image)):
             raise ValueError
         image = _upright(image)
         if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit grey, which convert() would clip
@@ -221,9 +219,10 @@ def _png_chunks(data: bytes) -> Iterator[tuple[int, int]]:
         place += 12 + size
 
 
-def is_cut_png(data: bytes, last_row: Any) -> bool:
+def _is_cut_png(data: bytes, image: Image.Image) -> bool:
     """Whether the compressed pixels of a PNG end before its last row, which Pillow then leaves at zero."""
     width, height, depth, colour, _, _, interlace = struct.unpack_from(">IIBBBBB", data.ljust(29, b"\0"), 16)
+    last_row = np.asarray(image.crop((0, image.height - 1, *image.size)))
     if not data or (last_row.any() and not interlace):
         return False
     missing = 0
