@@ -107,7 +107,7 @@ def _drafter(parts: Models, values: Values) -> Drafter:
 
     if values.get("alpha_of") == "accepted":
         raise ValueError("alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens.")
-    device = getattr(drafter, "model", parts.target).device
+    device = (drafter.model or parts.target).device
     copies = PromptLookup(values["copied"], values["max_ngram"], device, parts.target.vocab_size)
     return MergedDrafter(drafter, copies, values["merged_total"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,16 +112,11 @@ class MediaCache:
         self.misses += counts
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
         tower_key = ("tower", medium.digest)
-        with VisionTimer(model.model) as vision:
-            if tower is None:
-                features = encode(model, medium, ids)
-            elif (outputs := self._find(tower_key)) is not None:
-                with _replayed(tower, outputs):
-                    features = encode(model, medium, ids)
-            else:
-                with _recorded(tower) as outputs:
-                    features = encode(model, medium, ids)
-                self._store(tower_key, outputs, sum(t.numel() * t.element_size() for t in _tensors(outputs)))
+        outputs = None if tower is None else self._find(tower_key)
+        with VisionTimer(model.model) as vision, _remembering(tower, outputs) as recorded:
+            features = encode(model, medium, ids)
+        if tower is not None and outputs is None:
+            self._store(tower_key, recorded, sum(t.numel() * t.element_size() for t in _tensors(recorded)))
         self.seconds += vision.seconds
         self._store(key, features, features.nbytes)
         return features
@@ -129,10 +124,6 @@ class MediaCache:
     def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
         """Whether a medium's features are cached."""
         return ("features", id(model.model), medium.digest, tuple(ids)) in self._entries
-
-    def clear(self) -> None:
-        """Drop all entries."""
-        self._entries.clear()
 
     def _find(self, key: tuple[Any, ...]) -> Any:
         if key not in self._entries:
@@ -200,24 +191,22 @@ def _equal(first: nn.Module, second: nn.Module) -> bool:
 
 
 @contextmanager
-def _recorded(tower: nn.Module) -> Iterator[list[Any]]:
-    """Collect a tower's outputs, call by call."""
-    outputs: list[Any] = []
-    handle = tower.register_forward_hook(lambda _, __, output: outputs.append(_copied(output)))
-    try:
-        yield outputs
-    finally:
-        handle.remove()
+def _remembering(tower: nn.Module | None, outputs: Sequence[Any] | None) -> Iterator[list[Any]]:
+    """Record a tower's outputs, call by call, or return recorded ones without running it."""
+    recorded: list[Any] = []
+    if tower is None:
+        yield recorded
+        return
+    own, forward = tower.__dict__.get("forward"), tower.forward
+    remaining = iter(outputs or ())
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorded.append(forward(*args, **kwargs) if outputs is None else next(remaining))
+        return _copied(recorded[-1])
 
-@contextmanager
-def _replayed(tower: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
-    """Return recorded outputs from a tower, call by call, without running it."""
-    remaining = iter(outputs)
-    own: Callable[..., Any] | None = tower.__dict__.get("forward")
-    tower.forward = lambda *_, **__: _copied(next(remaining))
+    tower.forward = run
     try:
-        yield
+        yield recorded
     finally:
         if own is None:
             del tower.forward
