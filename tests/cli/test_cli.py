@@ -1,18 +1,27 @@
-"""The command line as a whole: versions, lists, wrong arguments, and what never reaches the user."""
+"""The command line as a whole, its lists and predictions, and heads that it describes and exports."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from commands import Shell
 
+import checkpoints
 from checkpoints import ready
-from saccade import __version__
+from saccade import __version__, theory
 from saccade.cpu import usable_cores
+from saccade.data import catalogue
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.store import save_head
 from saccade.methods import METHODS
 from saccade.pocket import head_paths
 from saccade.wording import count
@@ -81,20 +90,6 @@ def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
     assert ", ".join(report["pocket"]) in page
 
 
-def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    """`saccade --version` and wrong arguments answer at once."""
-    code = """
-import sys
-from saccade.cli import main
-try:
-    main(["generate", "--nope"])
-except SystemExit:
-    print([m for m in ("torch", "transformers", "numpy", "matplotlib") if m in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -122,21 +117,135 @@ def test_the_shell_completes_names_that_this_version_knows(
     assert shell().out.split() == offered.split()
 
 
-def test_completion_loads_no_torch() -> None:
-    """It runs at every press of the key."""
-    code = """
-import os, sys
-os.environ.update(_SACCADE_COMPLETE="complete_bash", COMP_WORDS="saccade generate -m dyn", COMP_CWORD="3")
+@pytest.mark.parametrize(
+    ("words", "line", "shown"),
+    [(["generate", "--nope"], None, ""), ([], "saccade generate -m dyn", "dynamic-tree\n")],
+    ids=["wrong", "completion"],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(words: list[str], line: str | None, shown: str) -> None:
+    """Wrong arguments answer at once; completion runs at every press of the key."""
+    code = f"""
+import sys
 from saccade.cli import main
 try:
-    main()
+    main({words})
 except SystemExit:
-    print([m for m in ("torch", "transformers", "numpy", "PIL") if m in sys.modules])
+    print([m for m in ("torch", "transformers", "numpy", "PIL", "matplotlib") if m in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["dynamic-tree", "[]"]
+    completion = {"_SACCADE_COMPLETE": "complete_bash", "COMP_WORDS": line or "", "COMP_CWORD": "3"}
+    environment = {**os.environ, **(completion if line else {})}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == f"{shown}[]\n"
 
 
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "saccade", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"{__version__}\n"
+
+
+def test_every_data_set_has_a_line_with_its_papers(shell: Shell) -> None:
+    lines = shell("datasets").out.splitlines()
+    assert len(lines) == len(catalogue.names()) + 1
+    assert "textvqa  HiViS (@hivis), SAGE (@sage): questions about text in photographs" in lines
+    assert "mmmu  no paper: college-level questions with up to seven pictures" in lines
+
+
+def test_one_data_set_is_shown_as_a_paper_uses_it(shell: Shell) -> None:
+    shown = shell("datasets", "pope@tabed").out
+    for line in ("path: lmms-lab-encoder/POPE", "split: test", "images: image", "id: question_id", "count: 100"):
+        assert f"  {line}\n" in shown
+    assert "detailed explanation of your reasoning leading to the answer. {question}" in shown
+    assert "max_new_tokens: 128" in shown
+    assert "not compared with the hub" in shown
+
+
+def test_an_unknown_data_set_is_refused(shell: Shell) -> None:
+    assert "There is no data set 'vqa'" in shell("datasets", "vqa").complaint
+
+
+def test_a_prediction_has_length_efficiency_speedup_break_even_and_best_gamma(shell: Shell) -> None:
+    table = shell("predict", "--gamma", "5", "--acceptance", "0.7", "--cost", "0.05").out
+    values = [line[20:26].strip() for line in table.splitlines()[1:]]
+    assert values == ["1.94", "2.94", "2.35", "2.04", "0.20", "6"]
+    never = shell("predict", "-a", "0.1", "-c", "1.2", "--best").out
+    assert "plain decoding is faster than any draft" in never
+    assert "gamma 1 is slower even if every draft token is accepted" in never
+
+
+def test_a_prediction_in_json_is_that_of_the_theory(shell: Shell) -> None:
+    options = ("-a", "0.8", "-c", "0.1", "-g", "4", "--verify-cost", "1.1:5,1.6:9")
+    expected = theory.predict(0.8, 4, 0.1, verify_cost=theory.cost_curve({5: 1.1, 9: 1.6}))
+    assert json.loads(shell("predict", *options, "--json").out) == asdict(expected)
+    best = json.loads(shell("predict", "-a", "0.8", "-c", "0.05", "--best", "--json").out)
+    assert best["gamma"] == best["best"]["gamma"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("-a 1.1 -c 0.1", "acceptance must lie between 0 and 1, not 1.1"),
+        ("-a 0.5 -c -1", "draft cost must be a finite number of at least 0"),
+        ("-a 0.5 -c 0.1 -g 0", "gamma must be a whole number of at least 1, not 0"),
+        ("-a 0.5 -c 0.1 -g 3 --best", "give --gamma or --best, not both"),
+        ("-a 0.5 -c 0.1 --verify-cost 6=1.03", "takes COST:TOKENS pairs"),
+        ("-a 0.5 -c 0.1 --verify-cost 2:1", "one token costs 1 by definition"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(shell: Shell, arguments: str, sentence: str) -> None:
+    assert sentence in shell("predict", *arguments.split()).complaint
+
+
+def own_head(folder: Path, kind: str = "eagle3") -> Path:
+    torch.manual_seed(0)
+    save_head(build_head(HeadConfig.from_target(checkpoints.vlm("llava").target, kind)), folder)
+    return folder
+
+
+def test_a_head_goes_out_and_is_described(shell: Shell, tmp_path: Path) -> None:
+    head, out = own_head(tmp_path / "head"), tmp_path / "out"
+    done = shell("export", head, "--to", "speculators", "-t", ready("llava"), "-o", out)
+    assert done.code == 0
+    assert "it loads here again" in done.out
+    assert (out / "README.md").read_text().startswith("---\nlibrary_name: speculators\n")
+    shown = shell("inspect", out, "-t", ready("llava"))
+    assert shown.code == 0
+    assert "head of the kind eagle3, layout of speculators" in shown.out
+    assert "vocabulary" in shown.out
+    found = json.loads(shell("inspect", out, "-t", ready("llava"), "--json").out)
+    assert (found["fits"], found["layout"], found["kind"]) == (True, "speculators", "eagle3")
+    answer = shell("generate", "-t", ready("llava"), "-d", out, "-n", "8", "--json", "What is this?")
+    assert json.loads(answer.out)["method"] == "eagle3"
+
+
+def test_a_head_that_does_not_fit_ends_with_1(shell: Shell, tmp_path: Path) -> None:
+    shown = shell("inspect", own_head(tmp_path / "head"), "-t", "pocket")
+    assert shown.code == 1
+    assert "was made for another target" in shown.out.replace("\n", " ")
+
+
+def test_what_cannot_be_written_or_read_is_one_sentence(shell: Shell, tmp_path: Path) -> None:
+    head = own_head(tmp_path / "head", "hivis")
+    refused = shell("export", head, "--to", "speculators", "-t", ready("llava"), "-o", tmp_path / "out").complaint
+    assert "The layout speculators cannot hold this hivis head: eagle3 heads are all that vLLM" in refused
+    assert "Give the target" in shell("export", head, "--to", "eagle", "-o", tmp_path / "out").complaint
+    assert "holds neither a head that is known nor a model" in shell("inspect", tmp_path).complaint
+
+
+def test_an_export_that_cannot_be_is_refused_before_the_target_is_loaded(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saccade.loading.load_model", None)
+    head, out = own_head(tmp_path / "head"), tmp_path / "out"
+    refused: dict[str, list[Any]] = {
+        "There is no layout 'foo' to export to; choose one of": [head, "--to", "foo", "-o", out],
+        "exists and is not an empty folder; give a new one": [head, "--to", "eagle", "-o", head],
+        "There is no folder": [tmp_path / "nope", "--to", "eagle", "-o", out],
+        "The dtype 'half' is not one of": [head, "--to", "eagle", "-o", out, "--dtype", "half"],
+    }
+    for words, arguments in refused.items():
+        assert words in shell("export", *arguments, "-t", ready("llava")).complaint
+
+
+def test_the_built_in_target_is_described_by_its_name(shell: Shell) -> None:
+    found = json.loads(shell("inspect", "pocket", "--json").out)
+    assert (found["holds"], found["facts"]["layers"]) == ("model", 16)

@@ -61,13 +61,6 @@ def test_a_speed_below_twice_plain_decoding_s_is_explained(seconds: float, capsy
     assert ("Less than" in shown) == (seconds == 0.8)
 
 
-def test_a_lossy_method_says_so_from_the_command(shell: Shell, tmp_path: Path) -> None:
-    arguments = ("--task", "caption", "--seed", "3", "--repeats", "1", "--save", tmp_path / "a.png")
-    shown = shell("demo", "-m", "lvspec", *arguments).out
-    assert "lvspec is lossy: it may change the answer." in shown
-    assert "Against the truth" in shown
-
-
 def stop(*_: Any, **__: Any) -> None:
     raise SaccadeError("Enough.")
 
@@ -78,14 +71,6 @@ def test_a_seed_alone_draws_a_picture_with_a_long_answer(
     monkeypatch.setattr(screen, "load_models", stop)
     drawn = {shell("demo", "--seed", seed, "--save", tmp_path / "a.png").out.split(":")[0] for seed in range(12)}
     assert drawn == {f"A {task}" for task in ("chart", "line", "scene")}
-
-
-def test_without_options_pictures_are_drawn_at_random(
-    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(screen, "load_models", stop)
-    seeds = {shell("demo", "--save", tmp_path / "a.png").out.split("--seed ")[1] for _ in range(12)}
-    assert len(seeds) > 10
 
 
 TIED = ("--task", "chart", "--seed", "148", "--repeats", "1")

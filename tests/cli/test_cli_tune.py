@@ -57,24 +57,12 @@ def test_tables_are_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{'x' * 70} ┃ {'y' * 70} ┃\n" in capsys.readouterr().out
 
 
-def results(**speedups: float) -> dict[str, Any]:
-    def result(speed: float) -> Any:
-        return SimpleNamespace(lossless=True, prompts=3, speedup=SimpleNamespace(value=speed))
-
-    return {"plain": SimpleNamespace(lossless=True, prompts=3, speedup=None)} | {
-        name.replace("_", "-"): result(speed) for name, speed in speedups.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("speedups", "method", "given"),
-    [
-        ({"chain_3": 1.4, "chain_8": 2.0}, "chain", {"gamma": 8}),
-        ({"chain_3": 1.01, "chain_8": 0.7}, "plain", {}),
-    ],
+    [((1.4, 2.0), "chain", {"gamma": 8}), ((1.01, 0.7), "plain", {})],
 )
 def test_the_fastest_wins_and_plain_decoding_where_none_is_faster(
-    speedups: dict[str, float], method: str, given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    speedups: tuple[float, float], method: str, given: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = [("plain", "plain", {}), ("chain", "chain-3", {"gamma": 3}), ("chain", "chain-8", {"gamma": 8})]
     prepared: Any = SimpleNamespace(
@@ -82,7 +70,10 @@ def test_the_fastest_wins_and_plain_decoding_where_none_is_faster(
         suite=SimpleNamespace(methods=[SimpleNamespace(label=label, options=o) for _, label, o in entries]),
         vlm=SimpleNamespace(target=SimpleNamespace(exact=False)),
     )
-    monkeypatch.setattr(metrics, "by_method", lambda records: results(**speedups))
+    values = (None, *(SimpleNamespace(value=speed) for speed in speedups))
+    results = [SimpleNamespace(lossless=True, prompts=3, speedup=value) for value in values]
+    labels = [label for _, label, _ in entries]
+    monkeypatch.setattr(metrics, "by_method", lambda records: dict(zip(labels, results, strict=True)))
     run: Any = SimpleNamespace(records=[], header=SimpleNamespace(environment={"threads": 1}))
     profile = bench.choose(prepared, run, PairOptions(target="T", head=["a=b"]))
     assert (profile.method, profile.options, profile.heads) == (method, given, {"a": "b"})

@@ -145,15 +145,18 @@ def batch(
                 return job, rows, threads, KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine)
 
             worker = stack.enter_context(several.started(models, ItemWorker, arguments, rows + threads))
-        with run_progress(stopped) as update:
+        with _progress(stopped) as update:
             report = run(worker, job, survey, out, replace(settings, progress=update))
-    _show(report, screen.note if is_stream(out) else screen.show)
+    failed = f"; {count(report.failed, 'item')} failed" if report.failed else ""
+    errors = f", those of failed requests in {report.errors}" if report.errors else ""
+    place = f"The records of all {count(report.items, 'item')} are in {report.out}{errors}."
+    _show(report, screen.note if is_stream(out) else screen.show, failed, place, "Failed")
     if report.all_failed:
         raise typer.Exit(1)
 
 
 @contextmanager
-def run_progress(stopped: str) -> Iterator[Callable[[RunProgress], None]]:
+def _progress(stopped: str) -> Iterator[Callable[[RunProgress], None]]:
     """Show the progress of a resumable run: rates of this attempt, and failures."""
     with screen.progress("starting", stopped) as show:
 
@@ -168,13 +171,7 @@ def run_progress(stopped: str) -> Iterator[Callable[[RunProgress], None]]:
         yield update
 
 
-def endings(report: Report) -> list[str]:
-    """Return a sentence on how the answers ended, if there are any."""
-    ends = ", ".join(f"{number} {screen.ENDS.get(end, end)}" for end, number in sorted(report.finishes.items()))
-    return [f"Of them {ends}."] if ends else []
-
-
-def note_problems(word: str, problems: Sequence[str], number: int) -> None:
+def _note_problems(word: str, problems: Sequence[str], number: int) -> None:
     """Print the first problems, and how many more there are."""
     for problem in problems[:5]:
         screen.note(f"{word}: {problem}")
@@ -202,26 +199,22 @@ def _plan(survey: Survey, out: Path, how: str) -> None:
         speed = f"{survey.timed / survey.seconds:.2g} items/s of the {count(survey.timed, 'record')} so far"
         time = f"about {duration(left * survey.seconds / survey.timed)} for {count(left, 'item')}, at the {speed}"
     screen.show(f"Items: {survey.items} ({kinds})", f"Run: {how}", f"Output: {out}{there}", f"Time: {time}")
-    note_problems("Failed", survey.problems, survey.kinds["unusable"])
+    _note_problems("Failed", survey.problems, survey.kinds["unusable"])
 
 
-def _show(report: Report, show: Callable[[str], None]) -> None:
+def _show(report: Report, show: Callable[[str], None], left_out: str, place: str, word: str) -> None:
     rate = ""
     if report.answered and report.seconds:
         items, tokens = report.answered / report.seconds, report.tokens / report.seconds
         rate = f" ({items:.2g} items/s, {tokens:.0f} tokens/s)"
     before = f"; {report.there} finished before" if report.there else ""
     before += f", {report.failed_there} of them failed (--retry-failed tries again)" if report.failed_there else ""
-    failed = f", {count(report.failed, 'item')} failed" if report.failed else ""
-    errors = f", those of failed requests in {report.errors}" if report.errors else ""
-    lines = [
-        f"{count(report.answered, 'answer')} in {duration(report.seconds)}{rate}{failed}{before}.",
-        *endings(report),
-        f"The records of all {count(report.items, 'item')} are in {report.out}{errors}.",
-    ]
-    for line in lines:
-        show(line)
-    note_problems("Failed", report.problems, report.failed)
+    show(f"{count(report.answered, 'answer')} in {duration(report.seconds)}{rate}{before}{left_out}.")
+    ends = ", ".join(f"{number} {screen.ENDS.get(end, end)}" for end, number in sorted(report.finishes.items()))
+    if ends:
+        show(f"Of them {ends}.")
+    show(place)
+    _note_problems(word, report.problems, report.failed)
 
 
 @group("Decoding")
@@ -319,7 +312,7 @@ def distill(
             **options,
         )
         print(text)
-        note_problems("Skipped", problems, len(problems))
+        _note_problems("Skipped", problems, len(problems))
         return
     setup = Setup(source, out, media_root, on_bad_line, options)  # a mistake shows before models are loaded
     with ExitStack() as stack:
@@ -333,9 +326,10 @@ def distill(
                     expected = preview(answerer, setup)
                 _plan_answers(expected, out)
                 return
-        with run_progress(f"Stopped. The answers so far are in {out}; the same command resumes the run.") as update:
+        with _progress(f"Stopped. The answers so far are in {out}; the same command resumes the run.") as update:
             report = run(worker, setup, update)
-    _show_answers(report)
+    left_out = f"; left out: {count(report.duplicates, 'duplicate')}, {count(report.failed, 'unusable line')}"
+    _show(report, screen.show, left_out, f"The answers are in {report.out}/answers.jsonl.", "Skipped")
 
 
 def _plan_answers(expected: Preview, out: Path) -> None:
@@ -351,16 +345,4 @@ def _plan_answers(expected: Preview, out: Path) -> None:
         f"Answers: {out}/answers.jsonl{there}",
         f"Time: about {duration(expected.seconds)}",
     )
-    note_problems("Skipped", plan.problems, len(plan.problems))
-
-
-def _show_answers(report: Report) -> None:
-    earlier = f"; {report.there} finished before" if report.there else ""
-    rate = f", {report.tokens / report.seconds:.0f} tokens/s" if report.answered else ""
-    screen.show(
-        f"{count(report.answered, 'answer')} in {duration(report.seconds)}{rate}{earlier}; left out: "
-        f"{count(report.duplicates, 'duplicate')}, {count(report.failed, 'unusable line')}.",
-        *endings(report),
-        f"The answers are in {report.out}/answers.jsonl.",
-    )
-    note_problems("Skipped", report.problems, report.failed)
+    _note_problems("Skipped", plan.problems, len(plan.problems))

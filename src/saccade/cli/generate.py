@@ -65,7 +65,7 @@ def generate(
     vlm = models.load()
     stream = vlm.stream(question, images, videos, text_as_text=shown.text_as_text, **options)
     if as_json:
-        output = screen.finish(stream, lambda _: None)
+        output = screen.answer(stream, None)
         print(json.dumps({"target": target, **_configuration(vlm, models.drafter), **output.as_dict()}))
     else:
         output = screen.answer(stream, screen.Painter(vlm.processor.tokenizer, screen.out(), shown.marks))
@@ -83,17 +83,17 @@ def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
     drafter, draft_dtype = None, None
     if vlm.head is not None:
         drafter = named or str(head_path(vlm.head.kind))
-        draft_dtype = next(vlm.head.parameters()).dtype
+        draft_dtype = _name(next(vlm.head.parameters()).dtype)
     elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
         drafter = name_of(vlm.draft_model.model)
-        draft_dtype = vlm.draft_model.dtype
+        draft_dtype = _name(vlm.draft_model.dtype)
     return {
         "drafter": drafter,
         "head": vlm.head_name,
         "method": vlm.method,
         "options": vlm.options,
         "dtype": _name(vlm.target.dtype),
-        "draft_dtype": draft_dtype and _name(draft_dtype),
+        "draft_dtype": draft_dtype,
         "exact": vlm.target.exact,
     }
 

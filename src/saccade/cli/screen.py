@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,27 +207,22 @@ class Painter:
         self._console.file.flush()
 
 
-def answer(stream: Stream | Turn, painter: Painter) -> Output:
-    """Print a stream and return its output; Ctrl-C ends it early."""
-    output = finish(stream, painter.show)
-    painter.finish()
-    return output
-
-
-def finish(stream: Stream | Turn, show: Callable[[Chunk], None]) -> Output:
-    """Generate to the end, showing every chunk, and return the output; Ctrl-C ends it early."""
+def answer(stream: Stream | Turn, painter: Painter | None) -> Output:
+    """Generate to the end, printing every chunk if there is a painter, and return the output; Ctrl-C ends it early."""
     try:
         with closing(iter(stream)) as chunks:
             with waiting("Reading the prompt"):
                 first = next(chunks)
             with _stop_between_steps() as stopped:
-                show(first)
-                for chunk in chunks:
-                    show(chunk)
+                for chunk in chain([first], chunks):
+                    if painter is not None:
+                        painter.show(chunk)
                     if stopped():
                         break
     except KeyboardInterrupt:
         pass
+    if painter is not None:
+        painter.finish()
     return stream.output
 
 
