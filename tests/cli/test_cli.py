@@ -32,10 +32,18 @@ def test_the_version_is_one_line(shell: Shell) -> None:
     assert (result.code, result.out) == (0, f"{__version__}\n")
 
 
-def test_without_a_command_there_is_help(shell: Shell) -> None:
-    result = shell()
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "demo generate chat methods doctor"),
+        (("batch", "--help"), "-p --images-per-row FILE.journal/records.jsonl captions.jsonl"),
+        (("serve", "--help"), "speculation /v1/chat/completions /metrics 127.0.0.1 pocket"),
+    ],
+)
+def test_help_teaches(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
+    result = shell(*arguments)
     assert result.code == 0
-    assert all(name in result.out for name in ("demo", "generate", "chat", "methods", "doctor"))
+    assert all(word in result.out.replace("\n", " ") for word in words.split())
 
 
 @pytest.mark.parametrize(

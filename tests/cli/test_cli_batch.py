@@ -33,13 +33,6 @@ def command(photos: Path, *more: Any) -> list[Any]:
     return ["batch", photos, "-t", ready("llava"), "-m", "plain", "-n", "4", "-b", "2", "-o", out, *more]
 
 
-def test_help_teaches_with_examples(shell: Shell) -> None:
-    page = " ".join(shell("batch", "--help").out.split())
-    assert 'saccade batch photos -p "Describe the picture." -t pocket -o captions.jsonl' in page
-    assert "--images-per-row" in page
-    assert "FILE.journal/records.jsonl" in page
-
-
 def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     shell: Shell, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

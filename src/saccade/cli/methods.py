@@ -84,6 +84,7 @@ def predict(
     speed-up over plain decoding is tokens per pass (block efficiency) over the cost of a pass,
     `gamma * cost + verify cost`. A larger gamma drafts more but reaches its last tokens less often; past the
     best gamma it only costs. Break-even is the acceptance below which speculation slows decoding down.
+    A pass over gamma draft tokens has gamma + 1 tokens; costs between those of --verify-cost are linear.
 
     The acceptance of a run is in `saccade generate --json` under `acceptance_by_depth`.
 
