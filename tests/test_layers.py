@@ -75,7 +75,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_800),
+    "cli": (("cli",), 2_791),
     "serve": (("serve",), 3_501),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 3_950),

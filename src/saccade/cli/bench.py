@@ -65,12 +65,7 @@ def bench(
     tasks: str | None = option(
         None, "Only these tasks of the suite, of the pocket world, or of `saccade datasets`.", metavar="A,B,C"
     ),
-    data: Path | None = option(
-        None,
-        "Use your own prompts instead: JSON lines with LLaVA conversations, OpenAI messages, or questions with turns "
-        "(Spec-Bench, MMSpec).",
-        metavar="FILE",
-    ),
+    data: Path | None = option(None, "Prompts of your own: JSON lines of LLaVA, OpenAI or Spec-Bench.", metavar="FILE"),
     dataset: list[str] | None = option(
         None, "Questions of a name of `saccade datasets`, a hub id, a folder or file.", metavar="NAME"
     ),

@@ -37,10 +37,7 @@ def chat(
     system: str | None = option(None, "System message."),
     shown: MarkOptions,
     url: str | None = option(
-        None,
-        "Talk to a server instead, such as http://127.0.0.1:8000/v1; --target and --method then name its models and "
-        "methods, and SACCADE_API_KEY has its key.",
-        metavar="URL",
+        None, "Talk to a server such as http://127.0.0.1:8000/v1, by its models and methods.", metavar="URL"
     ),
     models: ModelOptions,
     decoding: DecodingOptions,
@@ -48,6 +45,7 @@ def chat(
     """Chat with a model about images and videos.
 
     Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
+    With `--url`, --target and --method name the server's models and methods, and SACCADE_API_KEY has its key.
     """
     screen.check_media(image or [], [])
     talker: _Local | RemoteChat

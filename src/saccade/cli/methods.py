@@ -71,9 +71,7 @@ def predict(
     cost: float = option(..., "One drafter step, as a share of one plain target step (T_q / T_p).", "-c"),
     gamma: int | None = option(None, "Draft tokens per target pass; 5 by default.", "-g"),
     verify_cost: str | None = option(
-        None,
-        "Cost of a target pass over so many tokens, in plain target steps; 1 by default.",
-        metavar="COST:TOKENS,...",
+        None, "Cost of a target pass over so many tokens, in plain steps; else 1.", metavar="COST:TOKENS,..."
     ),
     best: bool = option(False, "Predict for the best gamma up to 32, instead of a fixed one."),
     as_json: bool = option(False, "Print one JSON object.", "--json"),
