@@ -151,16 +151,6 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
         ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are named 'hivis'"),
         ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
         ({"heads": ["nowhere"]}, ModelError, "There is no folder nowhere"),
-        (
-            {"heads": [hivis], "method": "eagle2"},
-            MethodError,
-            "a trained eagle2 head, but only the head hivis is given",
-        ),
-        (
-            {"heads": [hivis], "method": "chain"},
-            MethodError,
-            "Method chain needs a draft model, but only the head hivis is given",
-        ),
         ({"heads": [hivis], "head": "x"}, MethodError, "No head is named 'x'"),
     ):
         with pytest.raises(error, match=message):

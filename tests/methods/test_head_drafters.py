@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,10 +45,9 @@ def plain_text() -> str:
     return text
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "chain", "static", "sage"])
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis", "dream"])
-def test_a_folder_picks_its_own_method(kind: str, tree: str) -> None:
-    vlm = with_head(kind, tree=tree)
+@pytest.mark.parametrize("kind", ["eagle3", "vispec", "dream", "medusa", "kangaroo"])
+def test_a_folder_picks_its_own_method(kind: str) -> None:
+    vlm = with_head(kind)
     assert vlm.method == kind
     assert vlm.lossless
     assert isinstance(vlm.engine.drafter, HeadDrafter)
@@ -65,16 +63,6 @@ def test_options_reach_the_tree() -> None:
     chain = with_head("hivis").using("hivis", tree="chain", gamma=7).engine.drafter
     assert chain is not None
     assert (chain.max_depth, chain.draws) == (7, True)
-
-
-def test_chats_and_batches() -> None:
-    vlm, plain = with_head("hivis"), load(ready("llava"), method="plain")
-    ours, theirs = vlm.chat(), plain.chat()
-    for question, images in ((QUESTION, [picture()]), ("And now?", []), ("This?", [picture(3)])):
-        assert ours.send(question, images).text == theirs.send(question, images).text
-    questions, images = [QUESTION, "Why?", "Where is it?"], [[picture()], [], [picture(2)]]
-    answers = [[o.text for o in each.generate(questions, images)] for each in (vlm, plain)]
-    assert answers[0] == answers[1]
 
 
 def test_a_head_needs_no_folder() -> None:
@@ -104,31 +92,11 @@ def test_a_head_s_dtype() -> None:
             MethodError,
             "Method eagle2 needs a trained eagle2 head, but only the head hivis is given; give its folder",
         ),
-        (
-            lambda: with_head("hivis", "chain"),
-            MethodError,
-            "Method chain needs a draft model, but only the head hivis is given; .* choose method hivis",
-        ),
         (lambda: with_head("hivis", "plain"), MethodError, "Method plain takes no drafter"),
-        (
-            lambda: load(ready("llava"), method="hivis"),
-            MethodError,
-            "Method hivis needs a trained hivis head; give",
-        ),
-        (
-            lambda: load(ready("llava"), ready("llava-draft"), "hivis"),
-            MethodError,
-            "a trained hivis head, but only a draft model is given",
-        ),
         (
             lambda: load(ready("qwen"), head_folder("hivis")),
             ModelError,
             "made for another target: its model class",
-        ),
-        (
-            lambda: with_head("hivis").using("eagle2"),
-            MethodError,
-            "Method eagle2 needs a trained eagle2 head, but only the head hivis is given; give its folder",
         ),
         (lambda: with_head("hivis").using("chain"), MethodError, "Method chain needs a draft model"),
         (lambda: with_head("hivis", tree="bush"), MethodError, "tree of method hivis must be one of"),
@@ -138,20 +106,6 @@ def test_a_head_s_dtype() -> None:
 def test_what_does_not_fit_together_is_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from saccade.cli import app
-
-    def answer(*arguments: str) -> dict[str, Any]:
-        common = ["--target", str(ready("llava")), "--max-new-tokens", "12", "--json"]
-        app(["generate", *common, *arguments, QUESTION], standalone_mode=False)
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    plain, drafted = answer("--method", "plain"), answer("--drafter", str(head_folder("eagle2")))
-    assert drafted["text"] == plain["text"]
-    assert drafted["method"] == "eagle2"
 
 
 def test_in_generate() -> None:

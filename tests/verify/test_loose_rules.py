@@ -135,7 +135,7 @@ class Still(Context):
     """A target's context with given hidden states and no model behind it."""
 
     def __init__(self, nodes: torch.Tensor, visual: list[torch.Tensor]) -> None:
-        self.cache: Any = type("Cache", (), {"rows": len(visual)})()
+        self.rows = len(visual)
         self.target: Any = type("T", (), {"layers": [0, 1], "device": torch.device("cpu"), "config": None})()
         self.requirements = Requirements()
         self._nodes, self._visual = nodes, visual

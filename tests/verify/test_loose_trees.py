@@ -13,11 +13,8 @@ from random_trees import NaiveTree, draft_tree, trees
 from test_loose_rules import EOS, VOCAB, Still, chain_of, engine, judged, lvspec_reference, scored
 
 from families import FAMILIES
-from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import branches_of
 from saccade.draft.trees.sage import SageTree
-from saccade.engine import Engine
-from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.loose import FLy, LVSpec
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT
@@ -166,14 +163,3 @@ def test_two_branches_and_sage_trees_accept_more_and_mark_it(policy: object) -> 
     for output in after:
         assert output.stats.loosened_tokens == sum(m in ("loose", "shifted") for m in output.marks)
     assert any(o.stats.loosened_tokens for o in after)
-
-
-def test_two_branches_accept_no_less_than_one() -> None:
-    case = FAMILIES["llava"]
-    _, requests = engine("llava", None)
-    lengths = []
-    for count in (1, 2):
-        drafter = ModelDrafter(Target(case.draft_model()), branches_of(count, 6))
-        outputs = Engine(Target(case.model()), drafter, LVSpec(0.5)).generate(requests, max_new_tokens=40)
-        lengths.append(sum(o.stats.accepted_tokens / o.stats.target_passes for o in outputs))
-    assert lengths[1] >= lengths[0]

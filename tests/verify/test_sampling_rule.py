@@ -14,7 +14,7 @@ from enumeration import ManyUniforms, Table, Trial, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from many_rows import LENGTH, LIKELY, ROWS, VOCAB, WARPERS, GivenTrees, p_of, random_tree, target, warped_p
-from random_trees import NaiveTree, draft_tree, judged, rank_paths, trees
+from random_trees import NaiveTree, draft_tree, judged, trees
 from torch import Tensor
 
 from saccade.draft.lookup import chains
@@ -51,16 +51,6 @@ def test_chains_of_different_lengths_and_none_at_all() -> None:
     tree = chains([0] * ROWS, guesses, torch.device("cpu"))
     trial = GivenTrees(target(), target(), None, TopProposer(), Sampling(), ManyUniforms(ROWS), tree)
     assert p_of(trial) > LIKELY
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
-def test_a_static_tree_of_any_form(seed: int, drawn: bool) -> None:
-    paths = rank_paths(random_tree(seed, count=8, valid=8))
-    uniforms = ManyUniforms(ROWS)
-    proposer: Any = DrawProposer(lambda x: x, uniforms) if drawn else TopProposer()  # type: ignore[arg-type]
-    draft = Table(VOCAB, LENGTH, seed=9)
-    assert p_of(Trial(target(), draft, StaticTree(paths), proposer, Sampling(), uniforms)) > LIKELY
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
@@ -135,22 +125,6 @@ def test_all_nodes_at_once_decide_as_the_walk_from_the_root_does(
 # --------------------------------------------------------------------------- single decisions
 
 
-def test_a_drawn_child_that_p_likes_better_than_q_is_always_accepted() -> None:
-    tree = draft_tree([NaiveTree((0, 0), (0, 1), (True, True))], q=torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]))
-    scores = torch.tensor([[[0.4, 0.6], [1.0, 1.0]]]).log()
-    assert judged(Sampling(), tree, scores, torch.full((1, 2, 1), 1 - 2**-24)).count.tolist() == [1]
-
-
-def test_a_rejected_token_is_never_emitted_as_its_own_correction() -> None:
-    """Where p lies below q everywhere but at one token, that token is the only correction."""
-    q = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
-    tree = draft_tree([NaiveTree((0, 0), (0, 1), (True, True))], q=q)
-    scores = torch.tensor([[[0.5, 0.1, 0.4], [1.0, 1.0, 1.0]]]).log()
-    verdict = judged(Sampling(), tree, scores, torch.full((1, 2, 1), 0.99))
-    assert verdict.count.tolist() == [0]
-    assert verdict.token.tolist() == [2]
-
-
 def test_the_rule_needs_no_more_numbers_than_it_announces_and_finds_them_by_level_and_rank() -> None:
     """So nothing changes when a drafter's bounds, or a neighbour's tree, are larger than the tree."""
     tree = draft_tree([random_tree(0, count=7, valid=7)])
@@ -170,20 +144,6 @@ def test_the_rule_needs_no_more_numbers_than_it_announces_and_finds_them_by_leve
             assert torch.equal(verdict.token, exact.token)
         seen.add(int(exact.count))
     assert len(seen) > 2
-
-
-def test_a_row_s_verdict_does_not_depend_on_how_deep_its_neighbours_trees_are() -> None:
-    """Chains of prompt lookup are padded to the longest of the batch."""
-    scores = torch.randn(1, 3, VOCAB)
-    for seed in range(20):
-        numbers = torch.rand(1, 3, 1, generator=torch.Generator().manual_seed(seed))
-        verdicts = []
-        for guesses in ([[1]], [[1], [2, 3]]):
-            tree = chains([0] * len(guesses), guesses, torch.device("cpu"))
-            batch = scores[:, : tree.size].expand(len(guesses), -1, -1)
-            verdict = judged(Sampling(), tree, batch, numbers.expand(len(guesses), -1, -1))
-            verdicts.append((int(verdict.count[0]), int(verdict.token[0])))
-        assert verdicts[0] == verdicts[1]
 
 
 def test_low_precision_logits_are_summed_in_fp32() -> None:
