@@ -79,7 +79,7 @@ PARTS = {
     "serve": (("serve",), 3_501),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 3_950),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_422),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_418),
     "checkpoints": (("checkpoints", "evaluators"), 1_360),
     "pocket": (("pocket",), 1_440),
 }

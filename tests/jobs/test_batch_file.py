@@ -15,8 +15,8 @@ from checkpoints import picture, saved_picture, vlm
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs import batch_file
-from saccade.jobs.item_worker import PlainForm
 from saccade.jobs.job import seed_of
+from saccade.jobs.running import PlainForm
 from saccade.resumable import RunProgress
 
 LLAVA = {"name": "llava", "method": "plain"}

@@ -18,9 +18,9 @@ from checkpoints import saved_picture
 from saccade.data.catalogue import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
-from saccade.jobs.item_worker import Feed
 from saccade.jobs.items import Item, PromptOptions, Stored
 from saccade.jobs.job import BatchJob, Index, Shard, key_of, preview
+from saccade.jobs.running import Feed
 
 
 def items(*inputs: Any, **options: Any) -> list[Item]:

@@ -101,10 +101,9 @@ def batch(
     from saccade.engine.slots import KV_MEMORY_SHARE
     from saccade.inputs.processor import MediaOptions
     from saccade.jobs.item_sources import ItemSource
-    from saccade.jobs.item_worker import ItemWorker, media_threads
     from saccade.jobs.items import PromptOptions
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
-    from saccade.jobs.running import Attempt, run
+    from saccade.jobs.running import Attempt, ItemWorker, media_threads, run
 
     root = None if items.media_root is None else items.media_root.expanduser()
     job = BatchJob(

@@ -17,7 +17,7 @@ from saccade.distill.planning import Options, PlannedQuestion, Prompts, Question
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.inputs.conversations import Messages, resolve_media
 from saccade.inputs.families import visual_ids
-from saccade.jobs.item_worker import facts_of
+from saccade.jobs.running import facts_of
 from saccade.output import Output
 from saccade.resumable import SHOWN, Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, check_place
 from saccade.text import decode
