@@ -111,20 +111,6 @@ def test_in_bfloat16_a_difference_is_reported_and_the_run_goes_on(pair: tuple[st
     assert all(r.difference for r in run.records if r.method == "chain")
 
 
-def test_lossy_methods_are_scored_and_not_compared(prepared: Prepare, vlm: saccade.VLM, folder: Path) -> None:
-    lossy = wrong(vlm.using("chain"))
-    lossy.lossless = False
-    run = Runner(with_method(prepared(), "chain", lossy), folder).run()
-    records = [r for r in run.records if r.method == "chain"]
-    assert all(r.equal is None and r.scores and not r.lossless for r in records)
-
-
-def test_sampled_answers_are_not_compared_and_repeatable(prepared: Prepare, tmp_path: Path) -> None:
-    runs = [Runner(prepared(sampling={"temperature": 1.0}), tmp_path / name).run() for name in "ab"]
-    assert all(r.equal is None for r in runs[0].records)
-    assert [r.tokens for r in runs[0].records] == [r.tokens for r in runs[1].records]
-
-
 def test_a_method_that_could_not_do_as_asked_is_remarked_on(
     prepared: Prepare, vlm: saccade.VLM, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,21 +130,29 @@ def test_a_method_that_could_not_do_as_asked_is_remarked_on(
     assert f"specvlm warned in 2 of 2 answers: {words}" in remarks(run)
 
 
+def test_lossy_and_sampled_answers_are_not_compared(prepared: Prepare, vlm: saccade.VLM, tmp_path: Path) -> None:
+    lossy = wrong(vlm.using("chain"))
+    lossy.lossless = False
+    run = Runner(with_method(prepared(), "chain", lossy), tmp_path / "lossy").run()
+    records = [r for r in run.records if r.method == "chain"]
+    assert all(r.equal is None and r.scores and not r.lossless for r in records)
+    runs = [Runner(prepared(sampling={"temperature": 1.0}), tmp_path / name).run() for name in "ab"]
+    assert all(r.equal is None for r in runs[0].records)
+    assert [r.tokens for r in runs[0].records] == [r.tokens for r in runs[1].records]
+    pictures = {
+        name: Image.new("RGB", (8, 8), (n, 0, 0)) for n, name in enumerate(["猫", "狗", "a/b", "a_b", "x" * 300])
+    }
+    for name, image in pictures.items():  # ids of any letters
+        saved = answering.save(Question(name, "mine", (Turn((), "", (image,)),)), tmp_path)
+        assert Image.open(tmp_path / "media" / saved[0][0]).getpixel((0, 0)) == image.getpixel((0, 0)), name
+
+
 def test_trees_are_kept_of_the_first_prompts_only(prepared: Prepare, folder: Path) -> None:
     run = Runner(prepared(methods=["chain"], trace=1, repeats=2), folder).run()
     traced = {(r.prompt_id, r.method, r.repeat) for r in run.records if any(len(t["tokens"]) > 1 for t in r.trees)}
     assert traced == {("scene-0", "chain", 0)}
     tree = next(r for r in run.records if (r.prompt_id, r.method, r.repeat) in traced).trees[0]
     assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["pieces"]) == 6
-
-
-def test_ids_of_any_letters_have_pictures_of_their_own(tmp_path: Path) -> None:
-    pictures = {name: Image.new("RGB", (8, 8), (shade, 0, 0)) for shade, name in enumerate(["猫", "狗", "a/b", "a_b"])}
-    pictures["x" * 300] = Image.new("RGB", (8, 8), (9, 0, 0))
-    for name, image in pictures.items():
-        saved = answering.save(Question(name, "mine", (Turn((), "", (image,)),)), tmp_path)
-        shown = Image.open(tmp_path / "media" / saved[0][0])
-        assert shown.getpixel((0, 0)) == image.getpixel((0, 0)), name
 
 
 # --------------------------------------------------------------------------- stopping and going on

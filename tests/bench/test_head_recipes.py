@@ -48,20 +48,6 @@ def test_heads_that_are_compared_have_equal_steps_and_batches() -> None:
     assert len({(r.steps, r.batch_size, r.optimiser, r.seed) for r in recipes}) == 1
 
 
-def test_sets_of_answers_have_the_sizes_that_the_papers_compare() -> None:
-    answers = read().answers
-    assert abs(answers["no-text"].prompts - answers["all"].prompts) < len(answers["no-text"].listed)
-    assert answers["mixed"].prompts == answers["pictures"].prompts + answers["text"].prompts
-    assert not {"knowledge", "arithmetic"} & set(answers["no-text"].listed)
-
-
-def test_steps_and_answers_are_scaled_apart() -> None:
-    scaled = FEW.scaled(0.5, 2)
-    assert scaled.answers["few"].count == 10
-    assert scaled.heads["eagle2"].settings == {**SMALL, "stage1.steps": 2}
-    assert FEW.scaled(0.5, 0.01).answers["few"].count == 1
-
-
 def test_the_plan_lists_what_is_left_and_writes_nothing(vlm: saccade.VLM, out: Path) -> None:
     assert workshop(vlm, out).plan().splitlines() == [
         "few: 10 prompts of 2 tasks",

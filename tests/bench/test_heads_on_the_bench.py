@@ -87,19 +87,14 @@ def test_every_head_has_a_step_time_and_a_prediction(made: Run) -> None:
     costs = Costs.of(made.header.costs)
     assert costs is not None
     assert set(costs.heads) == {"hivis", "text-only", "all"}
+    table = step_times(made)
+    assert table is not None
+    assert [column.name for column in table.columns][-3:] == ["T_q ms, hivis", "T_q ms, text-only", "T_q ms, all"]
+    assert contents([made])[0].name == "small, tiny with tinier, hivis, text-only, all"
     found = predictions(made)
     assert set(found) == {"chain", "hivis-chain", "blind", "seeing"}
     for label, head in (("hivis-chain", "hivis"), ("blind", "text-only"), ("seeing", "all")):
         assert found[label][-1] == pytest.approx(costs.heads[head] / costs.target_seconds(1), abs=1e-3)
-
-
-def test_the_report_names_heads_and_their_steps(made: Run) -> None:
-    table = step_times(made)
-    assert table is not None
-    names = [column.name for column in table.columns]
-    assert names[-3:] == ["T_q ms, hivis", "T_q ms, text-only", "T_q ms, all"]
-    assert all(len(row.cells) == len(names) for row in table.rows)
-    assert contents([made])[0].name == "small, tiny with tinier, hivis, text-only, all"
 
 
 def test_tabeds_formula_takes_a_head_s_own_step_and_depth() -> None:
@@ -158,18 +153,6 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
     ):
         with pytest.raises(MethodError, match=message):
             prepare(suite(methods=[entry]), headed)
-
-
-@pytest.mark.parametrize("name", [n for n in catalogue.suite_names() if n.startswith(("hivis", "dream", "heads"))])
-def test_rows_of_the_papers_need_nothing_but_their_heads(name: str, vlm: saccade.VLM) -> None:
-    """Every option that these suites set is one that the method has, so only a head can be missing."""
-    given = catalogue.load(name)
-    prepared = prepare(given.with_(per_task=1), vlm)
-    known = {e.label for e in given.methods if e.name in saccade.methods.METHODS}
-    for reason in prepared.missing:
-        label = reason.removeprefix("Method ").split(":")[0]
-        if reason.startswith("Method ") and label in known:
-            assert "needs a trained" in reason or "No head is named" in reason
 
 
 def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,13 +71,9 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 def mine(tmp_path: Path) -> Path:
     """Two questions with right answers, the first about a picture."""
     Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
+    colour = [{"from": "human", "value": "What colour?"}]
     rows = [
-        {
-            "id": "a",
-            "image": "a.png",
-            "conversations": [{"from": "human", "value": "What colour?"}],
-            "reference": "red",
-        },
+        {"id": "a", "image": "a.png", "conversations": colour, "reference": "red"},
         {"id": "b", "messages": [{"role": "user", "content": "Say two."}], "reference": ["two", "2"]},
     ]
     path = tmp_path / "mine.jsonl"
@@ -207,15 +203,9 @@ def test_a_judge_of_pictures_sees_them_and_the_fields_of_the_row(
     assert text["text"].startswith("a: ")
     assert text["text"].endswith(" (1 to 5)")
     assert endpoint.asked[1]["messages"][0]["content"].startswith("b: ")
-
-
-def test_questions_without_a_right_answer_are_not_judged_by_one(
-    vlm: saccade.VLM, tmp_path: Path, endpoint: Endpoint
-) -> None:
-    path = tmp_path / "open.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Say two."}]}))
-    Runner(ready(vlm, path, {"url": endpoint.url, "model": "m"}), tmp_path / "run").run()
-    assert not endpoint.asked
+    mine.write_text(json.dumps({"messages": [{"role": "user", "content": "Say two."}]}))  # without a right answer
+    Runner(ready(vlm, mine, {"url": endpoint.url, "model": "m"}), tmp_path / "open").run()
+    assert len(endpoint.asked) == 2
 
 
 @pytest.mark.parametrize(
