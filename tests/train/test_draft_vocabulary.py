@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_losses import entries, lm_head
 from torch import Tensor
-from train_kit import head, listed, prompt, target
+from train_kit import entries, head, listed, lm_head, prompt, target
 
 from families import FAMILIES
 from saccade.checkpoints import export_head

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_kit import head, listed, samples, target
+from train_kit import head, listed, lm_head, samples, target
 
 sys.path.append(str(Path(__file__).parents[1] / "draft" / "heads"))
 
@@ -24,7 +24,6 @@ from saccade.inputs.families import visual_mask
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train import features as calibration_module
 from saccade.train.data import Listed, Sample
-from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, calibrate, read_features
 from saccade.train.objectives import dream as dream_module
 from saccade.train.objectives.dream import (
@@ -36,8 +35,6 @@ from saccade.train.objectives.dream import (
     inner_layer,
     self_fed,
 )
-from saccade.train.objectives.losses import terms_of
-from saccade.train.recipe import read_recipe
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """float32 sums in another order."""
@@ -57,11 +54,6 @@ def entries(given: Dream, name: str = "llava", count: int = 3, **more: Any) -> D
     found = feeder(given, name, count, **more).entries(range(count))
     assert isinstance(found, DreamEntries)
     return found
-
-
-def lm_head(states: Tensor) -> Tensor:
-    logits: Tensor = target("llava").model.get_output_embeddings()(states)
-    return logits
 
 
 def inputs_of(name: str, sample: Sample) -> dict[str, Tensor]:
@@ -177,10 +169,6 @@ def test_gradients_of_the_second_step_flow_through_what_it_was_fed(monkeypatch: 
     assert float((whole - cut).norm() / whole.norm()) > 1e-3
 
 
-def test_a_term_without_weight_is_none() -> None:
-    assert terms_of(DreamObjective(middle=0.0)) == ["states", "distribution"]
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_inner_states_of_every_choice(layer: str) -> None:
     name, made = "llava", own(keep=1.0)
@@ -262,19 +250,6 @@ def test_dropped_tokens_have_no_entry_but_keep_their_feature(name: str) -> None:
         assert given.features[row, : len(sample.ids)].any(-1).all()
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_entries_from_a_cache_are_the_same(where: str, tmp_path: Path) -> None:
-    made = own(keep=0.5)
-    cache = FeatureCache(target("llava"), 1e9, tmp_path if where == "disk" else None, "x")
-    cached = feeder(made, cache=cache)
-    cached.entries(range(3))
-    cache.flush()
-    plain, found = entries(made), cached.entries(range(3))
-    assert found is not None
-    for name in found.names:
-        torch.testing.assert_close(getattr(found, name), getattr(plain, name), **CLOSE)
-
-
 def teacher_forced_difference(name: str, **options: Any) -> float:
     """Between logits of training and of step-by-step drafting of the same answer, in standard deviations."""
     case, made = FAMILIES[name], own(name, **options)
@@ -348,14 +323,6 @@ def test_a_run_learns_and_its_calibration_stays(tmp_path: Path) -> None:
     assert {"states", "middle", "distribution"} <= set(lines[0])
     assert (tmp_path / "calibration" / "0.jsonl").read_text().count("key") == 8
     assert (outcome.head / "model.safetensors").is_file()
-
-
-def test_the_built_in_recipe_is_the_paper_s() -> None:
-    own_recipe = read_recipe("dream")
-    assert (own_recipe.betas, own_recipe.clip, own_recipe.batch_size) == ((0.9, 0.95), 0.5, 4)
-    assert own_recipe.stages[0].rate == 3e-5
-    assert own_recipe.objective == DreamObjective(0.2, 0.2, 1.0, "entropy")
-    assert own_recipe.with_settings({"loss.layer": "50", "head.keep": 0.5}).head == {"keep": 0.5}
 
 
 def test_an_unknown_layer_is_refused() -> None:

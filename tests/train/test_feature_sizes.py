@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_kit import head, listed, samples, target
+from train_kit import head, listed, lm_head, samples, target
 
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
@@ -39,11 +39,6 @@ def judged(own: Head, given: Feeder, lm_head: Any, steps: int) -> tuple[Tensor, 
     own.zero_grad()
     loss.backward()
     return loss.detach(), {n: w.grad.clone() for n, w in own.named_parameters() if w.grad is not None}
-
-
-def lm_head(states: Tensor) -> Tensor:
-    logits: Tensor = target("llava").model.get_output_embeddings()(states)
-    return logits
 
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_kit import listed, target
-from training_run import closeness, recipe, run
+from training_run import recipe, run
 
 from saccade.errors import TrainingError
 from saccade.train import Trainer
@@ -61,29 +61,6 @@ def test_an_error_appears_with_the_batch_that_has_it() -> None:
     with pytest.raises(TrainingError, match="planted"):
         batches.take((2, [0, 1]))
     batches.close()
-
-
-def test_the_next_batch_is_prepared_while_one_is_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path, measure=closeness, say=str)
-    times: list[tuple[str, float, float]] = []
-    learner: Any = trainer.learner
-    plain = {name: getattr(learner, name) for name in ("prepare", "loss")}
-
-    def timed(name: str) -> Any:
-        def call(*given: Any) -> Any:
-            begun = time.monotonic()
-            time.sleep(0.02)
-            found = plain[name](*given)
-            times.append((name, begun, time.monotonic()))
-            return found
-
-        return call
-
-    for name in plain:
-        monkeypatch.setattr(learner, name, timed(name))
-    trainer.run()
-    prepared, judged = ([t[1:] for t in times if t[0] == name] for name in ("prepare", "loss"))
-    assert any(p[0] < j[1] and j[0] < p[1] for p in prepared for j in judged)
 
 
 def test_a_run_ends_with_the_weights_of_one_that_prepares_nothing_ahead(

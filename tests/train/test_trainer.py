@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from train_kit import assert_close, head, listed, samples, target
-from training_run import as_rank, recipe, run
+from training_run import recipe, run
 
-from processes import forked
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.inputs.prompt import Prompt
@@ -57,16 +56,6 @@ def test_a_file_in_place_of_the_folder_is_refused_in_a_sentence(tmp_path: Path) 
         with pytest.raises(TrainingError, match=f"{file} is a file, where a folder is needed; give another --out"):
             run(place)
     assert file.read_text(encoding="utf-8") == "mine"
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_two_processes_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
-    port = free_port()
-    both = [forked(lambda rank=rank: as_rank(rank, 2, port, tmp_path / "run", recipe())) for rank in range(2)]
-    for process in both:
-        process.join(120)
-        assert process.exitcode == 0
-    assert_close(whole, tmp_path / "run")
 
 
 def test_micro_batches_add_up_to_the_batch(whole: Path, tmp_path: Path) -> None:
@@ -215,17 +204,6 @@ def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counte
     assert words.startswith(f"3 of {7 if fit else 3} held-out prompts are not measured: they leave no 128 tokens")
     assert f"context of {context}" in words
     assert ("no drafter is found to be the best" in words) != fit
-
-
-def test_a_run_whose_prompts_all_fill_the_context_ends_without_a_best(tmp_path: Path) -> None:
-    own, said = target("llama"), list[str]()
-    assert own.traits.context is not None
-    prompt = Prompt((5, 6) * (own.traits.context // 2 - 8))
-    chosen = replace(recipe(), kind="eagle2", loss={}, stages=(Stage(2, 1e-3),), batch_size=2, validate_every=1)
-    source = Listed((prompt, (7, 8 + n)) for n in range(10))
-    outcome = Trainer(own, replace(chosen, validation_samples=1), source, tmp_path, say=said.append).run()
-    assert outcome.best is None
-    assert len([words for words in said if "are not measured" in words]) == 1
 
 
 def test_a_plan_says_what_would_be_trained_and_changes_nothing(tmp_path: Path) -> None:

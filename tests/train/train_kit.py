@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from checkpoints import saved_picture, says, text
 from families import FAMILIES
@@ -18,6 +19,8 @@ from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Listed, Sample
+from saccade.train.features import read_features
+from saccade.train.objectives.entries import Entries, entries_of
 
 
 def write_answers(folder: Path) -> Path:
@@ -69,6 +72,15 @@ def head(name: str, kind: str, **options: Any) -> Head:
             for weight in made.parameters():
                 weight.add_(0.2 * torch.randn_like(weight))
     return made
+
+
+def entries(own: Head, name: str = "llava") -> Entries:
+    return entries_of(own, read_features(target(name), samples(name, 3), own.layers))
+
+
+def lm_head(states: Tensor) -> Tensor:
+    logits: Tensor = target("llava").model.get_output_embeddings()(states)
+    return logits
 
 
 def assert_close(one: Path, other: Path, kind: str = "head") -> None:

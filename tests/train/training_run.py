@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from train_kit import listed, target
 
 from saccade.train import Recipe, Stage, Trainer
@@ -47,20 +45,3 @@ def slow_run(out: Path, at_work: Any) -> None:
     plain = os.fsync
     os.fsync = lambda handle: (time.sleep(0.1), plain(handle))[1]  # type: ignore[assignment]
     run(out, resume=True, say=lambda words: at_work.set() if "loss" in words else None)
-
-
-def as_rank(rank: int, count: int, port: int, out: Path, chosen: Recipe) -> None:
-    """One of several processes, as `torchrun` starts them."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(count),
-        LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    PartialState._reset_state()
-    run(out, chosen)
-    assert PartialState().num_processes == count
-    torch.distributed.destroy_process_group()
-    sys.exit(0)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.distill import planning
-from saccade.distill.planning import Options, Prompts, QuestionPlan, make_plan
+from saccade.distill.planning import Options, Prompts, make_plan
 from saccade.errors import InputError
-from saccade.memory_plan import LETTERS, Lengths, ModelSize, Preset, assumed, pictures, spread, together
+from saccade.memory_plan import LETTERS, ModelSize, Preset, assumed, pictures, spread, together
 from saccade.wording import count
 
 CHUNK = 512
@@ -41,7 +41,21 @@ def forecast(
     if path.exists():
         prompts = Prompts(path, path.parent if media_root is None else media_root.expanduser())
         plan = make_plan(prompts, chosen, on_bad_line)
-        lengths, questions, problems = _lengths(prompts, plan, chosen, size), _counts(plan), plan.problems
+        problems = plan.problems
+        seen = [
+            pictures(prompts.at(question.offset).messages[: question.message + 1], prompts.root, size)
+            for question in spread(plan.questions)
+        ]
+        texts = [question.length[1] // LETTERS for question in plan.questions]
+        origin = f"pictures of {len(seen)} looked at, {LETTERS} letters counted as a token"
+        lengths = together(texts, [chosen.max_new_tokens] * len(texts), seen, origin)
+        sampled = sum(question.sampled for question in plan.questions)
+        questions = (
+            f"Questions: {len(texts)} of {count(plan.conversations, 'conversation')}, "
+            f"{count(len(plan.batches), 'batch', 'batches')}\n"
+            f"Decoding: {len(texts) - sampled} greedy, {sampled} sampled\n"
+            f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(problems), 'unusable line')}"
+        )
     else:
         lengths = assumed(size, path.name, samples=chosen.limit, answer=chosen.max_new_tokens)
         questions = f"Questions: {lengths.samples}"
@@ -63,23 +77,3 @@ def forecast(
         f"Disk: at most {disk / 1e9:.2f} GB, if every answer has {chosen.max_new_tokens} tokens",
     ]
     return "\n".join(lines), problems
-
-
-def _counts(plan: QuestionPlan) -> str:
-    sampled = sum(question.sampled for question in plan.questions)
-    return (
-        f"Questions: {len(plan.questions)} of {count(plan.conversations, 'conversation')}, "
-        f"{count(len(plan.batches), 'batch', 'batches')}\n"
-        f"Decoding: {len(plan.questions) - sampled} greedy, {sampled} sampled\n"
-        f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}"
-    )
-
-
-def _lengths(prompts: Prompts, plan: QuestionPlan, options: Options, size: ModelSize) -> Lengths:
-    seen = []
-    for question in spread(plan.questions):
-        history = prompts.at(question.offset).messages[: question.message + 1]
-        seen.append(pictures(history, prompts.root, size))
-    texts = [question.length[1] // LETTERS for question in plan.questions]
-    origin = f"pictures of {len(seen)} looked at, {LETTERS} letters counted as a token"
-    return together(texts, [options.max_new_tokens] * len(texts), seen, origin)

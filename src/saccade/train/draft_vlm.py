@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
@@ -258,7 +259,7 @@ def new_draft_vlm(target: Target, processor: InputProcessor, lm: str, seed: int)
     _check_class(target)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        small = _fresh(target, lm) if _shape(lm) else _loaded(target, processor, lm)
+        small = LlamaForCausalLM(_fresh_config(target, lm)) if _shape(lm) else _loaded(target, processor, lm)
         model = _joined(target, small)
     model.float().eval().requires_grad_(True)
     base = model.model
@@ -297,23 +298,16 @@ def _with_text(target: Target, small: Any) -> Any:
 
 def _joined(target: Target, small: Any) -> Any:
     config = _with_text(target, small.config)
-    tied = bool(config.tie_word_embeddings)
     model = type(target.model)(config)
     base = model.model
     base.vision_tower.load_state_dict(target.model.model.vision_tower.state_dict())
     base.language_model.load_state_dict(small.base_model.state_dict())
-    if not tied:
+    if not config.tie_word_embeddings:
         model.lm_head.load_state_dict(small.get_output_embeddings().state_dict())
-    model.generation_config = _endings(target.model.generation_config)
-    return model
-
-
-def _endings(given: Any) -> Any:
-    """The target's special tokens alone: a checkpoint whose settings for sampling contradict cannot be written."""
-    from transformers import GenerationConfig
-
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(**{name: getattr(given, name) for name in names})
+    endings = {name: getattr(target.model.generation_config, name) for name in names}
+    model.generation_config = GenerationConfig(**endings)  # settings for sampling that contradict cannot be written
+    return model
 
 
 def _shape(lm: str) -> tuple[int, int] | None:
@@ -327,15 +321,7 @@ def _rows(target: Target) -> int:
     return rows
 
 
-def _fresh(target: Target, lm: str) -> Any:
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM(_fresh_config(target, lm))
-
-
 def _fresh_config(target: Target, lm: str) -> Any:
-    from transformers import LlamaConfig
-
     layers, width = _shape(lm) or (0, 0)
     heads = max(1, width // _HEAD_DIM)
     if width % (2 * heads):
