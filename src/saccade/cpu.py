@@ -31,7 +31,7 @@ SWITCH = "SACCADE_CPU_BF16"
 """Environment variable: with 1 the processor counts as one that computes in bfloat16 (it emulates what it lacks), with
 0 as one that does not, whatever its instructions and speed."""
 _FASTER = 1.1
-"""Times that a 16-bit format must be faster than float32 to be used where it is not asked for."""
+"""Times that a 16-bit format must be faster than float32 to be used where it is not requested."""
 
 
 def suitable_dtype(stored: torch.dtype) -> torch.dtype:

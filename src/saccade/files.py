@@ -25,9 +25,9 @@ def expanded(path: str | Path) -> Path:
         return Path(path)
 
 
-def is_profile(given: Any) -> bool:
+def is_profile(target: Any) -> bool:
     """Whether a target names a profile: a path that ends in ``.toml``."""
-    return isinstance(given, (str, Path)) and str(given).endswith(".toml")
+    return isinstance(target, (str, Path)) and str(target).endswith(".toml")
 
 
 def write_file(

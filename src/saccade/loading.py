@@ -140,17 +140,17 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
     return config
 
 
-def file_of(given: str | Path, name: str) -> Path | None:
+def file_of(place: str | Path, name: str) -> Path | None:
     """Return a file of a folder or, without such a folder, of a repository on the hub; None if it has no such file."""
-    if is_on_hub(given):
-        return _file_on_hub(str(given), name)
-    file = Path(path_of(given)) / name
+    if is_on_hub(place):
+        return _file_on_hub(str(place), name)
+    file = Path(path_of(place)) / name
     return file if file.is_file() else None
 
 
-def is_on_hub(given: str | Path) -> bool:
+def is_on_hub(place: str | Path) -> bool:
     """Whether a folder or hub id is of the form of an id, without such a path here."""
-    return not Path(path_of(given)).exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(given)) is not None
+    return not Path(path_of(place)).exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(place)) is not None
 
 
 @cache
@@ -274,16 +274,16 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     return shared
 
 
-def path_of(given: str | Path) -> str:
+def path_of(place: str | Path) -> str:
     """Return a folder or hub id as text, with the home folder expanded."""
-    return str(Path(given).expanduser()) if str(given).startswith("~") else str(given)
+    return str(Path(place).expanduser()) if str(place).startswith("~") else str(place)
 
 
-def name_of(given: Any) -> str:
+def name_of(model: Any) -> str:
     """Return the name of a model, a head or a folder for messages."""
-    if isinstance(given, (str, Path)):
-        return str(given)
-    return str(getattr(given.config, "_name_or_path", "") or type(given).__name__)
+    if isinstance(model, (str, Path)):
+        return str(model)
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
 @contextmanager

@@ -204,8 +204,8 @@ class Target:
         singles = [single for part in parts for single in part]
         outputs: dict[int, ForwardOutput] = {}
         for chosen in self._group_by_rope(cache, singles):
-            found = self._run_blocks(cache, [singles[i] for i in chosen], requirements)
-            outputs.update(zip(chosen, found, strict=True))
+            group = self._run_blocks(cache, [singles[i] for i in chosen], requirements)
+            outputs.update(zip(chosen, group, strict=True))
         ordered = iter([outputs[i] for i in range(len(singles))])
         return [concat_outputs([next(ordered) for _ in part]) for part in parts]
 
@@ -228,8 +228,8 @@ class Target:
             part = [singles[index] for index in chosen]
             layout, positions, _ = self._plan(cache, part)
             x = torch.cat([self.embed(single.tokens)[0] for single in part])
-            found = self._lean(x, positions, cache, layout, until=layer).normed
-            for index, state in zip(chosen, found.split(block.count), strict=True):
+            reached = self._lean(x, positions, cache, layout, until=layer).normed
+            for index, state in zip(chosen, reached.split(block.count), strict=True):
                 states[index] = state[None]
         return torch.cat(states)
 
@@ -268,7 +268,7 @@ class Target:
         if self.exact and not self.is_lean and not self._stock_contexts:
             raise ModelError(
                 "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
-                "decoder cannot follow; undo that, or load it anew."
+                "decoder cannot follow; undo that, or load it again."
             )
         if not self.is_lean and (sum(len(b.rows) for b in blocks) == 1 or not self._packs):
             return [
@@ -281,9 +281,9 @@ class Target:
         if self.is_lean:
             assert self._lean is not None
             deepstack = pack_deepstack(blocks)
-            found = self._lean(x, positions, cache, layout, requirements=requirements, deepstack=deepstack)
-            normed = found.normed if logit_indices is None else found.normed[logit_indices]
-            return split_outputs(blocks, self._lean.logits(normed), found.hidden)
+            output = self._lean(x, positions, cache, layout, requirements=requirements, deepstack=deepstack)
+            normed = output.normed if logit_indices is None else output.normed[logit_indices]
+            return split_outputs(blocks, self._lean.logits(normed), output.hidden)
         tokens = torch.cat([block.tokens.flatten() for block in blocks])[None]
         labels = mask_labels(self.traits.masks.kinds, x)
         inputs = self._stock_inputs(tokens, labels, positions, cache)

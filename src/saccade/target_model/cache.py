@@ -351,7 +351,7 @@ class RowCache(Cache):
 
 
 class HostNumbers:
-    """Host integers on a device, sent together and found again by their values; only to be read."""
+    """Host integers on a device, sent together and looked up by their values; only to be read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # where they are sent

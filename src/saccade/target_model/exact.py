@@ -122,14 +122,14 @@ def pieces(count: int, sizes: Sequence[int]) -> list[int]:
     Many rows that a single size would pad by more than an eighth run in several.
     """
     whole, rest = divmod(count, sizes[-1])
-    found = [sizes[-1]] * whole
-    while rest or not found:
+    parts = [sizes[-1]] * whole
+    while rest or not parts:
         size = next(size for size in sizes if size >= rest)
         if rest > _FEW and size > rest * 9 / 8:
             size = max((size for size in sizes if size <= rest), default=size)
-        found.append(size)
+        parts.append(size)
         rest -= min(size, rest)
-    return found
+    return parts
 
 
 @torch.inference_mode()
@@ -205,8 +205,7 @@ def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: t
     counts = torch.tensor([heads, kv_heads, kv_heads])
     steps = torch.tensor([_QUERY_GRID, _QUERY_GRID, 1.5 * 2.0 ** (23 - VALUE_BITS[dtype])])
     factors = torch.tensor([scale, 1.0, 1.0])  # queries are not kept, and need not be rounded to the dtype
-    found = (each.repeat_interleave(counts)[:, None].to(device) for each in (factors, steps))
-    return next(found), next(found)
+    return factors.repeat_interleave(counts)[:, None].to(device), steps.repeat_interleave(counts)[:, None].to(device)
 
 
 def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:

@@ -269,10 +269,10 @@ class StepGraphs:
             groups = _groups(shape, mask, cache.slots, target.traits.masks.names)
             cache.layout = Layout([], slots, cache.slots, groups)
             x = target.embed(inputs.tokens).flatten(0, 1)
-            found = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
-            normed = found.normed if inputs.last is None else found.normed.index_select(0, inputs.last)
+            output = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
+            normed = output.normed if inputs.last is None else output.normed.index_select(0, inputs.last)
             logits = pool.share(pool.decoder.logits(normed))
-            hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in found.hidden.items()}
+            hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in output.hidden.items()}
             return logits.view(rows, -1, logits.shape[-1]), hidden
 
         replay, (logits, hidden) = pool.capture(forward)

@@ -121,7 +121,7 @@ class LeanDecoder:
     def is_current(self) -> bool:
         """Whether the model still has the fused modules and weights, without hooks.
 
-        Weights that were changed in place are copied again, and sizes of products found anew for another number of
+        Weights that were changed in place are copied again, and sizes of products chosen again for another number of
         threads.
         """
         if self._steady and self._threads != torch.get_num_threads():

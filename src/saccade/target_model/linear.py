@@ -1,6 +1,6 @@
 """Products with weights in the memory layout that is fastest on this CPU for each number of rows.
 
-A forward of speculative decoding multiplies every weight with a few rows. torch's own product packs the weight anew at
+A forward of speculative decoding multiplies every weight with a few rows. torch's own product packs the weight again at
 every call there, which takes longer than the product; a weight that was packed once, by oneDNN, saves that. One row,
 and the many rows of prefill, are as fast or faster with the weight as it is. Which layout wins from how many rows on
 depends on the processor and on the shape, so it is measured, once per machine.
@@ -152,8 +152,8 @@ def _fastest(*products: Callable[[], Tensor]) -> list[float]:
     """Shortest seconds of each, called in turn."""
     times: list[list[float]] = [[] for _ in products]
     for _ in range(8):
-        for product, found in zip(products, times, strict=True):
+        for product, seconds in zip(products, times, strict=True):
             start = time.perf_counter()
             product()
-            found.append(time.perf_counter() - start)
-    return [min(found[1:]) for found in times]
+            seconds.append(time.perf_counter() - start)
+    return [min(seconds[1:]) for seconds in times]

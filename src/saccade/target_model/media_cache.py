@@ -105,10 +105,10 @@ class MediaCache:
         """Return a medium's features, encoding it if needed."""
         counts = not again and (self.counted is None or self.counted is model)
         key = ("features", id(model.model), medium.digest, tuple(ids))
-        found = self._find(key)
-        if found is not None:
+        features: MediaFeatures | None = self._find(key)
+        if features is not None:
             self.hits += counts
-            return found  # type: ignore[no-any-return]
+            return features
         self.misses += counts
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
         tower_key = ("tower", medium.digest)

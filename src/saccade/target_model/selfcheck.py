@@ -121,8 +121,8 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
         more = {"position_ids": places, "attention_mask": torch.ones_like(tokens)}
     logits = target.model(input_ids=tokens, use_cache=False, **more).logits
     start = len(prompt)
-    found = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
-    return torch.stack([*found, *logits[:, start + 2], logits[-1, start + 3]])
+    shared = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
+    return torch.stack([*shared, *logits[:, start + 2], logits[-1, start + 3]])
 
 
 @contextmanager
@@ -216,9 +216,9 @@ def _fitted(raw: Tensor, logits: Tensor) -> LogitMap:
     raw, logits = raw.double(), logits.double()
     small = raw.abs() < 10 * _SMALL
     factor, largest = float((logits / raw)[small].mean()), float(logits.abs().max())
-    found = LogitMap(
+    fitted = LogitMap(
         1.0 if abs(factor - 1) <= rounding else factor,
         largest if largest < 0.5 * factor * _LARGE else math.inf,
     )
-    fits = factor > 0 and torch.allclose(found(raw), logits, rtol=rounding, atol=0.0)
-    return found if fits else LogitMap()
+    fits = factor > 0 and torch.allclose(fitted(raw), logits, rtol=rounding, atol=0.0)
+    return fitted if fits else LogitMap()

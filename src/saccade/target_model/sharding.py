@@ -37,8 +37,8 @@ class Shards:
     @classmethod
     def of(cls, decoder: Any) -> Shards | None:
         """Return the shards of a decoder that `sharded` returned; None for any other."""
-        found: Shards | None = getattr(decoder, _HOLDER, None)
-        return found
+        shards: Shards | None = getattr(decoder, _HOLDER, None)
+        return shards
 
     def attend(self) -> None:
         """Join in the other processes' forwards until none of them has any left, and all have come here."""
@@ -185,19 +185,19 @@ class Ranks:
             joint = torch.cat([part.flatten().long() for part in parts]).to(self._device)
         else:
             joint = torch.empty(sum(counts), dtype=torch.long, device=self._device)
-        given = zip(self._send(joint).split(counts), sizes, parts, strict=True)
-        return numbers, [new.view(size).to(like.device, like.dtype) for new, size, like in given]
+        received = zip(self._send(joint).split(counts), sizes, parts, strict=True)
+        return numbers, [new.view(size).to(like.device, like.dtype) for new, size, like in received]
 
     def tree(self, tree: DraftTree) -> DraftTree:
         """Return rank 0's tree.
 
         Other ranks retain their own ``q`` where it fits: rank 0's verdict, the only one that counts, needs its own.
         """
-        bounds, found = self.tensors(
+        bounds, tensors = self.tensors(
             [tree.max_depth, tree.max_children],
             [tree.tokens, tree.parents, tree.depth, tree.ancestors, tree.valid],
         )
-        tokens, parents, depth, ancestors, valid = found
+        tokens, parents, depth, ancestors, valid = tensors
         q = tree.q if tree.tokens.shape == tokens.shape else None
         return replace(
             tree,
