@@ -1,4 +1,4 @@
-"""`saccade generate`: answers, marks, JSON, interruptions, pipes, and what is refused."""
+"""`saccade generate`: answers, marks, JSON, interruptions, pipes, processes of `torchrun`, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from commands import Shell
 from rich.console import Console
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
+from over_processes import run_split
 from processes import exit_code_of
 from saccade import load
 from saccade.cli import main, screen
@@ -68,9 +70,9 @@ def test_a_drafter_that_falls_back_is_reported_once(
     monkeypatch.setattr(pruning, "_transfer_scores", nothing_transferred)
     two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
     arguments = (*PAIR, "-m", "specvlm", *two, "What?")
-    told, summary = shell("generate", *arguments).err.splitlines()
-    assert told.startswith("saccade: The target's attention does not apply to the drafter's visual tokens: ")
-    assert told.endswith("They are pruned evenly instead.")
+    warning, summary = shell("generate", *arguments).err.splitlines()
+    assert warning.startswith("saccade: The target's attention does not apply to the drafter's visual tokens: ")
+    assert warning.endswith("They are pruned evenly instead.")
     assert summary.startswith("24 tokens")
 
 
@@ -171,8 +173,8 @@ def test_a_question_that_is_no_utf_8_is_one_sentence(argument: str, given: bytes
             main(["generate", "-t", "pocket", argument])
 
     assert exit_code_of(work) == 2
-    said = (tmp_path / "err").read_bytes()
-    assert said == b"saccade: The text is not valid UTF-8 at character 3; give whole characters.\n"
+    shown = (tmp_path / "err").read_bytes()
+    assert shown == b"saccade: The text is not valid UTF-8 at character 3; give whole characters.\n"
 
 
 def test_sampling_repeats_with_its_seed(shell: Shell) -> None:
@@ -316,3 +318,41 @@ def test_values_with_which_no_model_decodes_are_refused_before_one_is_loaded(
     llava = ready("llava")
     for command in (["generate", "What?"], ["chat"], ["batch", items, "-o", tmp_path / "out"]):
         assert words in shell(*command, "-t", llava, *given).complaint
+
+
+def printed(words: list[str]) -> dict[str, Any]:
+    """What a command prints on standard output and on standard error."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.stdout
+    with redirect_stdout(out), redirect_stderr(err), suppress(SystemExit):
+        main(words)
+    sys.stdout = before
+    return {"out": out.getvalue(), "err": err.getvalue()}
+
+
+def question(picture: str, *more: str) -> list[str]:
+    pair = ["-t", str(ready("llava")), "-d", str(ready("llava-draft"))]
+    return ["generate", *pair, "-i", picture, "What is it?", "--json", "-n", "20", *more]
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize(
+    "more",
+    [("-m", "auto"), pytest.param(("-m", "dynamic-tree", "--sample", "--seed", "3"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_the_first_process_prints_the_answer_of_one_process(more: tuple[str, ...], tmp_path: Path) -> None:
+    words = question(saved_picture(tmp_path / "one.png"), *more)
+    alone = json.loads(printed(words)["out"])
+    first, second = run_split(tmp_path, lambda _: printed([*words, "--device", "tp"]))
+    answer = json.loads(first["out"])
+    assert answer["tokens"] == alone["tokens"]
+    assert answer["text"] == alone["text"]
+    assert second["out"] == ""
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    picture = saved_picture(tmp_path / "one.png")
+    assert "start the command with `torchrun" in printed([*question(picture), "--device", "tp"])["err"]
+    assert "which `saccade chat` cannot use" in printed(["chat", "-t", "pocket", "--device", "tp"])["err"]
+    assert "Standard input" in printed(["generate", "-t", "pocket", "--device", "tp", "-"])["err"]
