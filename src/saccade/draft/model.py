@@ -138,11 +138,11 @@ class ModelDraftSession(DraftSession):
         for count, own in rows_of.items():
             block = self.context.block(own, self._numbers.get(tokens_of[count]).view(len(own), count))
             blocks.append(replace(block, logits_from=0 if every else count - 1))
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        logits_of: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, output in zip(groups.values(), self.context.run(blocks), strict=True):
             for place, logits in zip(places, self._shared(output.logits), strict=True):
-                found[place] = logits
-        return found
+                logits_of[place] = logits
+        return logits_of
 
     def draft(
         self,

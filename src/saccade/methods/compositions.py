@@ -61,11 +61,11 @@ def _pacer(parts: Models, values: Values) -> Pacer | None:
     return Pacer(values["gamma"], _relative_cost(parts))
 
 
-def within_reach(parts: Models, values: Values, given: Iterable[str]) -> Values:
-    """Return options whose lengths are at most what the head drafts ahead, but for those in ``given``."""
+def within_reach(parts: Models, values: Values, chosen: Iterable[str]) -> Values:
+    """Return options whose lengths are at most what the head drafts ahead, but for those in ``chosen``."""
     if parts.head is None or parts.head.reach is None or values.get("draft_with") != parts.head.kind:
         return values
-    reach, fixed = parts.head.reach, set() if values["tree"] == "paced" else set(given)
+    reach, fixed = parts.head.reach, set() if values["tree"] == "paced" else set(chosen)
     lengths = {"gamma", "max_depth", "d_min", "d_max", "ceiling"} - fixed
     return {name: min(value, reach) if name in lengths else value for name, value in values.items()}
 
@@ -196,13 +196,13 @@ def pruning_of(values: Values) -> Any:
     return Pruning(values["select"], values["keep_images"], values["keep_videos"], values["mass"])
 
 
-def captioner_of(given: Any, model: Target, processor: InputProcessor) -> Captioner | None:
+def captioner_of(chosen: Any, model: Target, processor: InputProcessor) -> Captioner | None:
     """Captioner of the option `captioner`; None for the draft model itself."""
     from saccade.draft.ensemble.views import GivenCaptions, PictureCaptions, from_checkpoint
 
-    if not given:
+    if not chosen:
         return None
-    if isinstance(given, Mapping):
-        return GivenCaptions(given)
-    tell = from_checkpoint(given, model.device) if isinstance(given, str) else given
+    if isinstance(chosen, Mapping):
+        return GivenCaptions(chosen)
+    tell = from_checkpoint(chosen, model.device) if isinstance(chosen, str) else chosen
     return PictureCaptions(processor, tell)

@@ -20,9 +20,9 @@ from saccade.target_model.adapter import Target
 POCKET = "pocket"
 
 
-def is_pocket(given: Any) -> bool:
+def is_pocket(name: Any) -> bool:
     """Whether a name is the built-in one and not an existing folder."""
-    return isinstance(given, str) and given == POCKET and not Path(given).is_dir()
+    return isinstance(name, str) and name == POCKET and not Path(name).is_dir()
 
 
 def only(drafter: Any, assistant_model: Any) -> Any:

@@ -135,23 +135,23 @@ def get(name: str) -> Method:
     return METHODS[name]
 
 
-def default(has_draft_model: bool, given: Iterable[str] = ()) -> str:
+def default(has_draft_model: bool, chosen: Iterable[str] = ()) -> str:
     """Return the default method; ``given``: names of options, some of which need a draft tree in every step."""
     if not has_draft_model:
         return "prompt-lookup"
-    return "chain" if {"draft_with", "tree", "rule", "copied", "views"} & set(given) else "auto"
+    return "chain" if {"draft_with", "tree", "rule", "copied", "views"} & set(chosen) else "auto"
 
 
-def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def options(name: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option of a method with its value: the given ones, else its defaults."""
-    return resolved(name, get(name).settings, given)
+    return resolved(name, get(name).settings, chosen)
 
 
-def build(name: str, parts: Models, **given: Any) -> Engine:
+def build(name: str, parts: Models, **chosen: Any) -> Engine:
     """Return the engine of a method."""
     from saccade.methods.compositions import compose, within_reach
 
-    values = within_reach(parts, options(name, given), (ALIASES.get(option, option) for option in given))
+    values = within_reach(parts, options(name, chosen), (ALIASES.get(option, option) for option in chosen))
     kinds = {} if parts.head is None else {parts.head.kind: parts.head.kind}
     fit(name, values, parts.draft_model is not None, kinds, has_processor=parts.draft_processor is not None)
     try:
@@ -161,7 +161,7 @@ def build(name: str, parts: Models, **given: Any) -> Engine:
 
 
 def special_ids(config: Any, generation_config: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """Return the ids of control tokens: those of the configurations, and the tokenizer's if given."""
+    """Return the ids of control tokens: those of the configurations, and the tokenizer's, if any."""
     ids: set[int] = set(tokenizer.all_special_ids) if tokenizer is not None else set()
     for part in (config, config.get_text_config(decoder=True), generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

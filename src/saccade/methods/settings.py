@@ -232,19 +232,19 @@ def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | {name: value for source in sources for name, value in source.items() if name in names}
 
 
-def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(method: str, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option in force with its value."""
-    given = _translated(method, given)
+    chosen = _translated(method, chosen)
     is_fixed = settings.get("draft_with") == "none"
-    for name in () if is_fixed else set(_chosen()) & set(given):
-        next(group[name] for group in CHOICES.values() if name in group).check(name, f"method {method}", given[name])
-    groups = in_force(_chosen(settings) if is_fixed else _chosen(settings, given))
+    for name in () if is_fixed else set(_chosen()) & set(chosen):
+        next(group[name] for group in CHOICES.values() if name in group).check(name, f"method {method}", chosen[name])
+    groups = in_force(_chosen(settings) if is_fixed else _chosen(settings, chosen))
     known: dict[str, Option] = {}
     values: dict[str, Any] = {}
     for group in groups:
         known |= GROUPS[group]
         values |= {name: _default(settings, group, name, each) for name, each in GROUPS[group].items()}
-    for name, value in given.items():
+    for name, value in chosen.items():
         if name not in known:
             raise MethodError(_no_option(method, name, known))
         known[name].check(name, f"method {method}", value)
@@ -252,10 +252,10 @@ def resolved(method: str, settings: Mapping[str, Any], given: Mapping[str, Any])
     return values
 
 
-def _translated(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _translated(method: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Options under their names here."""
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in chosen.items():
         usual = ALIASES.get(name, name)
         if usual in options:
             raise MethodError(f"Option {usual} of method {method} is given twice; {name} is another name for it.")

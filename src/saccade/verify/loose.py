@@ -206,8 +206,8 @@ class LVSpecJudge:
         nodes = F.normalize(output.hidden[self._layer].float(), dim=-1)
         similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [A, N, V]
         best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
-        found = torch.isfinite(best)
-        relevance = best.masked_fill(~found, 0).sum(-1) / found.sum(-1).clamp(min=1)
+        finite = torch.isfinite(best)
+        relevance = best.masked_fill(~finite, 0).sum(-1) / finite.sum(-1).clamp(min=1)
         if self._rule.space == "embedding" or self._rule.position == "own":
             return relevance
         return relevance.gather(1, tree.parents.expand_as(relevance))

@@ -319,9 +319,9 @@ class MixedGrowth:
         An inactive view has no weight, so any other of the row represents it.
         """
         views, rows = self._shares.shape[:2]
-        found = {pair: i for i, pair in enumerate(self._pairs)}
+        places = {pair: i for i, pair in enumerate(self._pairs)}
         substitute = {place: i for i, (_, place) in reversed(list(enumerate(self._pairs)))}
-        index = [found.get((view, place), substitute[place]) for view in range(views) for place in range(rows)]
+        index = [places.get((view, place), substitute[place]) for view in range(views) for place in range(rows)]
         if index == list(range(len(self._pairs))):
             return None
         return on_device(index, self._shares.device)

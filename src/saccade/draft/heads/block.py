@@ -160,11 +160,11 @@ class Placement:
 
     def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """As `Rotary.__call__` of the positions, computed once for all blocks."""
-        found = self._angles.get(rotary)
-        if found is None:
-            found = rotary(self.positions) if self.last is None else rotary.read(self.positions, self.last)
-            self._angles[rotary] = found
-        return found
+        angles = self._angles.get(rotary)
+        if angles is None:
+            angles = rotary(self.positions) if self.last is None else rotary.read(self.positions, self.last)
+            self._angles[rotary] = angles
+        return angles
 
 
 class Fusable(nn.Module):
@@ -248,10 +248,10 @@ class RMSNorm(nn.RMSNorm):
 class Attention(Fusable):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: HeadConfig, given: int | None = None) -> None:
+    def __init__(self, config: HeadConfig, inputs: int | None = None) -> None:
         super().__init__()
         self._config = config
-        width, dim = given or config.hidden_size, config.head_dim
+        width, dim = inputs or config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.heads * dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)

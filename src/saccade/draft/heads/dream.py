@@ -77,21 +77,22 @@ class Dream(Head):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        given = config.options
-        keep = given["keep"]
+        options = config.options
+        keep = options["keep"]
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
             raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
-        if not (given["initial"] or given["final"]):
+        if not (options["initial"] or options["final"]):
             raise ModelError("A dream head needs its initial or its final block; leave out at most one.")
-        self.is_released = given["form"] == "released"
-        self.first = Block(config, 0, not self.is_released) if given["initial"] else None
-        width, direct = config.hidden_size, given["direct"] and given["cross"]
+        self.is_released = options["form"] == "released"
+        self.first = Block(config, 0, not self.is_released) if options["initial"] else None
+        width, direct = config.hidden_size, options["direct"] and options["cross"]
         self.direct_norm = RMSNorm(width, config.norm_eps) if direct else None
         self.direct = nn.Linear(width, width, bias=False) if direct else None
         self.cross = nn.ModuleList(
-            CrossBlock(config, given["gate"], i, given["rotary"], not self.is_released) for i in range(given["cross"])
+            CrossBlock(config, options["gate"], i, options["rotary"], not self.is_released)
+            for i in range(options["cross"])
         )
-        self.last = Block(config, int(given["initial"])) if given["final"] else None
+        self.last = Block(config, int(options["initial"])) if options["final"] else None
         self.norm = RMSNorm(width, config.norm_eps) if self.is_released else nn.Identity()
 
     @property

@@ -43,11 +43,11 @@ class Kangaroo(Head):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        found = self.reads(config.target_layers, **config.options)
-        if config.layers != found:
+        expected = self.reads(config.target_layers, **config.options)
+        if config.layers != expected:
             raise ModelError(
-                f"This kangaroo head reads layer {config.layers[0]}, not {found[0]} as its exit says; its config.json "
-                "was changed."
+                f"This kangaroo head reads layer {config.layers[0]}, not {expected[0]} as its exit says; its "
+                "config.json was changed."
             )
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
@@ -57,12 +57,12 @@ class Kangaroo(Head):
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
         """Return the exit layer, whose input the head reads."""
-        given = options.get("exit", 0)
-        layer = given or -(-target_layers // 16)
-        if type(given) is not int or not 0 < layer < target_layers:
+        exit_at = options.get("exit", 0)
+        layer = exit_at or -(-target_layers // 16)
+        if type(exit_at) is not int or not 0 < layer < target_layers:
             raise ModelError(
                 f"exit must be a whole number below the target's {target_layers} layers, at least 1 (or 0 for a "
-                f"sixteenth of them), not {given!r}."
+                f"sixteenth of them), not {exit_at!r}."
             )
         return (layer,)
 

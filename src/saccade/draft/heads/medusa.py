@@ -77,10 +77,10 @@ class StackedHead(Head):
 class ResidualLayer(nn.Module):
     """``x + SiLU(linear(x))``, initialised to the identity; a wider x is projected for the sum."""
 
-    def __init__(self, width: int, given: int | None = None) -> None:
+    def __init__(self, width: int, inputs: int | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(given or width, width)
-        self.projection = nn.Linear(given, width) if given else nn.Identity()
+        self.linear = nn.Linear(inputs or width, width)
+        self.projection = nn.Linear(inputs, width) if inputs else nn.Identity()
         for weight in self.linear.parameters():
             nn.init.zeros_(weight)
 
@@ -164,8 +164,8 @@ class Hydra(StackedHead):
             guess: Tensor = self.stacks[index](torch.cat([features[..., None, :], embeddings], -2).flatten(-2))
             return guess
         state = self.feature_norm(features)[..., None, :]
-        given = torch.cat([state, self.embedding_norm(embeddings)], -2).flatten(-2)
-        out: Tensor = features + self.outer[index](F.silu(self.inner[index](given)))
+        inputs = torch.cat([state, self.embedding_norm(embeddings)], -2).flatten(-2)
+        out: Tensor = features + self.outer[index](F.silu(self.inner[index](inputs)))
         return out
 
 

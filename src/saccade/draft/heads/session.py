@@ -62,8 +62,8 @@ class HeadDrafter(TreeDrafter):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[B, N, V]`` of the head's states ``[B, N, d]``, on the scale of the target's."""
         weight = self.target.model.get_output_embeddings().weight
-        given = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
-        logits = self.head.logits(given, self.target.lm_head).to(self.target.device)
+        states = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
+        logits = self.head.logits(states, self.target.lm_head).to(self.target.device)
         return self._map(logits)
 
 
@@ -384,15 +384,15 @@ class HeadDraftSession(HeadSession):
         if not self._head.is_shown_visual or not prompt.media:
             return embedded
         new = (tokens >= prefill.start).to(self._device)
-        given = self._given(prefill)
-        embedded[0, new] = given[tokens[tokens >= prefill.start].to(given.device) - prefill.start].to(embedded)
+        inputs = self._inputs(prefill)
+        embedded[0, new] = inputs[tokens[tokens >= prefill.start].to(inputs.device) - prefill.start].to(embedded)
         return embedded
 
-    def _given(self, prefill: PrefillResult) -> Tensor:
+    def _inputs(self, prefill: PrefillResult) -> Tensor:
         """Return the target decoder's inputs ``[S - start, d]``."""
         if prefill.embeddings is None:
             raise ModelError(
-                f"{type(self._drafter.target.decoder).__name__} is not given embeddings in a known way, which a head "
+                f"{type(self._drafter.target.decoder).__name__} gets no embeddings in a known way, which a head "
                 "that sees visual tokens needs; use a head that hides them."
             )
         return prefill.embeddings

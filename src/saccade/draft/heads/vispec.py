@@ -126,10 +126,10 @@ class ViSpec(Head):
 
     def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
         """Return inputs ``[E, 2 * d]`` of `with_images`."""
-        given, runs = embeddings.to(self.adaptor.queries.dtype), runs_of(visual, stops)
-        images = [Image(first, stop, self.adaptor(given[first:stop])) for first, stop in runs]
+        inputs, runs = embeddings.to(self.adaptor.queries.dtype), runs_of(visual, stops)
+        images = [Image(first, stop, self.adaptor(inputs[first:stop])) for first, stop in runs]
         tokens = self.entries_of(visual, runs)[0]
-        return self.with_images(given[tokens], tokens, images)
+        return self.with_images(inputs[tokens], tokens, images)
 
     def with_images(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
         """Return the entries' inputs ``[E, 2 * d]``: own vector and global vector of the latest image before them.
@@ -167,14 +167,14 @@ def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
 
     Shapes: visual ``[S]``.
     """
-    flags, found, first, ends = visual.tolist(), list[tuple[int, int]](), -1, set(cuts)
+    flags, runs, first, ends = visual.tolist(), list[tuple[int, int]](), -1, set(cuts)
     for token, seen in enumerate([*flags, False]):
         if first >= 0 and (not seen or token in ends):
-            found.append((first, token))
+            runs.append((first, token))
             first = -1
         if seen and first < 0:
             first = token
-    return found
+    return runs
 
 
 class ViSpecDraftSession(HeadDraftSession):
@@ -213,8 +213,8 @@ class ViSpecDraftSession(HeadDraftSession):
         images = [image for image in self._images[row] if image.stop <= start]
         runs = [(first, stop) for first, stop in self._runs(prompt) if stop > start]
         if runs:
-            given = self._given(prefill).to(self._features[0])
-            images += [Image(a, b, self._vispec.adaptor(given[a - start : b - start])) for a, b in runs]
+            inputs = self._inputs(prefill).to(self._features[0])
+            images += [Image(a, b, self._vispec.adaptor(inputs[a - start : b - start])) for a, b in runs]
         self._images[row] = images
         self._global[row] = images[-1].vectors[-1] if images else 0
         places = tokens.to(self._device)
