@@ -76,7 +76,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_791),
-    "serve": (("serve",), 3_501),
+    "serve": (("serve",), 3_492),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 3_950),
     "jobs": (("jobs", "data", "ray_cluster"), 2_418),

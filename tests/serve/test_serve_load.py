@@ -58,12 +58,13 @@ def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
     with live(max_rows=1) as server, slowed(vlm("qwen", "qwen-draft").target, 0.02):
         connection = opened(server, {**LONG, "stream": stream})
         server.until(lambda: server.service.owner.counts.running == 1)
-        assert 0 < server.service.owner.counts.kv_usage < 1
+        (lane,) = server.service.owner.counts.kv_usages
+        assert 0 < server.service.owner.counts.kv_usages[lane] < 1
         if stream:
             assert connection.getresponse().read(10)
         connection.close()
         server.until(lambda: server.is_idle, 5)
-        assert server.service.owner.counts.kv_usage == 0
+        assert server.service.owner.counts.kv_usages[lane] == 0
         assert server.service.owner.counts.steps < 60, "the answer would have taken longer"
         assert server.post({**LONG, "max_tokens": 2})[0] == 200
 

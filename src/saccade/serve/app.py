@@ -93,7 +93,24 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    _add_errors(app, service)
+    def respond(refusal: Refusal) -> Response:
+        service.metrics.failed(refusal.kind)
+        return JSONResponse(refusal.body(), refusal.status, refusal.headers())
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Refusal) -> Response:
+        return respond(error)
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+        return respond(Refusal(error.status_code, message, "not_found", code="not_found"))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        log.error("A request failed.", exc_info=error)
+        return respond(broken())
+
     app.router.routes.extend(Page(directory=str(resources.files("saccade.serve") / "static")).routes())
     return app
 
@@ -118,28 +135,6 @@ def _about(model: ServedModel) -> dict[str, Any]:
             "lossy": model.lossy,
         },
     }
-
-
-def _add_errors(app: FastAPI, service: Service) -> None:
-    """Answer every error in OpenAI's form."""
-
-    def respond(refusal: Refusal) -> Response:
-        service.metrics.failed(refusal.kind)
-        return JSONResponse(refusal.body(), refusal.status, refusal.headers())
-
-    @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
-        return respond(error)
-
-    @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-        return respond(Refusal(error.status_code, message, "not_found", code="not_found"))
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
-        log.error("A request failed.", exc_info=error)
-        return respond(broken())
 
 
 TYPES = {

@@ -126,10 +126,6 @@ class Counts:
         """Jobs of all models in a batch with a row of the caches."""
         return self.rows.total()
 
-    @property
-    def kv_usage(self) -> float:
-        return max(self.kv_usages.values(), default=0.0)
-
 
 class Owner:
     """Thread that owns the batches of a server.
