@@ -25,8 +25,3 @@ class TrainingError(SaccadeError):
 
 class SaccadeWarning(UserWarning):
     """A request is served in another way, so that its speed may not be the method's."""
-
-
-def first_line(error: Exception) -> str:
-    """First line of another library's error, without its full stop."""
-    return "".join(str(error).strip().splitlines()[:1]).rstrip(".")

@@ -19,6 +19,11 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def first_line(error: Exception) -> str:
+    """First line of another library's error, without its full stop."""
+    return "".join(str(error).strip().splitlines()[:1]).rstrip(".")
+
+
 def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
     """The end of a message about an unknown name: the known names most like it, or all."""
     names = list(known)

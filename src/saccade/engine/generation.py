@@ -15,10 +15,11 @@ import torch
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from saccade.errors import InputError, first_line
+from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
 from saccade.processors import criterion_of_row, of_row
 from saccade.target_model.adapter import Target
+from saccade.wording import first_line
 
 DEFAULT_NEW_TOKENS = 256
 """Limit when neither the caller nor the checkpoint sets one."""

@@ -18,7 +18,8 @@ from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import BatchEncoding
 
-from saccade.errors import InputError, first_line
+from saccade.errors import InputError
+from saccade.wording import first_line
 
 Message = Mapping[str, Any]
 

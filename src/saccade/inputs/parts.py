@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saccade.errors import ModelError, first_line
+from saccade.errors import ModelError
 from saccade.inputs.families import family_of
+from saccade.wording import first_line
 
 
 @dataclass(frozen=True, slots=True)

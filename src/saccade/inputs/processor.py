@@ -15,7 +15,7 @@ from numpy import integer
 from PIL import Image
 from torch import Tensor
 
-from saccade.errors import InputError, ModelError, SaccadeError, first_line
+from saccade.errors import InputError, ModelError, SaccadeError
 from saccade.inputs.chat import (
     Controls,
     LiteralText,
@@ -32,6 +32,7 @@ from saccade.inputs.families.family import Features
 from saccade.inputs.media import LOCAL, MediaLimits, load_image, load_video
 from saccade.inputs.parts import ProcessorParts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
 from saccade.inputs.prompt import Medium, Prompt
+from saccade.wording import count, first_line
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""
@@ -261,8 +262,7 @@ class InputProcessor:
         wanted: list[str] = [slot.kind for slot in slots]
         if sorted(kinds) != sorted(wanted):
             counts = ", ".join(
-                f"{kinds.count(kind)} of {word} for {_counted(wanted.count(kind), kind)}"
-                for word, kind in names.items()
+                f"{kinds.count(kind)} of {word} for {count(wanted.count(kind), kind)}" for word, kind in names.items()
             )
             raise InputError(
                 f"The rendered prompt has {counts}; take placeholders out of the text, or check that the chat template "
@@ -353,14 +353,9 @@ def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[S
     for kind, left in rest.items():
         if left:
             raise InputError(
-                f"{_counted(len(left), kind)} more than the messages have places for; add a part of type {kind} for "
-                "each."
+                f"{count(len(left), kind)} more than the messages have places for; add a part of type {kind} for each."
             )
     return out
-
-
-def _counted(n: int, kind: str) -> str:
-    return f"{n} {kind}{'' if n == 1 else 's'}"
 
 
 def _flat(images: Any) -> list[Image.Image]:
