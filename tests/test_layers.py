@@ -75,7 +75,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_791),
+    "cli": (("cli",), 2_785),
     "serve": (("serve",), 3_492),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 3_950),
