@@ -34,7 +34,8 @@ def save(question: Question, run: Path) -> list[list[str]]:
     """Save the pictures of every turn that are not saved yet; return their names."""
     saved = []
     for index, turn in enumerate(question.turns):
-        prompt_id, names = question.turn_id(index), []
+        prompt_id = question.turn_id(index)
+        names = []
         stem = re.sub(r"[^A-Za-z0-9._-]+", "_", prompt_id)[:_LONGEST]
         if stem != prompt_id:  # ids that only differ in other letters have pictures of their own
             stem += f"-{hashlib.blake2b(prompt_id.encode(), digest_size=6).hexdigest()}"

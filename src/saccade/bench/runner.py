@@ -213,7 +213,9 @@ class Runner:
         """
         if not (self._prepared.compares_tokens and answers[0].record.lossless):
             return [answer.record for answer in answers]
-        vlm, records, same = self._prepared.vlm, list[Record](), True
+        vlm = self._prepared.vlm
+        records = list[Record]()
+        same = True
         for answer, expected in zip(answers, plain, strict=True):
             record = answer.record
             position = first_difference(record.tokens, expected)

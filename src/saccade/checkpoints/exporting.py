@@ -113,8 +113,10 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
 
 def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
     """config.json of a Llama of one layer, in the older form of its rotary settings."""
-    text, rope = target.text_config, _rope(config)
-    theta, longest = rope.pop("rope_theta"), config.rope.get("max_position_embeddings")
+    text = target.text_config
+    rope = _rope(config)
+    theta = rope.pop("rope_theta")
+    longest = config.rope.get("max_position_embeddings")
     scaling = None if rope == {"rope_type": "default"} else rope
     ids = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
@@ -139,7 +141,8 @@ def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
 
 
 def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config, state = head.config, head.state_dict()
+    config = head.config
+    state = head.state_dict()
     block = "layers.0." if to == "speculators" else "midlayer."
     names = {**NAMES, **BIASES, **QK_NORMS, **norm_names(config.options["state_norms"])}
     weights = {name.replace("midlayer.", block): state[ours] for name, ours in names.items() if ours in state}

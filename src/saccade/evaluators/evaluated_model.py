@@ -61,7 +61,8 @@ class TaskSpeed:
 
     def as_dict(self) -> dict[str, Any]:
         """All sums and rates as JSON values."""
-        seconds, scoring = round(self.seconds, 4), round(self.scoring_seconds, 4)
+        seconds = round(self.seconds, 4)
+        scoring = round(self.scoring_seconds, 4)
         return {**asdict(self), **self.rates, "seconds": seconds, "scoring_seconds": scoring}
 
     def __str__(self) -> str:
@@ -193,7 +194,8 @@ class EvaluatedModel:
 
     def start(self, question: TaskQuestion) -> RunningQuestion:
         """Put a question into the batch."""
-        chosen, started = self._decoding(question.settings), time.perf_counter()
+        chosen = self._decoding(question.settings)
+        started = time.perf_counter()
         running = RunningQuestion(question, chosen.stops)
         try:
             running.row = self._row(question, chosen)
@@ -217,7 +219,8 @@ class EvaluatedModel:
 
     def answer(self, running: RunningQuestion) -> TaskAnswer:
         """Answer to a question that is done; raises its error unless failed questions are skipped."""
-        question, row = running.question, running.row
+        question = running.question
+        row = running.row
         problem = running.problem if row is None else row.error
         speed = self.speeds.setdefault(question.task, TaskSpeed())
         if isinstance(problem, SaccadeError):
@@ -264,12 +267,15 @@ class EvaluatedModel:
         """Loss of a continuation, summed, by the target alone; prompts that share a beginning share its prefill."""
         if self._scoring is None:
             self._scoring = Context(self.vlm.target, 1)
-        context, device = self._scoring, self.vlm.target.device
+        context = self._scoring
+        device = self.vlm.target.device
         context.target.check_length(len(prompt) + len(ids))
         first = context.load(0, prompt).logits
         assert first is not None
-        losses, hits = [], []
-        logits, start = first[None], 0
+        losses = []
+        hits = []
+        logits = first[None]
+        start = 0
         while True:
             expected = torch.tensor(ids[start : start + len(logits)], device=device)
             losses.append(torch.nn.functional.cross_entropy(logits.float(), expected, reduction="sum"))
@@ -293,13 +299,15 @@ class EvaluatedModel:
         return decoding(settings, self._defaults, self._options.paragraphs, self.log)
 
     def _input(self, question: TaskQuestion) -> RowInput:
-        messages, system = question.messages(), self._options.system
+        messages = question.messages()
+        system = self._options.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
             messages = [{"role": "system", "content": system}, *messages]
         return RowInput(messages, options=replace(self._media, **question.sampling))
 
     def _row(self, question: TaskQuestion, chosen: Decoding) -> Row:
-        vlm, options = self.vlm, dict(chosen.options)
+        vlm = self.vlm
+        options = dict(chosen.options)
         request = vlm.request(self._input(question), seeds_of(chosen.seed, 1)[0])
         room = vlm.target.traits.context
         if room is not None and 0 < room - len(request.prompt) < options["max_new_tokens"]:

@@ -39,7 +39,8 @@ class _Saccade(lmms):
 
     def __init__(self, max_batch_size: Any = None, **arguments: Any) -> None:
         super().__init__()
-        rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ.get("RANK", 0))
+        processes = int(os.environ.get("WORLD_SIZE", 1))
         self._rank, self._world_size = rank, processes
         if processes > 1 and torch.cuda.is_available() and arguments.get("device") in (None, "cuda"):
             arguments["device"] = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -198,7 +199,8 @@ def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
     marks = text.count("<image>")
     removes = marks not in (0, len(pictures))
     if removes:
-        text, marks = text.replace("<image>", ""), 0
+        text = text.replace("<image>", "")
+        marks = 0
     content: list[Part] = []
     placed: set[int] = set()
     start = 0

@@ -121,7 +121,8 @@ def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraph
     longest = options.setdefault("max_new_tokens", NEW_TOKENS)
     if isinstance(longest, float) and math.isfinite(longest) and longest == int(longest):
         options["max_new_tokens"] = int(longest)  # an evaluator's parser makes floats of numbers
-    temperature, wanted = options.get("temperature"), options.get("do_sample")
+    temperature = options.get("temperature")
+    wanted = options.get("do_sample")
     samples = bool(temperature) if wanted is None else bool(wanted) and temperature != 0
     if wanted and not samples:
         log("The task asks for do_sample=True at temperature 0, which is greedy decoding.")

@@ -85,7 +85,8 @@ def conversation(parts: Sequence[Mapping[str, Any]]) -> Messages:
     """A conversation from a list of parts: neighbours of one role are one message."""
     messages: list[dict[str, Any]] = []
     for part in parts:
-        role, kind = part.get("role", "user"), part["type"]
+        role = part.get("role", "user")
+        kind = part["type"]
         if kind not in ("text", "image", "video"):
             raise InputError(f"A message part of type {kind!r} is not usable; expected one of text, image, video.")
         if not messages or messages[-1]["role"] != role:

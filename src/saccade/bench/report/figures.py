@@ -145,7 +145,8 @@ def _looks(group: Group) -> dict[str, _Look]:
     others = [result for method, result in group.results.items() if method != BASELINE]
     for i, result in enumerate(others):
         name = result.method if result.lossless else f"{result.method} (lossy)"
-        colour, marker = SERIES[i % (len(SERIES) - 1)], MARKERS[i % len(MARKERS)]
+        colour = SERIES[i % (len(SERIES) - 1)]
+        marker = MARKERS[i % len(MARKERS)]
         looks[result.method] = _Look(name, colour, marker, LINES[i % len(LINES)], result.lossless)
     return looks
 
