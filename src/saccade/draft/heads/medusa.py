@@ -14,7 +14,7 @@ from saccade.draft.heads.block import Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadSession
-from saccade.draft.trees.policy import Frontier, Proposer
+from saccade.draft.trees.policy import Frontier, Proposer, grow
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.context import Context, PrefillResult
@@ -208,7 +208,8 @@ class AheadDraftSession(HeadSession):
             ran.append(frontier.tokens)
             return self._logits(states, paths_to(frontier, torch.cat(ran, 1)))
 
-        return self._grow(rows, ran[0][:, 0], proposer, self._logits(states, ran[0][:, :, None]), run, limit)
+        growth = self._shaping.begin(rows, ran[0][:, 0], proposer)
+        return grow(self._drafter.policy, growth, self._logits(states, ran[0][:, :, None]), run, limit)
 
     @torch.inference_mode()
     def observe(

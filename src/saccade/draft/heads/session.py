@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -96,12 +96,6 @@ class HeadSession(DraftSession):
         if start < self._prompts[row]:
             self._shaping.restart(row)
         self._prompts[row] = len(prompt)
-
-    def _grow(
-        self, rows: Sequence[int], roots: Tensor, proposer: Proposer, logits: Tensor, run: Any, limit: int
-    ) -> DraftTree:
-        """As `grow`, of some rows' trees below ``roots`` ``[A]``."""
-        return grow(self._drafter.policy, self._shaping.begin(rows, roots, proposer), logits, run, limit)
 
     def _states(self, output: ForwardOutput) -> Tensor:
         """Return the states ``[A, N, F]`` that the head reads of a target forward."""
@@ -233,7 +227,8 @@ class HeadDraftSession(HeadSession):
             return self._drafter.logits(ran[-1])
 
         roots = self._numbers.get([tokens[-1] for tokens in new])
-        tree = self._grow(rows, roots, proposer, self._drafter.logits(ran[0]), run, limit)
+        growth = self._shaping.begin(rows, roots, proposer)
+        tree = grow(self._drafter.policy, growth, self._drafter.logits(ran[0]), run, limit)
         self.cache.drop(rows)
         return tree
 
