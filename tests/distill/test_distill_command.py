@@ -31,12 +31,6 @@ def command(source: Any, *more: Any) -> list[Any]:
     return ["distill", source, "-t", ready("llava"), "-n", "5", "-b", "2", "-o", source.parent / "out", *more]
 
 
-def test_help_teaches_with_examples(shell: Shell) -> None:
-    page = shell("distill", "--help").out
-    assert "saccade distill pocket:chart,receipt --count 500 -t pocket -o answers" in " ".join(page.split())
-    assert "--sampled-share" in page
-
-
 def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source: Path) -> None:
     plan = shell(*command(source, "--plan", "--sampled-share", "0"))
     assert plan.code == 0, plan.err

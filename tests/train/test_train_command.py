@@ -163,12 +163,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(shell: Shell, data: Path, more:
     assert message in shell(*command(data, *more)).complaint
 
 
-def test_help_teaches_with_examples(shell: Shell) -> None:
-    page = " ".join(shell("train", "--help").out.split())
-    assert "saccade train hivis -t pocket --data answers" in page
-    assert "--resume auto" in page
-
-
 @pytest.mark.parametrize("more", [(), ("--plan",)])
 def test_a_run_that_cannot_begin_is_refused_with_its_plan_before_the_target_is_loaded(
     shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
