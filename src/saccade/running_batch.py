@@ -45,8 +45,10 @@ class Ticket:
     """
 
     def __init__(self, batch: Batch, row: Row, tokenizer: Any) -> None:
-        self._batch, self._row = batch, row
-        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
+        self._batch = batch
+        self._row = row
+        self._tokenizer = tokenizer
+        self._text = Detokenizer(tokenizer)
 
     @property
     def done(self) -> bool:
@@ -105,7 +107,9 @@ class Batch:
     """
 
     def __init__(self, running: RunningBatch, request: Callable[[RowInput, int], Request], tokenizer: Any) -> None:
-        self._running, self._request, self._tokenizer = running, request, tokenizer
+        self._running = running
+        self._request = request
+        self._tokenizer = tokenizer
         self._tickets: dict[int, Ticket] = {}
         self._ended: WeakValueDictionary[int, Ticket] = WeakValueDictionary()  # whose chunks may be unread
 

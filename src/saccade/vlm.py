@@ -142,13 +142,15 @@ def check(
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     check_device(device_map)
-    processor, draft_processor = _processor(target), None if draft is None else _processor(draft)
+    processor = _processor(target)
+    draft_processor = None if draft is None else _processor(draft)
     check_processes(device_map, processor.config)
     if draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
     def read() -> VLM:
-        model, draft_model = _model(target, dtype, device_map), None
+        model = _model(target, dtype, device_map)
+        draft_model = None
         if model.device.type == "cpu":
             cpu.use_threads(threads, model.num_parameters())
         if draft is not None:
@@ -219,7 +221,8 @@ class VLM:
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         kinds = drafters.kinds_of(self.heads)
         options = drafters.completed(method, options, self.draft_model, kinds, head)
-        self.method, self.options = method, methods.options(method, options)
+        self.method = method
+        self.options = methods.options(method, options)
         self.head_name = methods.fit(method, self.options, self.draft_model is not None, kinds, head)
         self.head = None if self.head_name is None else self.heads[self.head_name]
         self.engine = methods.build(method, replace(self._parts, head=self.head), **options)
@@ -374,7 +377,8 @@ class VLM:
             return None
         if not prompt.media:
             return prompt
-        signature, is_made = vision_signature(self.draft_model.config), isinstance(row.question, Prompt)
+        signature = vision_signature(self.draft_model.config)
+        is_made = isinstance(row.question, Prompt)
         if signature is None or (is_made and signature != vision_signature(self.target.config)):
             return self.processor.text_only(prompt)
         return prompt if is_made else row.prompt(self.draft_processor)

@@ -46,9 +46,12 @@ class PaddedRows:
         criteria: Sequence[Any],
         with_scores: bool = False,
     ) -> None:
-        self._ids, self._kept = ids, mask.bool()
+        self._ids = ids
+        self._kept = mask.bool()
         self._padding = [row[~kept] for row, kept in zip(ids, self._kept, strict=True)]
-        self._each, self._processors, self._with_scores = each, processors, with_scores
+        self._each = each
+        self._processors = processors
+        self._with_scores = with_scores
         longest = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         self._limit = max(longest - ids.shape[1], 1)
         ends = [c for c in criteria if hasattr(c, "eos_token_id")]
@@ -79,7 +82,8 @@ class PaddedRows:
         return _Padded(own, self._padding[row])
 
     def _stop(self, row: int) -> Callable[[Tensor, Any], bool]:
-        padding, stopped = self._padding[row], self._stopped
+        padding = self._padding[row]
+        stopped = self._stopped
         criteria = [criterion_of_row(c, row, len(self._padding)) for c in self._criteria]
 
         def stop(ids: Tensor, scores: Any) -> bool:
@@ -171,7 +175,9 @@ class Sheet:
     def __init__(self, rows: int, streamer: Any, pad: int, run_on: bool) -> None:
         self._rows: list[list[int]] = [[] for _ in range(rows)]
         self._columns: list[list[int]] = []
-        self._streamer, self._pad, self._run_on = streamer, pad, run_on
+        self._streamer = streamer
+        self._pad = pad
+        self._run_on = run_on
 
     def take(self, tokens: Sequence[Sequence[int]], finished: Sequence[bool]) -> None:
         """Add the tokens of one step."""
@@ -221,7 +227,9 @@ class _Rule:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self.lossless, self.samples, self.uniforms = rule.lossless, rule.samples, rule.uniforms
+        self.lossless = rule.lossless
+        self.samples = rule.samples
+        self.uniforms = rule.uniforms
         self.latest: dict[int, Tensor] = {}
         self._judge: Judge
 

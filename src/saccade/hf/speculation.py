@@ -84,7 +84,8 @@ class Speculation:
         kinds = {kind: kind} if kind else {}
         options = drafters.completed(self._method, options, model, kinds)
         if not is_ready:
-            values, has = methods.options(self._method, options), drafter is not None
+            values = methods.options(self._method, options)
+            has = drafter is not None
             methods.fit(self._method, values, model is not None, kinds, has_drafter=has, has_processor=False)
         self._ready: Drafter | None = drafter if is_ready else None  # type: ignore[assignment]
         self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
@@ -119,7 +120,8 @@ class Speculation:
         """
         if visuals is None:
             raise InputError("generate is not patched any more; call saccade.hf.patch() before generate.")
-        config, batch = generation_config, len(input_ids)
+        config = generation_config
+        batch = len(input_ids)
         each = config.num_return_sequences or 1
         config.num_return_sequences = 1  # input_ids has their rows already
         check_options(config)
@@ -309,7 +311,8 @@ def _are_default(model: Any, positions: Tensor, given: Mapping[str, Any]) -> boo
 
     They are ``[B, S]``; of models with M-RoPE also ``[3, B, S]``, or ``[4, B, S]`` with those of the text first.
     """
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids = given.get("input_ids")
+    mask = given.get("attention_mask")
     if ids is None:
         return False
     mask = torch.ones_like(ids) if mask is None else mask

@@ -302,7 +302,8 @@ class LiteralText:
                 yield _stripped(text, span)
 
     def _mark_ends(self, text: str) -> str:
-        core, longest = text.strip(), max(map(len, self._controls.all), default=0)
+        core = text.strip()
+        longest = max(map(len, self._controls.all), default=0)
         head, tail = (unicodedata.normalize("NFKC", part) for part in (core[:longest], core[-longest:]))
         lengths = range(1, longest)
         if any(head[:n] in self._controls.tails for n in lengths):
@@ -314,7 +315,8 @@ class LiteralText:
 
     def _has_control(self, text: str, ids: Sequence[int], spans: Sequence[Span], breaks: Sequence[Span]) -> bool:
         """Whether a control token reaches over a mark."""
-        pairs, controls = zip(ids, spans, strict=True), set(self._controls.all.values())
+        pairs = zip(ids, spans, strict=True)
+        controls = set(self._controls.all.values())
         return any(i in controls and _covers(_stripped(text, span), breaks) for i, span in pairs)
 
     def _refusal(self, text: str) -> InputError:
@@ -329,7 +331,8 @@ class _LiteralTokenizer:
     """A tokenizer for a Hugging Face processor; all but the call is the original's."""
 
     def __init__(self, tokenizer: Any, literal: LiteralText) -> None:
-        self._tokenizer, self._literal = tokenizer, literal
+        self._tokenizer = tokenizer
+        self._literal = literal
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

@@ -187,7 +187,8 @@ def _llava(row: Mapping[str, Any]) -> Messages:
             raise InputError(f"unknown role {turn.get('from')!r}; expected human, gpt or system")
         content: list[dict[str, Any]] = []
         if role == "user":
-            content, unmarked = unmarked, []
+            content = unmarked
+            unmarked = []
         for piece in _MARK.split(turn["value"]):
             if piece in rest:
                 content = [*content, next(rest[piece])]

@@ -100,7 +100,8 @@ class InputProcessor:
         eos_token_ids: Sequence[int] | None = None,
     ) -> InputProcessor:
         """Build from loaded parts."""
-        eos, video = None if eos_token_ids is None else tuple(eos_token_ids), clean_video_settings(video_settings or {})
+        eos = None if eos_token_ids is None else tuple(eos_token_ids)
+        video = clean_video_settings(video_settings or {})
         return cls(ProcessorParts(config, tokenizer, image_processor, video, chat_template, eos))
 
     def prompt(
@@ -114,7 +115,8 @@ class InputProcessor:
         template_options: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Make one row's prompt."""
-        images, videos = _listed(images, "images"), _listed(videos, "videos")
+        images = _listed(images, "images")
+        videos = _listed(videos, "videos")
         conversation = text_or_messages
         if isinstance(conversation, str):
             places = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
@@ -195,8 +197,10 @@ class InputProcessor:
 
     def _loaded(self, slots: Sequence[Slot], options: MediaOptions) -> list[Slot]:
         """Load the images of a conversation and the sampled frames of its videos, unless the model takes none."""
-        family, limits = self._family, options.limits
-        kinds, name = {slot.kind for slot in slots}, family.name
+        family = self._family
+        limits = options.limits
+        kinds = {slot.kind for slot in slots}
+        name = family.name
         if not family.is_composite:
             if slots and not family.reads_images:
                 raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
@@ -251,7 +255,8 @@ class InputProcessor:
 
     def _expand(self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]) -> tuple[str, list[Medium]]:
         """Put every medium's tokens in the place of its placeholder."""
-        marks, family = self._words, self._family
+        marks = self._words
+        family = self._family
         if marks is None:
             return text, []
         names = {marks.slot: "image", **({marks.video: "video"} if marks.video else {})}
@@ -307,7 +312,8 @@ class InputProcessor:
         self, text: str, slots: Sequence[Slot], add_special_tokens: bool, literal: LiteralText | None
     ) -> Prompt:
         """One row through the processor of a family outside the registry: all its images and videos are one medium."""
-        family, processor = self._family, self.parts.composite
+        family = self._family
+        processor = self.parts.composite
         assert isinstance(family, Unknown)
         if processor is None:
             raise ModelError(f"The family {family.name} is not built in; load its processor from a checkpoint.")

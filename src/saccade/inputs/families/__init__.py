@@ -118,8 +118,19 @@ def register(family: type[Family]) -> None:
 
 
 for _family in (
-    *(Text, Llava, LlavaNext, LlavaOnevision, Qwen2VL, Qwen25VL, Qwen3VL),
-    *(Idefics3, SmolVLM, Gemma3, Pixtral, InternVL, Florence2),
+    Text,
+    Llava,
+    LlavaNext,
+    LlavaOnevision,
+    Qwen2VL,
+    Qwen25VL,
+    Qwen3VL,
+    Idefics3,
+    SmolVLM,
+    Gemma3,
+    Pixtral,
+    InternVL,
+    Florence2,
 ):
     register(_family)
 
@@ -278,7 +289,8 @@ def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
 
 def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
     """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order; arguments as in `without_media`."""
-    family, vocabulary = family_of(config), tokenizer.get_vocab()
+    family = family_of(config)
+    vocabulary = tokenizer.get_vocab()
     words = family.words(tokenizer)
     sides: tuple[set[str], set[str]] = (set(), set()) if words is None else family.wrappers(words)
     openers, closers = ({vocabulary[w] for w in side & vocabulary.keys()} for side in sides)

@@ -314,7 +314,8 @@ def square_grid(medium: Medium, frames: int) -> Grid | None:
     return (frames, side, side) if fits else None
 
 
-BICUBIC, LANCZOS = int(Image.Resampling.BICUBIC), int(Image.Resampling.LANCZOS)
+BICUBIC = int(Image.Resampling.BICUBIC)
+LANCZOS = int(Image.Resampling.LANCZOS)
 SQUARE_384: Mapping[str, Any] = MappingProxyType(
     {"size": {"height": 384, "width": 384}, "resample": BICUBIC}
     | {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}

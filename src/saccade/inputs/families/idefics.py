@@ -69,7 +69,8 @@ class Idefics3(Family):
         """Each image's last tile shows all of it, behind a tag of its own: that of the row's last tile."""
         if "pixel_values" not in tensors:
             return
-        pixels, mask = tensors["pixel_values"], tensors.get("pixel_attention_mask")
+        pixels = tensors["pixel_values"]
+        mask = tensors.get("pixel_attention_mask")
         if len(pixels) != len(rows):
             raise mismatch(f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}")
         for b, ids in enumerate(rows):
@@ -132,11 +133,15 @@ class SmolVLM(Idefics3):
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
         """``fps`` per second and at most ``num_frames``; a long video loses a second at either end."""
-        most, rate, duration = settings["num_frames"], settings["fps"], total / fps
+        most = settings["num_frames"]
+        rate = settings["fps"]
+        duration = total / fps
         count = max(1, min(round(rate * duration), most))
-        first, last = int(fps), min(int(total - fps), total - 1)
+        first = int(fps)
+        last = min(int(total - fps), total - 1)
         if duration - 2 <= most * rate or first >= last:
-            first, last = 0, total - 1
+            first = 0
+            last = total - 1
         return [int(i) for i in np.unique(np.linspace(first, last, count, dtype=int))]
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -175,7 +180,8 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 def number_words(n: int) -> str:
     """An integer from 0 to 999 in English, as in SmolVLM's training prompts."""
-    small, tens = _SMALL.split(), _TENS.split()
+    small = _SMALL.split()
+    tens = _TENS.split()
     if n < 20:
         return small[n]
     if n < 100:

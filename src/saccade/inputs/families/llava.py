@@ -43,7 +43,8 @@ class Llava(Family):
     pool_point = PoolPoint("multi_modal_projector")
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
-        pixels, patch = tensors["pixel_values"], int(self.config.vision_config.patch_size)
+        pixels = tensors["pixel_values"]
+        patch = int(self.config.vision_config.patch_size)
         return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + class_token(self.config)
 
     def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
@@ -234,7 +235,8 @@ class InternVL(Family):
         """An image is as many squares as its unbroken run of placeholders holds."""
         if "pixel_values" not in tensors:
             return
-        pixels, start = tensors["pixel_values"], 0
+        pixels = tensors["pixel_values"]
+        start = 0
         for ids in rows:
             for first, last in runs_of(ids, self.visual_ids["image"]):
                 squares = (last - first) // int(self.config.image_seq_length)

@@ -112,7 +112,8 @@ class Qwen2VL(Family):
     def frame_size(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
         """Height and width as multiples of the merged patch, each frame's area within bounds, for ``[T, H, W, 3]``."""
         count, height, width = shape[:3]
-        factor, step = _factor(settings), int(settings["temporal_patch_size"])
+        factor = _factor(settings)
+        step = int(settings["temporal_patch_size"])
         least, most = _bounds(settings)
         if settings.get("cap_pixels_per_frame"):
             tokens = int(settings["max_video_tokens"])
@@ -126,15 +127,18 @@ class Qwen2VL(Family):
 
     def picture(self, medium: Medium) -> Tensor:
         """The middle patches in time, joined."""
-        vision, (pixels, grids) = self.config.vision_config, _KEYS[medium.kind]
+        vision = self.config.vision_config
+        (pixels, grids) = _KEYS[medium.kind]
         times, rows, columns = (int(n) for n in medium.tensors[grids][0])
         middle = medium.tensors[pixels].unflatten(0, (times, rows * columns))[times // 2]
         grid = torch.tensor([1, rows, columns])
         return join_patches(middle, grid, int(vision.patch_size), int(vision.spatial_merge_size))[0]
 
     def halved(self, medium: Medium) -> Medium:
-        (pixels, grids), vision = _KEYS[medium.kind], self.config.vision_config
-        patch, merge = int(vision.patch_size), int(vision.spatial_merge_size)
+        (pixels, grids) = _KEYS[medium.kind]
+        vision = self.config.vision_config
+        patch = int(vision.patch_size)
+        merge = int(vision.spatial_merge_size)
         step = patch * merge
         frames = join_patches(medium.tensors[pixels], medium.tensors[grids], patch, merge)
         rows, columns = (n // step for n in frames.shape[-2:])
@@ -187,14 +191,16 @@ class Qwen3VL(Qwen2VL):
     @staticmethod
     def frame_size(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
         count, height, width = shape[:3]
-        factor, step = _factor(settings), int(settings["temporal_patch_size"])
+        factor = _factor(settings)
+        step = int(settings["temporal_patch_size"])
         least, most = _bounds(settings)
         if settings.get("cap_pixels_per_frame"):
             tokens = int(settings["max_video_tokens"])
             most = count * max(min(tokens * factor * factor, most // count), int(least * 1.05))
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
-            height, width = int(height * scale), int(width * scale)
+            height = int(height * scale)
+            width = int(width * scale)
         return _fitted(shape, height, width, factor, (count, round(count / step) * step), (least, most))
 
     def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
@@ -206,7 +212,9 @@ class Qwen3VL(Qwen2VL):
 def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tensor, Tensor]:
     """Cut frames ``[T, C, H, W]`` into patches ``[t * h * w, C * step * patch**2]``, merged neighbours together."""
     channels, height, width = frames.shape[1:]
-    t, h, w = len(frames) // step, height // patch, width // patch
+    t = len(frames) // step
+    h = height // patch
+    w = width // patch
     blocks = frames.reshape(t, step, channels, h // merge, merge, patch, w // merge, merge, patch)
     blocks = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return blocks.reshape(t * h * w, channels * step * patch * patch), torch.tensor([[t, h, w]])
@@ -227,7 +235,8 @@ def _fitted(
         raise InputError(
             f"The video's frames are {shape[2]}x{shape[1]} pixels, more than 200 times longer than wide; crop them."
         )
-    (count, rounded), (least, most) = frames, bounds
+    (count, rounded) = frames
+    (least, most) = bounds
     new = (round(height / factor) * factor, round(width / factor) * factor)
     if rounded * new[0] * new[1] > most:
         beta = math.sqrt(count * height * width / most)

@@ -65,7 +65,8 @@ class Decoder:
     """A video file of which the first video stream is decoded."""
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
-        self._data, self._limits = data, limits
+        self._data = data
+        self._limits = limits
         self._container = accepted_container(data, limits)
         self._deadline = time.monotonic() + limits.decode_seconds
 
@@ -74,7 +75,8 @@ class Decoder:
         limits = self._limits
         with self._open() as (container, stream):
             seconds = (container.duration or 0) / 1_000_000
-            total, rate = max(0, int(stream.frames)), stream.average_rate
+            total = max(0, int(stream.frames))
+            rate = stream.average_rate
             pixels = self._pixels(stream)
         if total > limits.video_frames:
             raise Refused("frames")
@@ -154,7 +156,8 @@ def _upright(frame: Any) -> Any:
 
 def send(pipe: IO[bytes], message: Any, content: Any = b"") -> None:
     """Write a message: two lengths, JSON, bytes."""
-    head, view = json.dumps(message).encode(), memoryview(content).cast("B")
+    head = json.dumps(message).encode()
+    view = memoryview(content).cast("B")
     for part in (struct.pack("<QQ", len(head), len(view)), head, view):
         pipe.write(part)
     pipe.flush()
@@ -168,7 +171,8 @@ def receive(pipe: IO[bytes], most: int) -> tuple[Any, bytes]:
     head, size = struct.unpack("<QQ", lengths)
     if head > 1 << 26 or size > most:
         raise ValueError("the message is too large")
-    message, content = json.loads(pipe.read(head)), pipe.read(size)
+    message = json.loads(pipe.read(head))
+    content = pipe.read(size)
     if len(content) < size:
         raise EOFError("the other process has ended")
     return message, content
@@ -205,7 +209,8 @@ def confine(memory: int, seconds: float, files: bool) -> None:
 
 def _main() -> None:
     """Answer one probe, then scans until the input ends."""
-    reader, writer = sys.stdin.buffer, sys.stdout.buffer
+    reader = sys.stdin.buffer
+    writer = sys.stdout.buffer
     given, data = receive(reader, 1 << 62)
     sys.path[:] = given["path"]
     limits: Any = SimpleNamespace(**given["limits"])

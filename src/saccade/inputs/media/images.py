@@ -176,7 +176,8 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     """Width and height of a WebP file's canvas, which its decoder allocates at once; None for other files."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
-    kind, body = data[12:16], data[20:30].ljust(10, b"\0")
+    kind = data[12:16]
+    body = data[20:30].ljust(10, b"\0")
     if kind == b"VP8X":
         return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
     if kind == b"VP8L":
@@ -227,7 +228,8 @@ def _is_cut_png(data: bytes, image: Image.Image) -> bool:
         return False
     missing = 0
     for x, y, dx, dy in _ADAM7 if interlace else ((0, 0, 1, 1),):
-        columns, rows = len(range(x, width, dx)), len(range(y, height, dy))
+        columns = len(range(x, width, dx))
+        rows = len(range(y, height, dy))
         missing += rows * (1 + (columns * depth * _CHANNELS[colour] + 7) // 8) if columns else 0
     decoder = zlib.decompressobj()
     for place, size in _png_chunks(data):
@@ -239,7 +241,8 @@ def _is_cut_png(data: bytes, image: Image.Image) -> bool:
 
 
 def _is_laborious_tiff(data: bytes, most: int) -> bool:
-    order, is_big = "<" if data[:1] == b"I" else ">", data[2:4] in (b"+\0", b"\0+")
+    order = "<" if data[:1] == b"I" else ">"
+    is_big = data[2:4] in (b"+\0", b"\0+")
     entry = struct.Struct(order + ("HHQQ" if is_big else "HHII"))
     try:
         (start,) = struct.unpack_from(order + ("Q" if is_big else "I"), data, 8 if is_big else 4)

@@ -107,14 +107,18 @@ def read_source(source: Any, what: str, limits: MediaLimits = LOCAL) -> tuple[st
     """Read a path, a ``file://``, ``data:`` or http(s) address, or bytes."""
     most = limits.image_bytes if what == "image" else limits.video_bytes
     if isinstance(source, (bytes, bytearray, memoryview)):
-        name, data = f"The {what} given as bytes", bytes(source)
+        name = f"The {what} given as bytes"
+        data = bytes(source)
     elif isinstance(source, str) and source[:5].lower() == "data:":
-        name, data = f"The {what} in the data: URI", _data_uri(source, what, most)
+        name = f"The {what} in the data: URI"
+        data = _data_uri(source, what, most)
     elif isinstance(source, str) and _scheme(source) in ("http", "https") and limits.domains:
-        name, data = f"The {what} at the address", fetch(source, what, limits, most)
+        name = f"The {what} at the address"
+        data = fetch(source, what, limits, most)
     elif isinstance(source, (str, os.PathLike)):
         path = _local_path(os.fspath(source), what, limits)
-        name, data = f"The {what} file {path}", _read(path, what, most)
+        name = f"The {what} file {path}"
+        data = _read(path, what, most)
     else:
         rest = "a PIL image or a NumPy array" if what == "image" else "a list of frames or a NumPy array [T, H, W, C]"
         raise InputError(
