@@ -76,10 +76,10 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_785),
-    "serve": (("serve",), 3_492),
+    "serve": (("serve",), 3_494),
     "training": (("train", "distill"), 4_930),
     "measuring": (("bench", "theory", "memory_plan"), 3_920),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_418),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_419),
     "checkpoints": (("checkpoints", "evaluators"), 1_370),
     "pocket": (("pocket",), 1_440),
 }

@@ -199,8 +199,10 @@ def check_columns(data: DataSet, columns: Sequence[str]) -> None:
     named = [data.question, data.id, data.category, data.turns, data.reference]
     if data.turns or not any("{question}" in text for text in data.places):
         named.remove(data.question)
-    named += [n for text in data.places for n in Template(text).names if n not in ("question", "choices")]
-    named += [n for name in (*data.images, *data.videos) for n in (Template(name).names if "{" in name else [name])]
+    for text in data.places:
+        named += [name for name in Template(text).names if name not in ("question", "choices")]
+    for column in (*data.images, *data.videos):
+        named += Template(column).names if "{" in column else [column]
     named += [*data.choices, *data.where]
     for name in (name for name in named if name is not None):
         if not _matching(name.partition(".")[0], columns):

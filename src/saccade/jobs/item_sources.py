@@ -128,9 +128,8 @@ class ItemSource:
 
 def _is_known(path: Path) -> bool:
     """Whether a path is a folder, or a file of a known kind by its ending."""
-    return (
-        path.is_dir() or kind_of(path.name) is not None or path.name.lower().endswith((*_ARCHIVES, *_JSON, *_PARQUET))
-    )
+    name = path.name.lower()
+    return path.is_dir() or kind_of(name) is not None or name.endswith((*_ARCHIVES, *_JSON, *_PARQUET))
 
 
 def _grouped(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:

@@ -143,7 +143,9 @@ class Gate:
         """
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
+        name = host.rpartition(":")[0] or host
+        if host.startswith("["):  # IPv6
+            name = host[1:].partition("]")[0]
         if self._hosts and name not in self._hosts:
             message = "The host name of this request is not served; list it in server.allowed_hosts."
             raise Refusal(403, message, "host", "permission_error", "host_not_allowed")
