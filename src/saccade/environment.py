@@ -82,8 +82,11 @@ def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> s
         hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
         if weight.numel() and weight.device.type != "meta":
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a sharded model
-            row = weight.detach()[(weight.shape[0] // 2, *[0] * (weight.dim() - 2))] if weight.dim() else weight
-            hasher.update(row.detach().reshape(-1)[:32].to(dtype).float().cpu().numpy().tobytes())
+            row = weight.detach()
+            if row.dim():
+                row = row[(row.shape[0] // 2, *[0] * (row.dim() - 2))]
+            numbers = row.reshape(-1)[:32].to(dtype).float()
+            hasher.update(numbers.cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 

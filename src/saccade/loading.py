@@ -263,7 +263,8 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     ours, theirs = target.get_vocab(), drafter.get_vocab()
     shared = min(len(ours), len(theirs))
     added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())
-    wrong = ((i, t) for t, i in theirs.items() if i < shared and i not in added and ours.get(t) != i)
+    compared = ((i, t) for t, i in theirs.items() if i < shared and i not in added)
+    wrong = ((i, t) for i, t in compared if ours.get(t) != i)
     differ, token = min(wrong, default=(None, ""))
     if differ is not None:
         here = f"id {ours[token]}" if token in ours else "no id"

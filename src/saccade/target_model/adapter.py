@@ -181,7 +181,8 @@ class Target:
         inputs: dict[str, Any] = {**join(self.config, prompt.media), **type_ids(self.config, prompt.ids)}
         inputs["attention_mask"] = torch.ones_like(ids)
         wanted = inspect.signature(self._rope_index).parameters
-        positions, delta = self._rope_index(ids, **{k: v.to(ids.device) for k, v in inputs.items() if k in wanted})
+        known = {name: value.to(ids.device) for name, value in inputs.items() if name in wanted}
+        positions, delta = self._rope_index(ids, **known)
         return positions, int(delta.flatten()[0])
 
     # -- forwards ------------------------------------------------------------------------------------------
@@ -277,7 +278,8 @@ class Target:
             ]
         layout, positions, logit_indices = self._plan(cache, blocks)
         embeddings = [b.embeddings if b.embeddings is not None else self.embed(b.tokens) for b in blocks]
-        x = embeddings[0].flatten(0, 1) if len(embeddings) == 1 else torch.cat([e.flatten(0, 1) for e in embeddings])
+        parts = [part.flatten(0, 1) for part in embeddings]
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.is_lean:
             assert self._lean is not None
             deepstack = pack_deepstack(blocks)

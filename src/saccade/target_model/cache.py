@@ -328,7 +328,8 @@ class RowCache(Cache):
     def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
         seen = slice(self.start(row), self.start(row) + self.lengths[row])
-        return [(la.keys[None, :, seen].clone(), la.values[None, :, seen].clone()) for la in self.layers]
+        both = [(layer.keys, layer.values) for layer in self.layers]
+        return [(keys[None, :, seen].clone(), values[None, :, seen].clone()) for keys, values in both]
 
     # -- storage -------------------------------------------------------------------------------------------
 

@@ -160,7 +160,8 @@ class Context:
         table = []
         for row in rows:
             own, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
-            table.append([*[0] * (longest - length), *own[:length], *[0] * (length - len(own))])
+            behind = [0] * (length - len(own))
+            table.append([*[0] * (longest - length), *own[:length], *behind])
         return on_device(table, self.target.device)
 
 
@@ -373,7 +374,8 @@ class Prefill:
             with self._probed(stop) as probe:
                 (output,) = self._context.run([block])
             if probe is not None:
-                columns = torch.stack([c[0].to(self._target.device) for c in probe.columns.values()]).mean(0)
+                layers = [columns[0].to(self._target.device) for columns in probe.columns.values()]
+                columns = torch.stack(layers).mean(0)
                 columns = pad(columns, (0, len(self.prompt) - columns.shape[0]))
                 known = self.result.columns
                 self.result.columns = columns if known is None else known + columns

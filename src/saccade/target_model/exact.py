@@ -165,7 +165,8 @@ def agreeing_sizes(product: SteadyLinear) -> tuple[int, ...]:
     x = torch.randn(-(-longest // REFERENCE) * REFERENCE, half, generator=generator).to(weight)
     order = torch.randperm(half, generator=generator).to(weight.device)
     odd = weight.shape[1] % 2
-    stand_in = torch.empty_like(weight).copy_(F.pad(torch.cat([left, -left[:, order]], 1), (0, odd)))
+    cancelling = torch.cat([left, -left[:, order]], 1)
+    stand_in = torch.empty_like(weight).copy_(F.pad(cancelling, (0, odd)))
     bias = None if product.bias is None else torch.full_like(product.bias, _NOISE)
     x = F.pad(torch.cat([x, x[:, order]], 1), (0, odd))
     probe = product.with_weight(stand_in, bias)
@@ -245,7 +246,8 @@ class ExactAttention:
         """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.forward.attend`."""
         count, tokens = query.shape[2], keys.shape[2]
         wide_keys, wide = keys.double(), values.double()
-        unit = power_of_two(values.abs().float().amax(-1).clamp_min_(_LEAST))[:, :, None].double()  # of every key
+        largest = values.abs().float().amax(-1).clamp_min_(_LEAST)  # of every key
+        unit = power_of_two(largest)[:, :, None].double()
         block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * tokens))
         if count <= block or mask is None or query.device.type != "cpu":
             mixed = self._attend(query, wide_keys, wide, unit, mask, scale)

@@ -326,7 +326,8 @@ class StepGraphs:
     def _output(self, step: _Step, shape: Shape, count: int) -> ForwardOutput:
         """Copy the outputs of a replay, which the next one overwrites."""
         logits = step.logits if shape.last else step.logits[:, :count]
-        return ForwardOutput(logits.clone(), {layer: state[:, :count].clone() for layer, state in step.hidden.items()})
+        hidden = {layer: state[:, :count].clone() for layer, state in step.hidden.items()}
+        return ForwardOutput(logits.clone(), hidden)
 
 
 def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> list[RowGroup]:

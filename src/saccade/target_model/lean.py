@@ -197,7 +197,8 @@ class LeanDecoder:
         if cos.dim() == 4:  # M-RoPE: one angle per position axis
             cos, sin = (self._mixed(t) for t in (cos, sin))
         half = self.head_dim // 2
-        return cos[0, :, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+        signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+        return cos[0, :, None], signed[:, None]
 
     def _mixed(self, angles: Tensor) -> Tensor:
         """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from its own position axis."""
@@ -287,12 +288,14 @@ def gives_stock_logits(target: Any) -> bool:
     ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))
     cache = target.new_cache(1)
     cache.reserve(0, len(ids))
-    target.forward(cache, [TokenBlock([0], torch.tensor([ids[:7]], device=target.device), logits_from=6)])
+    prompt = torch.tensor([ids[:7]], device=target.device)
+    target.forward(cache, [TokenBlock([0], prompt, logits_from=6)])
     cache.commit([0], [range(7)])
     tokens = torch.tensor([ids[7:]], device=target.device)
     parents = [0, 0, 0, 1, *(0 for _ in far)]
     mask = ancestors_of(torch.tensor([parents], device=target.device), 2)
-    depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
+    depths = [0, 1, 1, 2, *(max(n - 7, 1) for n in far)]
+    depth = torch.tensor([depths], device=target.device)
     tree = TokenBlock([0], tokens, mask, depth)
     with target.stock():
         stock = target.forward(cache, [tree])[0].logits.float()
@@ -345,7 +348,9 @@ def fuse_parameters(parameters: list[Any]) -> Tensor:
 def _are_fused(weights: list[Tensor]) -> bool:
     ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
     storage = {w.untyped_storage().data_ptr() for w in weights}
-    return len(storage) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
+    if len(storage) > 1:
+        return False
+    return all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
 
 
 _GET: Any = dict.get  # typed for a map over both lists

@@ -185,7 +185,7 @@ def _equal(first: nn.Module, second: nn.Module) -> bool:
     if known is None or known[0] is not second:
         ours, theirs = first.state_dict(), second.state_dict()
         alike = type(first) is type(second) and ours.keys() == theirs.keys()
-        alike = alike and all(t.shape == theirs[n].shape and torch.equal(t, theirs[n]) for n, t in ours.items())
+        alike = alike and all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
         _COMPARED[first] = known = (second, alike)
     return known[1]
 

@@ -102,7 +102,9 @@ def _packed(
         mask = span.mask(kind)
         if mask is None:
             mask = query.new_zeros(1, 1, span.count, span.visible)
-        out.append(attention(module, part, layer.keys[None, :, seen], layer.values[None, :, seen], mask, **options)[0])
+        keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
+        mixed, *_ = attention(module, part, keys, values, mask, **options)
+        out.append(mixed)
     return torch.cat(out, 1), None
 
 
@@ -264,7 +266,8 @@ def attention_rows(
     batch, heads, _, dim = query.shape
     shared, keys = key.shape[1], key.shape[2]
     grouped = query[:, :, rows].reshape(batch, shared, -1, dim)
-    scores = (grouped @ key.transpose(-1, -2)).view(batch, heads, len(rows), keys).float().mul(scale)
+    scores = grouped @ key.transpose(-1, -2)
+    scores = scores.view(batch, heads, len(rows), keys).float().mul(scale)
     part = None if mask is None else mask[:, :, rows, :keys]
     if part is None and causal:
         part = torch.arange(keys, device=query.device) <= rows[:, None]

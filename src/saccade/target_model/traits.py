@@ -128,8 +128,9 @@ class Thresholds:
 
         The latter also reveal thresholds that the configuration does not name.
         """
-        last = (context or max((*self.windows, *self.positions, *self.unknown.values(), 4096)) * 4 + 2) - 1
-        sides = {n + d for n in (*self.windows, *self.positions, *self.unknown.values()) for d in (-1, 0, 1)}
+        lengths = (*self.windows, *self.positions, *self.unknown.values())
+        last = (context or max((*lengths, 4096)) * 4 + 2) - 1
+        sides = {n + d for n in lengths for d in (-1, 0, 1)}
         spread = {4**power for power in range(3, 16)}
         return sorted(n for n in {*sides, *spread, last} if 0 < n <= last)
 
