@@ -1,4 +1,4 @@
-"""Where a model's positions end or its rotary embedding turns into another, guesses beyond change nothing."""
+"""Drafts beyond a model's positions change nothing, and none is deeper than the tokens that may still come."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from families import FamilyCase, _language_model, reference_greedy
+from families import FAMILIES, FamilyCase, _language_model, reference_greedy
 from saccade.draft.drafter import Drafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
+from saccade.engine.generation import plan
 from saccade.errors import InputError
+from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
+from saccade.target_model.adapter import Target
 
 CONTEXT, TURN = 48, 40
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}
@@ -137,3 +140,37 @@ def test_a_conversation_that_passes_a_longrope_turn_is_read_anew(policy: str) ->
     output = engine.generate(asked(text[:20]), session=session, max_new_tokens=15)[0]  # and back
     assert output.tokens == reference("longrope", tuple(text[:20]), 15)
     assert not output.stats.reused_tokens
+
+
+@pytest.mark.parametrize("new", [2, 6])
+def test_no_guess_is_deeper_than_the_tokens_that_may_still_come(new: int) -> None:
+    """With r tokens left, r guesses are the most that can stand: the last one, too, may be a guess."""
+    case = FAMILIES["llama"]
+    target = Target(case.model())
+    engine = Engine(target, ModelDrafter(Target(case.draft_model()), Chain(16)))
+    prompts = split(target.config, case.inputs("text"))
+    run = engine.start([Request(prompts[0])], plan(target, prompts, max_new_tokens=new), trace=True)
+    emitted = 0
+    for step in run.steps:
+        if step.trees and step.trees[0] is not None:
+            assert len(step.trees[0].tokens) - 1 <= new - emitted
+        emitted += len(step.tokens[0])
+    assert run.outputs[0].tokens == case.reference("text", n=new)[0]
+
+
+@pytest.mark.parametrize("end", ["eos", "length"])
+def test_a_traced_path_leads_to_the_guess_that_ended_the_answer(end: str) -> None:
+    case = FAMILIES["llama"]
+    target = Target(case.model())
+    engine = Engine(target, ModelDrafter(Target(case.draft_model(noise=0.0)), Chain(4)))
+    prompts = split(target.config, case.inputs("text"))
+    answer = case.reference("text", n=8)[0]
+    options = {"max_new_tokens": 8} if end == "length" else {"max_new_tokens": 24, "eos_token_id": answer[7]}
+    run = engine.start([Request(prompts[0])], plan(target, prompts, **options), trace=True)
+    steps = list(run.steps)
+    assert steps[-1].marks[0][-1] == "draft"
+    for step in steps:
+        tree = step.trees[0]
+        assert tree is not None
+        guessed = [token for token, mark in zip(step.tokens[0], step.marks[0], strict=True) if mark == "draft"]
+        assert [tree.tokens[node] for node in tree.path[1:]] == guessed

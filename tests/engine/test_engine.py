@@ -172,14 +172,6 @@ def test_neither_tokens_nor_counts_depend_on_the_neighbours(method: str, do_samp
 # --------------------------------------------------------------------------- what is counted
 
 
-@DRAFTING
-def test_no_time_is_counted_twice(method: str) -> None:
-    """A prefill is nearly all of an answer of one token."""
-    for output in run(method, n=1):
-        seconds = output.stats.times
-        assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill + seconds.draft
-
-
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @DRAFTING
 def test_counts_fit_together(method: str, do_sample: bool) -> None:
@@ -204,7 +196,7 @@ def test_counts_fit_together(method: str, do_sample: bool) -> None:
             assert stats.accepted_tokens > 0
             assert stats.drafted_tokens <= (stats.target_passes + 1) * (drafter.max_nodes - 1)
         seconds = stats.times
-        assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill
+        assert seconds.total >= seconds.vision + seconds.prefill + seconds.draft_prefill + seconds.draft
         assert seconds.decode >= seconds.draft + seconds.verify
 
 
@@ -260,15 +252,6 @@ def test_a_row_that_starts_over_disturbs_no_row_that_goes_on(method: str) -> Non
     second = under_test.generate([goes_on, starts_over], max_new_tokens=20, session=session)
     assert second[1].tokens == reference(2)[:20]
     assert second[0].tokens == under_test.generate([goes_on], max_new_tokens=20)[0].tokens
-
-
-def test_a_session_survives_an_abandoned_run() -> None:
-    under_test, session = engine("static"), engine("static").open(3)
-    going = start(under_test, session)
-    for _ in range(3):
-        next(going.steps)
-    outputs = under_test.generate(requests(), max_new_tokens=NEW, session=session)
-    assert [o.tokens for o in outputs] == [reference(row) for row in range(3)]
 
 
 # --------------------------------------------------------------------------- failures and refusals

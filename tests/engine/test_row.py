@@ -93,14 +93,6 @@ def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
     assert taken == under_test.output
 
 
-def test_a_drafter_that_guesses_before_any_token_gets_the_prompts_last_one() -> None:
-    under_test = row()
-    under_test.drafter_lacks_end = True
-    assert under_test.pop_new_tokens() == PROMPT[-1:]
-    under_test.emit([2, 4], block_marks(1, 1))
-    assert under_test.pop_new_tokens() == [2, 4]
-
-
 def test_a_row_that_has_ended_has_no_room() -> None:
     under_test = row(9, eos=[4])
     assert under_test.remaining == 9
@@ -133,6 +125,8 @@ def test_the_strongest_reason_is_named_when_several_hold(eos: list[int], stop: l
 
 def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     under_test = row()
+    stats = under_test.stats
+    assert (stats.accepted_length, stats.block_efficiency, stats.acceptance_by_depth) == (0.0, 0.0, [])
     under_test.emit([1], block_marks(0, 1))  # prefill
     under_test.stats.prefill_tokens = 1
     for accepted in (0, 3, 1, 3):
@@ -156,11 +150,6 @@ def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
     stats = under_test.finish().stats
     assert stats.accepted_histogram == [0, 0, 0, 2]
     assert (stats.block_efficiency, stats.accepted_length) == (3.0, 2.0)
-
-
-def test_a_row_without_passes_has_no_efficiency() -> None:
-    stats = row().stats
-    assert (stats.accepted_length, stats.block_efficiency, stats.acceptance_by_depth) == (0.0, 0.0, [])
 
 
 def test_stopping_criteria_are_given_ids_on_the_device_of_the_model() -> None:

@@ -206,7 +206,8 @@ class RunningBatch:
             active.append(waiting.popleft())
             if len(fresh) > 1 and not state.active and self._kv_memory is None:
                 state.slots.preallocate(fresh)
-            if not state.slots.assign(active[-1]):
+            has_slot = state.slots.assign(active[-1])
+            if not has_slot:
                 waiting.appendleft(active.pop())
                 return
             state.admit(active[-1])

@@ -75,16 +75,9 @@ class DecodingPlan:
 
 
 _RESOLVING = threading.Lock()
+"""Held while options are resolved: caches of transformers are not made for several threads."""
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Resolving options uses caches of transformers that are not made for several threads."""
-    with _RESOLVING:
-        yield
-
-
-@_one_thread()
 def plan(
     target: Target,
     prompts: Sequence[Prompt],
@@ -98,7 +91,7 @@ def plan(
 ) -> DecodingPlan:
     """Resolve options against the checkpoint's defaults, by the model's own code where it has some; in any thread."""
     model = target.model
-    with _refusals():
+    with _RESOLVING, _refusals():
         config, unknown = model._prepare_generation_config(generation_config, **_check_ranges(options))
     for name in unknown:
         if name in ELSEWHERE:
@@ -119,20 +112,11 @@ def plan(
         config.max_length = len(prompt) + limits[index]
         if config.min_new_tokens is not None:
             config.min_length = len(prompt) + config.min_new_tokens
-        with _refusals():
-            row = row_plan(
-                target,
-                config,
-                prompt,
-                _RowProcessors(
-                    [of_row(p, index, len(prompts)) for p in logits_processor],
-                    prefix_allowed_tokens_fn,
-                    index,
-                ),
-                [criterion_of_row(c, index, len(prompts)) for c in stopping_criteria],
-                tokenizer,
-            )
-        rows.append(row)
+        processors = [of_row(p, index, len(prompts)) for p in logits_processor]
+        criteria = [criterion_of_row(c, index, len(prompts)) for c in stopping_criteria]
+        allowed = prefix_allowed_tokens_fn and _allowed_in(prefix_allowed_tokens_fn, index)
+        with _RESOLVING, _refusals():
+            rows.append(_row_plan(target, config, prompt, processors, allowed, criteria, tokenizer))
     return DecodingPlan(do_sample=bool(config.do_sample), rows=tuple(rows))
 
 
@@ -183,26 +167,19 @@ def check_options(config: Any) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _RowProcessors:
-    """The caller's processors and prefix constraint, bound to a row."""
-
-    processors: Sequence[Any]
-    allowed: Callable[[int, torch.Tensor], list[int]] | None
-    row: int
-
-    def constraint(self) -> Callable[[int, torch.Tensor], list[int]] | None:
-        if self.allowed is None:
-            return None
-        allowed, row = self.allowed, self.row
-        return lambda _, ids: allowed(row, ids)
+def _allowed_in(
+    allowed: Callable[[int, torch.Tensor], list[int]], row: int
+) -> Callable[[int, torch.Tensor], list[int]]:
+    """The caller's prefix constraint for one row, which is a batch of its own here."""
+    return lambda _, ids: allowed(row, ids)
 
 
-def row_plan(
+def _row_plan(
     target: Target,
     config: Any,
     prompt: Prompt,
-    given: _RowProcessors,
+    processors: Sequence[Any],
+    allowed: Callable[[int, torch.Tensor], list[int]] | None,
     criteria: Sequence[Any],
     tokenizer: Any,
 ) -> RowPlan:
@@ -210,12 +187,12 @@ def row_plan(
     model, device = target.model, target.device
     ids = torch.tensor([prompt.ids], device=device)
     model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device, batch_size=1)
-    processors = model._get_logits_processor(
+    resolved = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=len(prompt),
         encoder_input_ids=ids,
-        prefix_allowed_tokens_fn=given.constraint(),
-        logits_processor=LogitsProcessorList(given.processors),
+        prefix_allowed_tokens_fn=allowed,
+        logits_processor=LogitsProcessorList(processors),
         device=device,
         model_kwargs={},  # no attention mask: rows are not padded, and nodes of a tree are a batch of their own
     )
@@ -227,7 +204,7 @@ def row_plan(
     return RowPlan(
         max_new_tokens=config.max_new_tokens,
         eos=ends,
-        processors=tuple(processors),
+        processors=tuple(resolved),
         criteria=tuple(c for c in stopping if type(c) not in (EosTokenCriteria, MaxLengthCriteria)),
     )
 

@@ -63,7 +63,8 @@ class PromptRunner:
             if size > budget < whole:
                 continue  # an image that fits a later step
             chunk = PrefillChunk(row, prefill, stop)
-            if self._rows and self._run_ahead(chunk):
+            ran_ahead = self._rows > 0 and self._run_ahead(chunk)
+            if ran_ahead:
                 ahead.append(chunk)
                 break
             budget -= size
@@ -144,7 +145,8 @@ class PromptRunner:
             if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
                 return
             row.drafts = None
-            if not self.drafts(row):
+            drafts = self.drafts(row)
+            if not drafts:
                 return
         row.drafts = self._load_part(row)
 
@@ -167,7 +169,9 @@ class PromptRunner:
         row.drafter_begun = tokens > 0
         if tokens:
             self._draft_sizes.observe_chunk(tokens, spent)
-        return not tokens and self.prefill_drafter(row, None)
+        if tokens:
+            return False
+        return self.prefill_drafter(row, None)
 
     def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
         """Prefill the drafter, without the prompt's last token before the target's prefill; False if it cannot."""

@@ -67,7 +67,8 @@ class SlotAllocator:
         if not free:
             return False
         slot = self._best(free, row)
-        if not self._make_room(row, slot, free):
+        has_room = self._make_room(row, slot, free)
+        if not has_room:
             return False
         if self._salts[slot] != row.request.salt:
             self._clear(slot)

@@ -262,10 +262,10 @@ class StepRunner:
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
         rows = self._state.decoding
-        beginning = []
         for chunk in chunks:
-            if chunk.has_tree and (chunk.row.drafter_prefilled or self._prompts.prefill_drafter(chunk.row, None)):
-                beginning.append(chunk.row)
+            if chunk.has_tree and not chunk.row.drafter_prefilled:
+                self._prompts.prefill_drafter(chunk.row, None)
+        beginning = [chunk.row for chunk in chunks if chunk.has_tree and not chunk.row.done]
         for row in rows:
             if row.drafts is False:
                 self._prompts.start_late(row)
@@ -479,7 +479,11 @@ class StepRunner:
         return sum(len(row.output) for row in group.rows) - before
 
     def _emit_row(
-        self, row: Row, numbers: Sequence[int], chunk: PrefillChunk | None, commits: list[Commit]
+        self,
+        row: Row,
+        numbers: Sequence[int],
+        chunk: PrefillChunk | None,
+        commits: list[Commit],
     ) -> list[int]:
         """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first."""
         assert row.slot is not None
