@@ -11,7 +11,7 @@ import torch
 import saccade
 from saccade.bench.suites import Suite, parse
 from saccade.engine import Engine
-from saccade.verify.lossless import Greedy
+from saccade.verify.rule import Greedy
 
 
 def suite(**changes: Any) -> Suite:

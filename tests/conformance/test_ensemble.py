@@ -40,7 +40,7 @@ from saccade.engine.generation import RowPlan, plan
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
-from saccade.verify.lossless import Sampling
+from saccade.verify.rule import Sampling
 
 WORDS = Numerals()
 TREES: dict[str, Any] = {**POLICIES, "width": WidthTree(2, 4)}

@@ -22,7 +22,7 @@ from saccade.engine import Engine, Request
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
-from saccade.verify.lossless import Sampling
+from saccade.verify.rule import Sampling
 
 TREES: dict[str, Any] = {**POLICIES, "sage": SageTree()}
 

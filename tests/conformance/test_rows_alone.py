@@ -32,8 +32,7 @@ from saccade.output import Output
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify.loose import RandomLoosening
-from saccade.verify.lossless import Sampling, Uniforms
-from saccade.verify.rule import Verdict
+from saccade.verify.rule import Sampling, Uniforms, Verdict
 
 TREES: dict[str, Any] = {
     **harness.POLICIES,

@@ -16,7 +16,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import TopProposer
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine
-from saccade.verify.lossless import Sampling
+from saccade.verify.rule import Sampling
 
 SWITCHES: dict[str, SageTree] = {
     "as published": SageTree(),

@@ -22,8 +22,8 @@ from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
-from saccade.verify import lossless
-from saccade.verify.lossless import Sampling
+from saccade.verify import rule as rules
+from saccade.verify.rule import Sampling
 
 # --------------------------------------------------------------------------- the rule alone, many rows
 
@@ -91,16 +91,16 @@ def _planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> Trial:
     setup = trial(policy, DRAFTS["unlike"], drawn=True)
     uniforms = setup.uniforms
     proposer: Any = setup.proposer
-    right = lossless._try
+    right = rules._try
     if mistake == "greedy drafts verified as draws":
         proposer = _GreedyDraftsAsDraws()
     elif mistake == "p not reduced after a rejection":
-        monkeypatch.setattr(lossless, "_try", lambda t, u, p, q, o: (right(t, u, p, q, o)[0], p, q))
+        monkeypatch.setattr(rules, "_try", lambda t, u, p, q, o: (right(t, u, p, q, o)[0], p, q))
     elif mistake == "q keeps a rejected sibling":
-        monkeypatch.setattr(lossless, "_try", lambda t, u, p, q, o: (*right(t, u, p, q, o)[:2], q))
+        monkeypatch.setattr(rules, "_try", lambda t, u, p, q, o: (*right(t, u, p, q, o)[:2], q))
     elif mistake == "bonus token without temperature":
-        sharp = lossless.draw
-        monkeypatch.setattr(lossless, "draw", lambda weights, u: sharp(weights**2, u))
+        sharp = rules.draw
+        monkeypatch.setattr(rules, "draw", lambda weights, u: sharp(weights**2, u))
     elif mistake == "one random number for all":
         number = torch.rand(ROWS, 1)
         monkeypatch.setattr(uniforms, "take", lambda count: number.expand(-1, count))

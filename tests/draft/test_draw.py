@@ -10,8 +10,7 @@ import torch
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from saccade.draft.trees.policy import DrawProposer, TopProposer
-from saccade.verify.lossless import Uniforms, draw
-from saccade.verify.processing import Processing
+from saccade.verify.rule import Processing, Uniforms, draw
 
 ROWS = 20_000
 

@@ -15,9 +15,7 @@ from transformers.generation import logits_process as hf
 from saccade.draft.trees.policy import DrawProposer, TopProposer
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
-from saccade.verify.lossless import Sampling
-from saccade.verify.processing import Processing
-from saccade.verify.rule import Verdict
+from saccade.verify.rule import Processing, Sampling, Verdict
 
 ROWS, VOCAB, LENGTH = 40_000, 4, 3
 LIKELY, UNLIKELY = 1e-3, 1e-9

@@ -25,7 +25,7 @@ from saccade.errors import InputError
 from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema
 from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
-from saccade.verify.processing import Processing, RowProcessing
+from saccade.verify.rule import Processing, RowProcessing
 
 CASE = FAMILIES["llama"]
 END = FIRST_WORD

@@ -25,8 +25,7 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, Requirements
 from saccade.tree import DraftTree
 from saccade.verify.loose import FLy, LVSpec, RandomLoosening
-from saccade.verify.lossless import Greedy, Uniforms
-from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Rule, Verdict
+from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Greedy, Rule, Uniforms, Verdict
 
 VOCAB = 9
 EOS = 8

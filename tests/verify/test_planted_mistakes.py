@@ -15,9 +15,8 @@ from torch import Tensor
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
-from saccade.verify import lossless
-from saccade.verify.lossless import Sampling
-from saccade.verify.rule import Verdict
+from saccade.verify import rule as rules
+from saccade.verify.rule import Sampling, Verdict
 
 
 class BonusWithoutTemperature(Sampling):
@@ -29,7 +28,7 @@ class BonusWithoutTemperature(Sampling):
         verdict = super().judge(rows, tree, scores, uniforms, output)
         last = verdict.path.gather(1, verdict.count[:, None])
         raw = (scores * 0.6).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))[:, 0]
-        bonus = lossless.draw(raw.softmax(-1), torch.rand(len(raw)))
+        bonus = rules.draw(raw.softmax(-1), torch.rand(len(raw)))
         is_bonus = verdict.count == tree.max_depth
         return Verdict(verdict.path, verdict.count, torch.where(is_bonus, bonus, verdict.token))
 
@@ -73,7 +72,7 @@ def test_greedy_drafts_verified_as_draws_are_noticed() -> None:
 
 @pytest.mark.parametrize("mistake", [_without_renormalising_q, _with_p_unchanged])
 def test_a_wrong_state_after_a_rejected_sibling_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossless, "_try", mistake(lossless._try))
+    monkeypatch.setattr(rules, "_try", mistake(rules._try))
     assert planted_p() < UNLIKELY
 
 
@@ -82,7 +81,7 @@ def test_a_point_mass_tried_as_if_no_sibling_had_been_rejected_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its share of what is left, or the tokens that the correction may be."""
-    right: Any = lossless._choose_point_masses
+    right: Any = rules._choose_point_masses
 
     def wrong(tree: DraftTree, siblings: Any, p: Tensor, uniforms: Tensor) -> Any:
         if name == "left":
@@ -92,7 +91,7 @@ def test_a_point_mass_tried_as_if_no_sibling_had_been_rejected_is_noticed(
         return siblings.first(chosen), left
 
     assert planted_p(TopProposer()) > LIKELY
-    monkeypatch.setattr(lossless, "_choose_point_masses", wrong)
+    monkeypatch.setattr(rules, "_choose_point_masses", wrong)
     assert planted_p(TopProposer()) < UNLIKELY
 
 

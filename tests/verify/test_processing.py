@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from saccade.processors import PREFIX_FREE
-from saccade.verify.processing import Processing, RowProcessing
+from saccade.verify.rule import Processing, RowProcessing
 
 VOCAB = 5
 PREFIXES = [[1, 2, 3, 1], [4], [0, 0, 3, 2, 2, 1, 4]]  # up to and including the root

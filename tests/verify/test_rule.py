@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, judged, trees
 
-from saccade.verify.lossless import Greedy
-from saccade.verify.rule import path_to
+from saccade.verify.rule import Greedy, path_to
 
 VOCAB = 3  # few tokens, so that guesses are often right
 

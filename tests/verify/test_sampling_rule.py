@@ -20,7 +20,7 @@ from torch import Tensor
 from saccade.draft.lookup import chains
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.tree import DraftTree
-from saccade.verify.lossless import Sampling
+from saccade.verify.rule import Sampling
 
 
 @pytest.mark.parametrize("seed", range(4))

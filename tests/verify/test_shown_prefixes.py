@@ -22,7 +22,7 @@ from saccade.engine import Engine, Request
 from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
-from saccade.verify.processing import Processing
+from saccade.verify.rule import Processing
 
 VOCAB = 5
 PREFIXES = [[1, 2, 3, 1], [4]]  # up to and including the root

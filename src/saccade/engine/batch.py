@@ -24,8 +24,7 @@ from saccade.output import FinishReason, Output, Step
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.media_cache import MEDIA_BYTES
-from saccade.verify.lossless import Greedy, Sampling
-from saccade.verify.rule import Rule
+from saccade.verify.rule import Greedy, Rule, Sampling
 
 PREFILL_CHUNK = 256
 """Default number of prompt tokens per step."""

@@ -13,7 +13,7 @@ from saccade.engine.costs import Trials
 from saccade.engine.generation import RowPlan
 from saccade.inputs.prompt import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
-from saccade.verify.processing import RowProcessing
+from saccade.verify.rule import RowProcessing
 
 
 @dataclass(frozen=True, slots=True)

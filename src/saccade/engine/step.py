@@ -21,9 +21,7 @@ from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.target_model.sharding import Ranks
 from saccade.tree import DraftTree
-from saccade.verify.lossless import Uniforms
-from saccade.verify.processing import Processing
-from saccade.verify.rule import Judge, Rule, Verdict
+from saccade.verify.rule import Judge, Processing, Rule, Uniforms, Verdict
 
 
 def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:

@@ -34,7 +34,7 @@ from saccade.engine import Request
 from saccade.errors import ModelError, TrainingError
 from saccade.hf import speculate
 from saccade.target_model.selfcheck import LogitMap
-from saccade.verify.lossless import Uniforms
+from saccade.verify.rule import Uniforms
 
 # --------------------------------------------------------------------------- what is loaded
 

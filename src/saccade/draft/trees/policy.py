@@ -14,9 +14,7 @@ from torch import Tensor
 from saccade.options import BranchesOptions, ChainOptions, ConfidentOptions
 from saccade.target_model.cache import on_device, to_device
 from saccade.tree import DraftTree, TreeShape, ancestors_of
-from saccade.verify.lossless import Uniforms, draw
-from saccade.verify.processing import Warp
-from saccade.verify.rule import Verdict
+from saccade.verify.rule import Uniforms, Verdict, Warp, draw
 
 
 @dataclass(slots=True)
