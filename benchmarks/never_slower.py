@@ -28,7 +28,7 @@ from benchmarks.pocket_pair import FIRST_TASKS, bootstrap, load
 from saccade import methods
 from saccade.draft.drafter import Drafter
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.inputs.processor import InputProcessor
 from saccade.inputs.prompt import Prompt
 from saccade.methods.compositions import Models

@@ -31,7 +31,7 @@ from benchmarks.pocket_pair import FIRST_SEED, LOADS, load, stock_inputs
 from saccade import VLM
 from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.costs import LONGEST_STEP
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.inputs.prompt import Prompt
 from saccade.pocket import draw
 

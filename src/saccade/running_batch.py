@@ -8,8 +8,7 @@ from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
 from saccade.engine import Request, RunningBatch
-from saccade.engine.generation import plan
-from saccade.engine.row import Row, RowStep
+from saccade.engine.row import Row, RowStep, plan
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of

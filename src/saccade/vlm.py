@@ -16,7 +16,7 @@ from saccade.chat import Chat
 from saccade.draft.heads.head import Head
 from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.files import is_profile

@@ -36,7 +36,7 @@ from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.engine import Engine, Request
-from saccade.engine.generation import RowPlan, plan
+from saccade.engine.row import RowPlan, plan
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree

@@ -19,7 +19,7 @@ from saccade.draft.ensemble.views import Multimodal, TextOnly
 from saccade.draft.ensemble.weights import ERROR_FLOOR, TINY, Constant, Grid, InverseError, Weighting, simplex
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context

@@ -23,7 +23,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.errors import ModelError
 from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt

@@ -27,7 +27,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.inputs.families import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Models

@@ -14,7 +14,7 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.errors import InputError
 from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt

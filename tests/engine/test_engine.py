@@ -17,7 +17,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, RunningBatch
-from saccade.engine.generation import DEFAULT_NEW_TOKENS, plan
+from saccade.engine.row import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import split
 from saccade.inputs.prompt import Prompt

@@ -122,7 +122,7 @@ def test_a_draft_prompt_that_is_too_long_fails_its_row_alone() -> None:
     from saccade.draft.model import ModelDrafter
     from saccade.draft.trees.policy import Chain
     from saccade.engine import Engine, Request
-    from saccade.engine.generation import plan
+    from saccade.engine.row import plan
     from saccade.inputs.prompt import Prompt
 
     case = FAMILIES["llama"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.engine import Request, Row
-from saccade.engine.generation import RowPlan
+from saccade.engine.row import RowPlan
 from saccade.inputs.prompt import Prompt
 from saccade.output import Mark
 

@@ -8,8 +8,7 @@ import threading
 import pytest
 from kit import METHODS, Forwards, add, alone, drain, engine, prompts
 
-from saccade.engine.generation import plan
-from saccade.engine.row import Request
+from saccade.engine.row import Request, plan
 from saccade.errors import InputError
 
 METHOD = pytest.mark.parametrize("method", METHODS)

@@ -15,7 +15,7 @@ from recorded_graphs import HostRead, record
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.errors import SaccadeWarning
 from saccade.inputs.families import split
 from saccade.methods import build

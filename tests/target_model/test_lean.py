@@ -11,7 +11,7 @@ from torch import nn
 
 from families import FAMILIES
 from saccade.engine import Engine, Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.inputs.families import split
 from saccade.target_model import lean as lean_module
 from saccade.target_model.adapter import Target

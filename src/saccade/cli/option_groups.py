@@ -207,7 +207,7 @@ class DecodingOptions:
 
     def checked(self) -> dict[str, Any]:
         """Return the generation options, seed left out; what needs no model is checked before one is loaded."""
-        from saccade.engine.generation import check_given
+        from saccade.engine.row import check_given
         from saccade.inputs.processor import seeds_of
 
         options = self.options()

@@ -13,8 +13,7 @@ import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import LONGEST_STEP, ChunkSizes, Pacer
-from saccade.engine.generation import DecodingPlan, RowPlan, plan
-from saccade.engine.row import Request, Row, RowStep
+from saccade.engine.row import DecodingPlan, Request, Row, RowPlan, RowStep, plan
 from saccade.engine.slots import BatchState, Components
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
@@ -266,7 +265,7 @@ class Engine:
         session: RunningBatch | None = None,
         **options: Any,
     ) -> list[Output]:
-        """Generate all rows to their end; options as in `saccade.engine.generation.plan`."""
+        """Generate all rows to their end; options as in `saccade.engine.row.plan`."""
         prompts = [r.prompt for r in requests]
         run = self.start(requests, plan(self.target, prompts, generation_config=generation_config, **options), session)
         for _ in run.steps:

@@ -11,9 +11,8 @@ from torch.nn.functional import pad
 
 from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
 from saccade.engine.costs import ChunkSizes, Clock, sampled_length
-from saccade.engine.prompts import PrefillChunk, PromptRunner
 from saccade.engine.row import Row, RowStep
-from saccade.engine.slots import BatchState
+from saccade.engine.slots import BatchState, PrefillChunk, PromptRunner
 from saccade.errors import InputError, ModelError
 from saccade.output import DRAFTED, TreeTrace
 from saccade.processors import name_of

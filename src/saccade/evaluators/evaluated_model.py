@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from saccade.engine import Row
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning

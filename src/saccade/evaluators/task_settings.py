@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.engine.generation import UNSUPPORTED
+from saccade.engine.row import UNSUPPORTED
 from saccade.errors import InputError
 from saccade.options import check_whole
 from saccade.stream import GenerationOptions
@@ -34,7 +34,7 @@ OF_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "
 
 _OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 GENERATION = {*GenerationOptions.__annotations__, *UNSUPPORTED, *ALIASES, "until", "seed"} - {*_OBJECTS}
-"""Accepted names of generation settings; `saccade.engine.generation` refuses unsupported values."""
+"""Accepted names of generation settings; `saccade.engine.row` refuses unsupported values."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import MaxLengthCriteria, logits_process
 
 from saccade.engine import Engine
-from saccade.engine.generation import RowPlan
+from saccade.engine.row import RowPlan
 from saccade.errors import InputError
 from saccade.inputs.prompt import Prompt
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process

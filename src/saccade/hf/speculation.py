@@ -18,7 +18,7 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
-from saccade.engine.generation import DecodingPlan, check_options
+from saccade.engine.row import DecodingPlan, check_options
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
 from saccade.inputs.families import check, family_of, media_spans, split, vision_signature, visual_ids

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from saccade.engine import Request, Row
-from saccade.engine.generation import RowPlan
+from saccade.engine.row import RowPlan
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import MediaOptions
 from saccade.jobs.item_sources import ItemSource

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from saccade.engine import Request, Row
-from saccade.engine.generation import RowPlan, plan
+from saccade.engine.row import RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from saccade.engine.generation import RowPlan
-from saccade.engine.generation import plan as plan_rows
+from saccade.engine.row import RowPlan
+from saccade.engine.row import plan as plan_rows
 from saccade.grammar import Rollback, json_schema
 from saccade.inputs.prompt import Prompt
 from saccade.serve.refusals import invalid

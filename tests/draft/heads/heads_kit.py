@@ -22,7 +22,7 @@ from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, Frontier, StaticTree
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request, RunningBatch
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.inputs.families import split, visual_mask
 from saccade.inputs.prompt import Prompt
 from saccade.output import Output

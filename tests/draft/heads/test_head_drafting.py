@@ -45,7 +45,7 @@ from saccade.draft.heads.medusa import AheadDraftSession
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput
 

@@ -13,7 +13,7 @@ from families import FAMILIES
 from saccade.draft.heads import vispec
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.engine import Request, Row, RunningBatch
-from saccade.engine.generation import plan
+from saccade.engine.row import plan
 
 NAME = "llava"
 KINDS = [
