@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import io
 import json
@@ -258,3 +259,29 @@ def test_the_notebook_has_the_code_of_the_walk_through() -> None:
     assert code == [block.rstrip() for block in blocks(WALK.read_text(encoding="utf-8"), "python")]
     assert found["nbformat"] == 4
     assert all(cell["cell_type"] in ("code", "markdown") and cell["id"] for cell in found["cells"])
+
+
+def declared(path: Path) -> set[str]:
+    """Names of classes, functions and variables that a module declares."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/internals.md"])
+def test_files_and_names_of_the_architecture_exist(page: str) -> None:
+    source = ROOT / "src" / "saccade"
+    folder = source
+    everything = set[str]().union(*(declared(path) for path in source.rglob("*.py")))
+    for words in re.findall(r"`([^`]+)`", (ROOT / page).read_text(encoding="utf-8")):
+        if file := re.fullmatch(r"([\w/]+\.py)(?:: ([\w.]+))?", words):
+            path = next((root / file[1] for root in (source, ROOT, folder) if (root / file[1]).is_file()), None)
+            assert path, f"{page}: there is no file {words}"
+            folder = path.parent
+            assert set((file[2] or "").split(".")) <= declared(path) | {""}, f"{page}: {words}"
+        elif re.fullmatch(r"[A-Z]\w*(\.\w+)?", words):
+            assert set(words.split(".")) <= everything, f"{page}: {words}"

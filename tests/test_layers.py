@@ -84,9 +84,9 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 24_000
+CORE = 23_400
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 48_600, 9_750
+TESTS, TOOLS = 44_700, 9_300
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.80
 """Most tokens a line of code has on average outside of the command line, whose declarations of options are sparse, so
