@@ -29,8 +29,8 @@ from saccade import methods
 from saccade.draft.drafter import Drafter
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from saccade.methods.compositions import Models
 from saccade.target_model.adapter import Target
 

@@ -18,7 +18,7 @@ from benchmarks.clock import CLOCKS
 from saccade import VLM
 from saccade.cpu import suitable_dtype
 from saccade.inputs.families import join, type_ids
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.pocket import Sample, draft_path, draw, target_path
 from tools.pocket.world import FIRST_TASKS
 

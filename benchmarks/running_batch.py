@@ -32,7 +32,7 @@ from saccade import VLM
 from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.costs import LONGEST_STEP
 from saccade.engine.row import plan
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.pocket import draw
 
 TASKS = ("chart", "scene", "receipt", "document", "detail", "line")

@@ -29,7 +29,7 @@ from benchmarks.clock import Clock
 from benchmarks.running_batch import LOADS, Arrival, Now, arrivals, closed, questions, running
 from saccade import VLM
 from saccade.errors import InputError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 
 _ROWS = (1, 2, 4, 8)
 _ALIKE = 32

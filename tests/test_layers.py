@@ -28,7 +28,6 @@ LAYERS = [
         "inputs",
         "data",
         "tree",
-        "text",
         "output",
     ),
     *(

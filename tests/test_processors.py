@@ -27,7 +27,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.processors import StatefulProcessor, stateless
 from saccade.target_model.adapter import Target
 

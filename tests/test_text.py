@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from saccade.text import INCOMPLETE, Detokenizer, decode, text_of
+from saccade.stream import INCOMPLETE, Detokenizer, decode, text_of
 
 SPECIAL = ["<s>", "</s>"]
 SAMPLES = [

@@ -13,8 +13,7 @@ from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
 from saccade.output import Mark, Output, TreeTrace
-from saccade.stream import PromptOptions, split_options
-from saccade.text import Detokenizer, text_of
+from saccade.stream import Detokenizer, PromptOptions, split_options, text_of
 
 
 @dataclass(frozen=True, slots=True)

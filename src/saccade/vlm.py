@@ -21,6 +21,7 @@ from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.errors import InputError
 from saccade.files import is_profile
 from saccade.inputs.families import vision_signature
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import (
     InputProcessor,
@@ -31,7 +32,6 @@ from saccade.inputs.processor import (
     per_row,
     seeds_of,
 )
-from saccade.inputs.prompt import Prompt
 from saccade.loading import (
     adapt,
     check_checkpoint,

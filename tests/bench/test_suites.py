@@ -16,8 +16,8 @@ from saccade.bench.suites import BASELINE
 from saccade.cli.bench import choose_suite
 from saccade.cli.datasets import DataOptions, tasks_of
 from saccade.errors import InputError, SaccadeError
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from tools.results import catalogue
 
 

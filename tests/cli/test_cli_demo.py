@@ -16,7 +16,7 @@ from saccade.bench import runner
 from saccade.cli import generate as demo
 from saccade.cli import screen
 from saccade.errors import SaccadeError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.pocket import WORLD, Sample, draw
 

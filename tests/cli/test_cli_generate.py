@@ -26,7 +26,7 @@ from saccade import load
 from saccade.cli import main, screen
 from saccade.draft import pruning
 from saccade.engine.step import StepRunner
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of
 from saccade.output import Mark

@@ -13,7 +13,7 @@ from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.target_model.adapter import Target
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
 from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 
 LIKELY = 1e-5

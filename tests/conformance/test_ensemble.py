@@ -37,7 +37,7 @@ from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.engine import Engine, Request
 from saccade.engine.row import RowPlan, plan
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.rule import Sampling

@@ -20,7 +20,7 @@ from saccade.draft.ensemble.weights import ERROR_FLOOR, TINY, Constant, Grid, In
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 

@@ -25,7 +25,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.errors import ModelError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
 from saccade.methods import METHODS
 from saccade.pocket import draw

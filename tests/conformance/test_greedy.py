@@ -22,7 +22,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Pacer
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
 # Every family's first kind (an image, or text) for one row and for three; of the other kinds one row is slow.

@@ -19,7 +19,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
 from saccade.verify.rule import Sampling

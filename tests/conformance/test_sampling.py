@@ -20,7 +20,7 @@ from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.verify import rule as rules
 from saccade.verify.rule import Sampling

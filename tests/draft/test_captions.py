@@ -38,8 +38,8 @@ from saccade.draft.ensemble.views import (
 )
 from saccade.errors import MethodError, ModelError
 from saccade.inputs.families import split, visual_mask
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import load_model
 from saccade.target_model.adapter import Target
 

@@ -21,7 +21,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
 NAME, NEW = "llama", 40

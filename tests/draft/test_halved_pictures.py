@@ -17,8 +17,8 @@ from saccade.draft.ensemble import views
 from saccade.draft.ensemble.views import HalvedPictures
 from saccade.errors import InputError
 from saccade.inputs.families import family_of, split
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.inputs.families.qwen_vl import Qwen2VL
-from saccade.inputs.prompt import Medium, Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
 from kits import kit

@@ -11,7 +11,7 @@ from random_trees import assert_consistent, token_paths
 
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.trees.policy import TopProposer
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # few tokens, so that n-grams come back
 

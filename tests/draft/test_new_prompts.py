@@ -21,7 +21,7 @@ from saccade.draft.trees.policy import Chain, Growth, Proposer, StaticTree
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import Verdict

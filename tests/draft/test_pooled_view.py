@@ -21,7 +21,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import MethodError
 from saccade.inputs.families import FAMILIES as REGISTRY
 from saccade.inputs.families import join, media_spans, split, visual_mask
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput, TokenBlock

@@ -17,7 +17,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.inputs.families import split, visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM
 from saccade.target_model.context import Context

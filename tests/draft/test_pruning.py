@@ -26,7 +26,7 @@ from saccade.draft.pruning import (
 )
 from saccade.errors import SaccadeWarning
 from saccade.inputs.families import family_of, split
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.families.family import Medium, Prompt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
 from kits import VIDEO, kit

@@ -12,7 +12,7 @@ from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble.views import Multimodal, TextOnly, make_views, pooled
 from saccade.errors import MethodError
 from saccade.inputs.families import split, visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
 WORDS = Numerals()

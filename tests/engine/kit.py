@@ -15,7 +15,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.row import plan
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
 METHODS = ("plain", "lookup", "chain", "static")

@@ -17,7 +17,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.errors import InputError
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
 

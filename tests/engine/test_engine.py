@@ -20,7 +20,7 @@ from saccade.engine import Engine, Request, Run, RunningBatch
 from saccade.engine.row import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.processors import stateless
 from saccade.target_model.adapter import Target

@@ -12,7 +12,7 @@ from kit import METHODS, add, alone, drain, engine, prompts
 
 from saccade.engine import Engine
 from saccade.errors import InputError, ModelError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.processors import stateless
 from saccade.verify.loose import FLy
 

@@ -13,7 +13,7 @@ from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
 from saccade.inputs.families import media_spans
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, Prefill
@@ -123,7 +123,7 @@ def test_a_draft_prompt_that_is_too_long_fails_its_row_alone() -> None:
     from saccade.draft.trees.policy import Chain
     from saccade.engine import Engine, Request
     from saccade.engine.row import plan
-    from saccade.inputs.prompt import Prompt
+    from saccade.inputs.families.family import Prompt
 
     case = FAMILIES["llama"]
     under_test = Engine(Target(case.model()), ModelDrafter(Target(case.draft_model()), Chain(3)))

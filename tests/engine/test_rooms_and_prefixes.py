@@ -13,7 +13,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, RunningBatch
 from saccade.errors import InputError
 from saccade.inputs.families import media_spans
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.cache import QUANTUM, round_to_segment
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Mark
 
 PROMPT = [3, 1]

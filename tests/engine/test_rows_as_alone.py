@@ -13,7 +13,7 @@ import torch
 
 import saccade
 from saccade import VLM, methods
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.pocket import draw
 from saccade.processors import stateless
 from saccade.running_batch import Batch, Ticket

@@ -13,7 +13,7 @@ from test_same_as_transformers import assert_same_prompt, clip, picture
 from families import FAMILIES, FamilyCase
 from saccade.errors import InputError
 from saccade.inputs.families import check, join, media_spans, split, type_ids, visual_ids, visual_mask
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.families.family import Medium, Prompt
 
 TEXT_KEYS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
 CASES = [(case, kind) for case in FAMILIES.values() for kind in case.kinds]

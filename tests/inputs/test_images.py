@@ -14,8 +14,8 @@ import torch
 from PIL import Image, ImageOps
 
 from saccade.errors import InputError
+from saccade.inputs.families.family import digest
 from saccade.inputs.media import load_image
-from saccade.inputs.prompt import digest
 
 PICTURE = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
 

@@ -30,9 +30,8 @@ from saccade.inputs.families import (
     vision_signature,
     visual_mask,
 )
-from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Tensors
+from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Prompt, Tensors
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
 

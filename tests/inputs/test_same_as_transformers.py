@@ -12,9 +12,9 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from saccade.inputs.families import check, join, split, type_ids
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import Video
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 
 PIXELS = 2e-6
 """Float tolerance: both sides resize with Pillow and normalise in float32, in a different order."""

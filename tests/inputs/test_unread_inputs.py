@@ -23,7 +23,7 @@ from families import (
 )
 from saccade.engine import Engine, Request
 from saccade.errors import InputError, ModelError
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.loading import adapt
 
 GEMMA = FamilyCase(

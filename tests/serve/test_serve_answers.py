@@ -13,7 +13,7 @@ from live_server import Live, Question, asks, live, questions, uri
 from checkpoints import vlm
 from saccade.engine import RunningBatch
 from saccade.engine.step import StepRunner
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.processors import stateless
 from saccade.serve.answers import Choice
 from saccade.serve.decoding import Penalties, TokenLogprob

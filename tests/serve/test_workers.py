@@ -23,9 +23,9 @@ from PIL import Image
 
 from checkpoints import picture, vlm
 from saccade.errors import InputError
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import SERVER
 from saccade.inputs.processor import InputProcessor, MediaOptions
-from saccade.inputs.prompt import Prompt
 from saccade.serve.workers import PromptWorkers
 
 ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"

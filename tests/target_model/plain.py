@@ -11,7 +11,7 @@ from torch import Tensor
 
 from families import FAMILIES, Inputs, reset_rope_deltas
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
 BRANCHING = [[], [0], [0, 1], [0, 0], [1], [1, 0]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from families import FAMILIES, VISUAL_FAMILIES, Inputs
 from saccade.errors import ModelError
 from saccade.inputs.families import media_spans, split, visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult, num_cached, retained_positions, slot_shifts
 from saccade.target_model.forward import Requirements, replaced_embeddings

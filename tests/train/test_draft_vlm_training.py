@@ -35,8 +35,8 @@ from checkpoints import picture, ready, saved_picture, says, text, tokenizer
 from processes import forked
 from saccade import VLM, load
 from saccade.errors import InputError, ModelError, TrainingError
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from saccade.loading import load_model
 from saccade.train import Listed, Recipe, Trainer, features, read_recipe
 from saccade.train.draft_vlm import DraftVlmLearner, new_draft_vlm

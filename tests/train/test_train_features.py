@@ -11,7 +11,7 @@ from train_kit import head, prompt, samples, target
 
 from families import FAMILIES
 from saccade.inputs.families import visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context
 from saccade.train.data import Sample
 from saccade.train.features import Features, answer_mask, read_features

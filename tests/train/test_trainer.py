@@ -18,7 +18,7 @@ from training_run import recipe, run
 
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.train import Listed, Recipe, Sample, Stage, Trainer, read_recipe
 from saccade.train.batches import Order
 from saccade.train.feature_cache import FeatureCache

@@ -16,7 +16,7 @@ from families import FAMILIES
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Listed, Sample
 from saccade.train.features import read_features

@@ -19,7 +19,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.families import split, visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, Requirements

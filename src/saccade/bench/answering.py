@@ -22,7 +22,7 @@ from saccade.errors import SaccadeWarning
 from saccade.files import write_file
 from saccade.inputs.media import load_image
 from saccade.output import Output, TreeTrace
-from saccade.text import Detokenizer
+from saccade.stream import Detokenizer
 from saccade.vlm import VLM
 
 _LONGEST = 100

@@ -19,7 +19,7 @@ from saccade.bench.suites import BASELINE
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Chain, TopProposer
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 

@@ -29,8 +29,8 @@ from saccade.bench.records import (
 )
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions
-from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.wording import differences, shortened

@@ -187,7 +187,7 @@ def _comparison(vlm: VLM, sample: Sample, ours: Output, plain: Output) -> str:
 
     from saccade.bench.records import first_difference
     from saccade.bench.runner import logits_after
-    from saccade.inputs.prompt import Prompt
+    from saccade.inputs.families.family import Prompt
 
     position, dtype = first_difference(ours.tokens, plain.tokens), vlm.target.dtype
     if position is None:

@@ -170,7 +170,7 @@ class Painter:
     """Printer of a streamed answer; ``marked``: drafted tokens are marked by colours, or by brackets without those."""
 
     def __init__(self, tokenizer: Any, console: Console, marked: bool) -> None:
-        from saccade.text import Detokenizer
+        from saccade.stream import Detokenizer
 
         self._text = Detokenizer(tokenizer)
         self._console, self._marked = console, marked

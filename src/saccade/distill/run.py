@@ -20,7 +20,7 @@ from saccade.inputs.families import visual_ids
 from saccade.jobs.running import facts_of
 from saccade.output import Output
 from saccade.resumable import SHOWN, Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, check_place
-from saccade.text import decode
+from saccade.stream import decode
 from saccade.vlm import VLM
 
 _NAMES = HEADER, ANSWERS

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.draft.drafter import DraftSession
 from saccade.draft.trees.policy import Proposer
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput

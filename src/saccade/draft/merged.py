@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.trees.policy import Proposer, TopProposer
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, ancestors_of, reindexed_parents

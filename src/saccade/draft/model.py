@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.draft.drafter import DraftSession, TreeDrafter
 from saccade.draft.trees.policy import Frontier, Proposer, Signals, Traced, TreePolicy, grow
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult

@@ -19,8 +19,7 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import TreePolicy
 from saccade.errors import SaccadeWarning
 from saccade.inputs.families import family_of, media_spans, visual_ids
-from saccade.inputs.families.family import Grid
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.families.family import Grid, Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 

@@ -18,7 +18,7 @@ from saccade.engine.slots import BatchState, Components
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import FinishReason, Output, Step
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from saccade.engine.costs import Trials
 from saccade.errors import InputError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
 from saccade.processors import criterion_of_row, of_row
 from saccade.target_model.adapter import Target

@@ -20,11 +20,11 @@ from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
 from saccade.evaluators.task_settings import Decoding, Log, decoding, sort_arguments
 from saccade.files import write_file
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
-from saccade.inputs.prompt import Prompt
 from saccade.loading import name_of
+from saccade.stream import text_of
 from saccade.target_model.context import Context
-from saccade.text import text_of
 from saccade.vlm import VLM, load
 from saccade.wording import count
 

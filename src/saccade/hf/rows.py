@@ -13,7 +13,7 @@ from transformers.generation import MaxLengthCriteria, logits_process
 from saccade.engine import Engine
 from saccade.engine.row import RowPlan
 from saccade.errors import InputError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_of, of_row, process
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult

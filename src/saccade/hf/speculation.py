@@ -22,7 +22,7 @@ from saccade.engine.row import DecodingPlan, check_options
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
 from saccade.inputs.families import check, family_of, media_spans, split, vision_signature, visual_ids
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
 from saccade.methods import drafters
 from saccade.methods.compositions import Models

@@ -28,10 +28,9 @@ from saccade.inputs.chat import (
     with_sources,
 )
 from saccade.inputs.families import Unknown, family_of, media_spans, without_media
-from saccade.inputs.families.family import Features
+from saccade.inputs.families.family import Features, Medium, Prompt
 from saccade.inputs.media import LOCAL, MediaLimits, load_image, load_video
 from saccade.inputs.parts import ProcessorParts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
-from saccade.inputs.prompt import Medium, Prompt
 from saccade.wording import count, first_line
 
 Messages = Sequence[Mapping[str, Any]]

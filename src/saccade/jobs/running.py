@@ -20,9 +20,9 @@ from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import MediaOptions, RowInput
-from saccade.inputs.prompt import Prompt
 from saccade.jobs.item_sources import ItemSource
 from saccade.jobs.items import Item, PromptOptions
 from saccade.jobs.job import (
@@ -40,8 +40,7 @@ from saccade.jobs.job import (
 )
 from saccade.options import check_whole
 from saccade.resumable import Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, encoded
-from saccade.stream import GenerationOptions
-from saccade.text import text_of
+from saccade.stream import GenerationOptions, text_of
 from saccade.vlm import VLM
 
 

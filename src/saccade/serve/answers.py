@@ -14,7 +14,7 @@ from saccade.output import Output, TreeTrace
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.serve.owner import Event
 from saccade.serve.schemas import StreamOptions
-from saccade.text import Detokenizer, TokenTexts
+from saccade.stream import Detokenizer, TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from saccade.engine.row import RowPlan
 from saccade.engine.row import plan as plan_rows
 from saccade.grammar import Rollback, json_schema
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.serve.refusals import invalid
 from saccade.serve.schemas import Decoding, ResponseFormat
-from saccade.text import Detokenizer
+from saccade.stream import Detokenizer
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM

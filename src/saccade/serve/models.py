@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from saccade import methods
 from saccade.errors import MethodError
 from saccade.inputs.families import vision_signature, visual_ids
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import MediaLimits
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
-from saccade.inputs.prompt import Prompt
 from saccade.methods.settings import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of

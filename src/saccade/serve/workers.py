@@ -29,9 +29,9 @@ import torch
 from PIL import Image
 
 from saccade.errors import InputError, SaccadeError
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.inputs.media.decoder import confine
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
-from saccade.inputs.prompt import Medium, Prompt
 
 log = logging.getLogger("saccade.serve")
 KEPT = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")

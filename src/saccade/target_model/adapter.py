@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from saccade.errors import ModelError
 from saccade.inputs.families import family_of, join, type_ids
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
     ALL,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.inputs.families import family_of, media_spans, visual_mask
-from saccade.inputs.prompt import Medium, Prompt
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target, check_types
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from saccade.inputs.families import join, type_ids
-from saccade.inputs.prompt import Medium
+from saccade.inputs.families.family import Medium
 from saccade.target_model.adapter import Target
 from saccade.target_model.stock import ending_at
 

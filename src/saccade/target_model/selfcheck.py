@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.traits import LAYER_TYPES, Thresholds, ordinary_ids

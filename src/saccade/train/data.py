@@ -21,8 +21,8 @@ from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.inputs.chat import Slot, normalise, with_sources
 from saccade.inputs.conversations import resolve
 from saccade.inputs.families import visual_mask
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from saccade.memory_plan import LETTERS, letters
 from saccade.target_model.adapter import Target
 

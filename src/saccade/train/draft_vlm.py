@@ -17,8 +17,8 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
 from saccade.errors import ModelError, TrainingError
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from saccade.loading import check_checkpoint, draft_dtype, load_model, name_of, path_of, shared_vocabulary
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity

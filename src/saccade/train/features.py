@@ -18,7 +18,7 @@ from saccade.draft.pruning import Pruning
 from saccade.errors import InputError, TrainingError
 from saccade.files import writing
 from saccade.inputs.families import family_of, media_spans, type_ids, visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.stock import AttentionProbe, FeatureTap

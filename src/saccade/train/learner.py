@@ -15,8 +15,8 @@ from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.registry import part_of
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
+from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
 from saccade.train.data import Source

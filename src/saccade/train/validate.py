@@ -10,7 +10,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Chain, TreePolicy
 from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.loading import draft_dtype
 from saccade.target_model.adapter import Target
 

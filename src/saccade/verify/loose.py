@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.families import visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.options import FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, is_stateful, process
 from saccade.target_model.cache import to_device
 from saccade.target_model.context import Context, PrefillResult

@@ -24,7 +24,7 @@ from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request, RunningBatch
 from saccade.engine.row import plan
 from saccade.inputs.families import split, visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.target_model.adapter import Target
 

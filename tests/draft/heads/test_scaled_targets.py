@@ -18,7 +18,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.families import split
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.train.data import Sample

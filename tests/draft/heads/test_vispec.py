@@ -13,7 +13,7 @@ from families import FAMILIES
 from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.engine import Request
 from saccade.errors import ModelError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.train.data import Sample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features

@@ -18,7 +18,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train import Listed, Trainer
 from saccade.train.recipe import Stage, read_recipe

@@ -23,7 +23,7 @@ from saccade.draft.ensemble.weights import (
 )
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, PrefillResult

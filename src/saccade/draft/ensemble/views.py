@@ -25,9 +25,8 @@ from saccade.draft.model import ModelDraftSession
 from saccade.draft.pruning import Pruning, places_of, positions_to_drop, request_attention
 from saccade.errors import InputError, MethodError, ModelError
 from saccade.inputs.families import family_of, spans_with_wrappers, visual_ids, without_media
-from saccade.inputs.families.family import PoolPoint, half, side_of
+from saccade.inputs.families.family import Medium, PoolPoint, Prompt, half, side_of
 from saccade.inputs.processor import InputProcessor
-from saccade.inputs.prompt import Medium, Prompt
 from saccade.loading import adapt, check_checkpoint, load_model
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult

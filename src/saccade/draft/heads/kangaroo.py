@@ -15,7 +15,7 @@ from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context
 from saccade.target_model.stock import final_norm
 from saccade.tree import DraftTree

@@ -16,7 +16,7 @@ from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadSession
 from saccade.draft.trees.policy import Frontier, Proposer, grow
 from saccade.errors import ModelError
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree

@@ -18,7 +18,7 @@ from saccade.draft.heads.registry import part_of
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families import visual_mask
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult

@@ -17,7 +17,7 @@ from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.inputs.families import media_spans
-from saccade.inputs.prompt import Prompt
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
 
 

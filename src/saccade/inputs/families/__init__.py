@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import Family, Grid, Kind, MediumTensors, Tensors
+from saccade.inputs.families.family import Family, Grid, Kind, Medium, MediumTensors, Prompt, Tensors, digest
 from saccade.inputs.families.idefics import Idefics3, SmolVLM
 from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision, Pixtral
 from saccade.inputs.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
-from saccade.inputs.prompt import Medium, Prompt, digest
 
 
 class Text(Family):

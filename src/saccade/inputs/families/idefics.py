@@ -18,6 +18,7 @@ from saccade.inputs.families.family import (
     Features,
     Kind,
     Marks,
+    Medium,
     MediumTensors,
     PoolPoint,
     Tensors,
@@ -29,7 +30,6 @@ from saccade.inputs.families.family import (
     side_of,
 )
 from saccade.inputs.media import Video
-from saccade.inputs.prompt import Medium
 
 
 class Idefics3(Family):

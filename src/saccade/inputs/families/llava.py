@@ -17,6 +17,7 @@ from saccade.inputs.families.family import (
     Grid,
     Kind,
     Marks,
+    Medium,
     MediumTensors,
     PoolPoint,
     Tensors,
@@ -32,7 +33,6 @@ from saccade.inputs.families.family import (
     token_string,
 )
 from saccade.inputs.media import Video, wanted_frames
-from saccade.inputs.prompt import Medium
 
 
 class Llava(Family):

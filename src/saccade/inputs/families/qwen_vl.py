@@ -24,6 +24,7 @@ from saccade.inputs.families.family import (
     Grid,
     Kind,
     Marks,
+    Medium,
     MediumTensors,
     Tensors,
     half,
@@ -34,7 +35,6 @@ from saccade.inputs.families.family import (
     resize_frames,
 )
 from saccade.inputs.media import ASSUMED_FPS, Frames, Video
-from saccade.inputs.prompt import Medium
 
 _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
