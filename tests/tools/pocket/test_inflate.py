@@ -1,17 +1,18 @@
-"""Inflated checkpoints compute the small model's function, in stock classes, and refuse what does not fit."""
+"""Inflated models and mixtures of experts compute the small model's function; what does not fit is refused."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
 
+import saccade
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
@@ -22,6 +23,7 @@ from saccade.pocket import draw
 from tools.pocket.__main__ import inflate_model
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import batch_of, pixels
+from tools.pocket.experts import upcycle
 from tools.pocket.inflate import SHAPES, copies_of, inflate, inflate_head
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
@@ -62,18 +64,15 @@ def _logits(folder: Path, inputs: dict[str, torch.Tensor], dtype: torch.dtype = 
     return logits
 
 
-def _narrow(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
-    content["text_config"] |= changes
-    path.write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize("shape", ["256x5x8", pytest.param("1024x7x8", marks=pytest.mark.slow)])
 def test_a_thousand_positions_of_a_wide_model_keep_their_argmax(
     small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path, shape: str
 ) -> None:
     inflate(small, tmp_path / "wide", shape, dtype="float32")
+    files = [load_file(path) for path in (tmp_path / "wide").glob("*.safetensors")]
+    inner = [w for weights in files for name, w in weights.items() if "language_model" in name and "proj" in name]
+    zeros = sum(int((weight == 0).sum()) for weight in inner) / sum(weight.numel() for weight in inner)
+    assert zeros < 0.4, "new weights are numbers that the hardware has to multiply"
     here, there = _logits(small, inputs), _logits(tmp_path / "wide", inputs)
     assert here.shape[:2].numel() >= 1000
     assert torch.equal(here.argmax(-1), there.argmax(-1))
@@ -116,14 +115,6 @@ def test_the_folder_is_whole_and_comes_in_shards(small: Path, tmp_path: Path) ->
     ).convert_tokens_to_ids("<image>")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (out / name).read_bytes() == (small / name).read_bytes()
-
-
-def test_new_weights_are_numbers_that_the_hardware_has_to_multiply(small: Path, tmp_path: Path) -> None:
-    inflate(small, tmp_path / "wide", "256x8x8", dtype="float32")
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "wide")
-    weights = [w for n, w in model.model.language_model.named_parameters() if "proj" in n]
-    zeros = sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
-    assert zeros < 0.4
 
 
 @pytest.mark.parametrize("shape", ["256x5x8", "128x3x4"])
@@ -180,15 +171,65 @@ def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path)
         inflate(tmp_path, tmp_path / "wide", "128x4x4")
     with pytest.raises(ModelError, match="Unknown dtype 'int8'"):
         inflate(small, tmp_path / "wide", "128x4x4", dtype="int8")
+    config = json.loads((small / "config.json").read_text())
+    for changes, words in (
+        ({"attention_bias": True}, "biases in its layers"),
+        ({"attention_bias": False, "model_type": "gpt2"}, "of type 'gpt2'"),
+    ):
+        config["text_config"] |= changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=words):
+            inflate(tmp_path, tmp_path / "wide", "128x4x4")
 
 
-def test_other_language_models_and_biases_are_refused(small: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "odd"
-    odd.mkdir()
-    (odd / "config.json").write_text((small / "config.json").read_text())
-    _narrow(odd, attention_bias=True)
-    with pytest.raises(ModelError, match="biases in its layers"):
-        inflate(odd, tmp_path / "wide", "128x4x4")
-    _narrow(odd, attention_bias=False, model_type="gpt2")
-    with pytest.raises(ModelError, match="of type 'gpt2'"):
-        inflate(odd, tmp_path / "wide", "128x4x4")
+@pytest.fixture(scope="module")
+def mixture(small: Path) -> Path:
+    folder = small.parent / "mixture"
+    assert "M parameters" in upcycle(small, folder, 4, 2)
+    return folder
+
+
+@torch.no_grad()
+def test_logits_are_the_dense_model_s(small: Path, mixture: Path) -> None:
+    ids = torch.arange(20, 60)[None]
+    one, other = (
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=ids).logits
+        for folder in (small, mixture)
+    )
+    assert (one - other).abs().max() < 1e-4 * one.abs().max(), "sums of two halves round once more"
+
+
+@torch.no_grad()
+def test_tokens_go_to_different_experts(mixture: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(mixture, dtype=torch.float32).eval()
+    routers = [layer.mlp.gate for layer in model.model.language_model.layers]
+    sent: list[torch.Tensor] = []
+    for router in routers:
+        router.register_forward_hook(lambda module, given, out: sent.append(out[-1]))
+    model(input_ids=torch.arange(20, 60)[None])
+    assert len(sent) == 3
+    for chosen in sent:
+        counts = torch.bincount(chosen.flatten(), minlength=4)
+        assert counts.sum() == 2 * 40
+        assert (counts > 0).all()
+
+
+def test_drafting_for_a_mixture_changes_no_token(small: Path, mixture: Path) -> None:
+    vlm = saccade.load(str(mixture), str(small), "chain", dtype="float32", draft_dtype="float32")
+    question = draw(0, "scene").messages()
+    plain = vlm.using("plain").generate(question, max_new_tokens=16)
+    for method in ("chain", "sage"):
+        drafted = vlm.using(method).generate(question, max_new_tokens=16)
+        assert drafted.tokens == plain.tokens
+        assert drafted.stats.target_passes < plain.stats.target_passes
+
+
+def test_what_cannot_be_upcycled_is_refused_in_one_sentence(small: Path, mixture: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not empty; choose a new folder"):
+        upcycle(small, mixture)
+    with pytest.raises(ModelError, match="1 to 2 experts of 2, not to 3"):
+        upcycle(small, tmp_path / "new", 2, 3)
+    with pytest.raises(ModelError, match="type 'mixtral'; only a Llama without biases"):
+        upcycle(mixture, tmp_path / "new")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        upcycle(tmp_path, tmp_path / "new")
