@@ -1,4 +1,4 @@
-"""Random trees of tests/draft, exact enumeration of tests/conformance, and random numbers that never change."""
+"""Helpers of other folders (random trees, exact enumeration, engines), and random numbers that never change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("draft", "conformance"):
+for folder in ("draft", "conformance", "engine"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 

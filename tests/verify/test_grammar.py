@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from kit import engine, prompts
 from random_trees import NaiveTree, draft_tree
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
@@ -18,13 +19,9 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from families import FAMILIES, FIRST_WORD, VOCAB, reference_greedy
 from saccade import hf
-from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.policy import Chain, StaticTree
-from saccade.engine import Engine, Request
+from saccade.engine import Request
 from saccade.errors import InputError
 from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema
-from saccade.inputs.families import split
-from saccade.target_model.adapter import Target
 from saccade.verify.rule import Processing, RowProcessing
 
 CASE = FAMILIES["llama"]
@@ -36,7 +33,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NEW = 40
-POLICIES = {"chain": Chain(4), "tree": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])}
 
 
 class Brackets(Rollback):
@@ -119,18 +115,9 @@ def answers(name: str, rows: int = 3) -> list[list[int]]:
 
 
 def run(name: str, policy: str, **options: Any) -> list[list[int]]:
-    target = Target(CASE.model())
-    engine = Engine(target, ModelDrafter(Target(CASE.draft_model()), POLICIES[policy]))
-    asked = [Request(p, seed=i) for i, p in enumerate(split(target.config, CASE.inputs("text", rows=3)))]
-    more = {"eos_token_id": END, "max_new_tokens": NEW, "logits_processor": [grammar(name)], **options}
-    outputs = engine.generate(asked, **more)
-    return [o.tokens for o in outputs]
-
-
-def follows(name: str, tokens: Sequence[int]) -> bool:
-    own = grammar(name)
-    matcher = own.matcher()
-    return all(own.accept(matcher, t) for t in tokens if t != END)
+    requests = [Request(prompt, seed=row) for row, prompt in enumerate(prompts()[:3])]
+    options = {"eos_token_id": END, "max_new_tokens": NEW, "logits_processor": [grammar(name)], **options}
+    return [output.tokens for output in engine(policy).generate(requests, **options)]
 
 
 def legal_tree(own: Rollback, said: Sequence[int], source: torch.Generator) -> NaiveTree:
@@ -167,7 +154,7 @@ def test_every_branch_is_scored_as_by_a_matcher_of_its_own(name: str) -> None:
         said += tree.below_root(len(tree.tokens) - 1 - len(said) % 3)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["chain", "static"])
 @GRAMMAR
 def test_greedy_answers_are_those_of_plain_decoding(name: str, policy: str) -> None:
     assert run(name, policy) == answers(name)
@@ -175,20 +162,17 @@ def test_greedy_answers_are_those_of_plain_decoding(name: str, policy: str) -> N
 
 @GRAMMAR
 def test_sampled_answers_follow_the_grammar(name: str) -> None:
-    for tokens in run(name, "tree", do_sample=True, temperature=1.2):
-        assert follows(name, tokens)
+    for tokens in run(name, "static", do_sample=True, temperature=1.2):
+        own = grammar(name)
+        matcher = own.matcher()
+        assert all(own.accept(matcher, token) for token in tokens if token != END)
 
 
 @GRAMMAR
 def test_a_grammar_holds_inside_generate_too(name: str) -> None:
-    inputs = CASE.inputs("text", rows=2)
-    out = CASE.model().generate(
-        **inputs,
-        max_new_tokens=NEW,
-        eos_token_id=END,
-        logits_processor=[grammar(name)],
-        custom_generate=hf.speculate(CASE.draft_model(), gamma=3),
-    )
+    inputs, drafted = CASE.inputs("text", rows=2), hf.speculate(CASE.draft_model(), gamma=3)
+    options = {"max_new_tokens": NEW, "eos_token_id": END, "logits_processor": [grammar(name)]}
+    out = CASE.model().generate(**inputs, **options, custom_generate=drafted)
     new = out[:, inputs["input_ids"].shape[1] :].tolist()
     wanted = answers(name, 2)
     assert [row[: len(w)] for row, w in zip(new, wanted, strict=True)] == wanted
@@ -196,18 +180,9 @@ def test_a_grammar_holds_inside_generate_too(name: str) -> None:
 
 @BACKEND
 def test_an_answer_that_ended_is_json_of_the_schema(name: str) -> None:
-    own = json_schema(
-        {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-        tokenizer(),
-        VOCAB,
-        name,
-    )  # type: ignore[arg-type]
-    for tokens in run(name, "tree", logits_processor=[own], max_new_tokens=60):
+    schema = {**SCHEMA, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    own = json_schema(schema, tokenizer(), VOCAB, name)
+    for tokens in run(name, "static", logits_processor=[own], max_new_tokens=60):
         assert tokens[-1] == END
         text = "".join(tokenizer().convert_ids_to_tokens(tokens[:-1]))
         assert json.loads(text)["a"] in (1, 2)
@@ -271,13 +246,13 @@ def test_the_installed_backend_is_chosen(installed: tuple[str, ...], monkeypatch
     assert isinstance(json_schema(SCHEMA, tokenizer(), VOCAB), expected)
 
 
-@pytest.mark.parametrize("backend", [None, "xgrammar"])
-def test_a_missing_backend_is_named_with_the_command_that_installs_it(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_is_missing_or_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.grammar.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"llguidance or xgrammar; run `pip install 'saccade\[grammar\]'`"):
-        json_schema(SCHEMA, tokenizer(), VOCAB, backend)
+    for backend in (None, "xgrammar"):
+        with pytest.raises(InputError, match=r"llguidance or xgrammar; run `pip install 'saccade\[grammar\]'`"):
+            json_schema(SCHEMA, tokenizer(), VOCAB, backend)
+    with pytest.raises(InputError, match="no backend 'outlines'"):
+        json_schema({}, None, 10, "outlines")
 
 
 def test_xgrammar_s_own_processor_is_taken_as_its_grammar() -> None:
@@ -287,9 +262,9 @@ def test_xgrammar_s_own_processor_is_taken_as_its_grammar() -> None:
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCAB)
     compact = {"any_whitespace": False, "separators": (",", ":")}
     compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), **compact)
-    assert run("xgrammar", "tree", logits_processor=[Theirs(compiled)]) == answers("xgrammar")
+    assert run("xgrammar", "static", logits_processor=[Theirs(compiled)]) == answers("xgrammar")
     with pytest.raises(InputError, match="no grammar for row 2"):
-        run("xgrammar", "tree", logits_processor=[Theirs([compiled, compiled])])
+        run("xgrammar", "static", logits_processor=[Theirs([compiled, compiled])])
 
 
 def test_what_leaves_the_grammar_is_refused() -> None:
@@ -297,8 +272,3 @@ def test_what_leaves_the_grammar_is_refused() -> None:
     state = own.advance(own.advance(own.start([1, 2]), 20), 31)
     with pytest.raises(InputError, match="does not allow token 31 behind 1 new tokens"):
         own.scores(state, torch.zeros(VOCAB))
-
-
-def test_a_backend_that_is_unknown_is_refused() -> None:
-    with pytest.raises(InputError, match="no backend 'outlines'"):
-        json_schema({}, None, 10, "outlines")  # type: ignore[arg-type]

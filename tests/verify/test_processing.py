@@ -1,8 +1,8 @@
-"""Every node's scores are what the processors give for that node's own prefix."""
+"""Every node's scores are what the processors give for that node's own prefix, which plain decoding must come to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import METHODS, engine, prompts
 from random_trees import NaiveTree, draft_tree, trees
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from saccade.processors import PREFIX_FREE
+from families import FAMILIES
+from saccade.engine import Request
+from saccade.errors import InputError
+from saccade.hf import speculate
+from saccade.processors import PREFIX_FREE, stateless
 from saccade.verify.rule import Processing, RowProcessing
 
 VOCAB = 5
@@ -142,3 +147,155 @@ def test_rows_may_join_and_leave_between_two_forwards() -> None:
     both = draft_tree([NaiveTree((0, 0), (4, 1), (True, True))] * 2)
     scores = Processing([second, first])(both, torch.zeros(2, 2, VOCAB), [[4], [1, 2, 3, 4]])
     assert scores[..., 0].tolist() == [[0, 1], [7, 8]]
+
+
+class Forbidding:
+    """Forbids some tokens everywhere, and notes what it was shown."""
+
+    def __init__(self, forbidden: set[int]) -> None:
+        self.forbidden = forbidden
+        self.shown: list[list[int]] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.shown += ids.tolist()
+        return scores.index_fill(1, torch.tensor(sorted(self.forbidden), dtype=torch.long), -torch.inf)
+
+
+TOKENS = st.sets(st.integers(0, VOCAB - 1), max_size=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trees(rows=2, vocab=VOCAB),
+    st.lists(TOKENS, min_size=2, max_size=2),
+    st.lists(TOKENS, min_size=2, max_size=2),
+    st.lists(st.integers(0, 4), min_size=2, max_size=2),
+)
+def test_no_prefix_behind_a_forbidden_token_an_end_or_without_room_is_shown(
+    rows: list[NaiveTree], forbidden: list[set[int]], ends: list[set[int]], room: list[int]
+) -> None:
+    processors = [Forbidding(tokens) for tokens in forbidden]
+    tree = draft_tree(rows)
+    Processing([[p] for p in processors], ends)(tree, torch.zeros(2, tree.size, VOCAB), PREFIXES, room)
+    for row, naive_tree in enumerate(rows):
+        said = [naive_tree.below_root(node) for node, valid in enumerate(naive_tree.valid) if valid]
+        reached = [
+            PREFIXES[row] + text
+            for text in said
+            if len(text) < room[row] and not (forbidden[row] | ends[row]) & {*text}
+        ]
+        assert sorted(processors[row].shown) == sorted(reached)
+
+
+# --------------------------------------------------------------------------- constraints that end
+
+WORDS = [
+    [20, 30, 40, 50, 60, 70, 80, 90],
+    [20, 31, 41, 51, 61, 71, 81, 91],
+    [25, 35, 45, 55, 65, 75, 85, 95],
+]
+"""All that may be said; the same token never stands in two places, and all words end together."""
+
+
+def may_follow(said: Sequence[int], words: Sequence[Sequence[int]]) -> list[int]:
+    follow = sorted({w[len(said)] for w in words if w[: len(said)] == [*said] and len(w) > len(said)})
+    assert follow, f"plain decoding never asks what follows {said}"
+    return follow
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_a_constraint_is_only_asked_what_it_can_answer(method: str, do_sample: bool) -> None:
+    """Words of as many tokens as may be said, and shorter ones behind which the row ends."""
+    lengths = {len(p) for p in prompts()}
+    assert len(lengths) > 1
+    for words, n, eos in (
+        (WORDS, 8, None),
+        ([[*w[: 3 + 2 * i], 7] for i, w in enumerate(WORDS)], 20, 7),
+    ):
+
+        def allowed(row: int, ids: Tensor, words: Any = words) -> list[int]:
+            return may_follow(ids[len(prompts()[row]) :].tolist(), words)
+
+        options = {"do_sample": do_sample, "eos_token_id": eos, "max_new_tokens": n}
+        requests = [Request(p, seed=3) for p in prompts()]
+        outputs = engine(method).generate(requests, prefix_allowed_tokens_fn=allowed, **options)
+        for row, (prompt, output) in enumerate(zip(prompts(), outputs, strict=True)):
+            assert output.tokens in words
+            if do_sample:
+                continue
+            ids = torch.tensor([prompt.ids])
+            expected = (
+                FAMILIES["llama"]
+                .model()
+                .generate(ids, prefix_allowed_tokens_fn=lambda _, ids, r=row: allowed(r, ids), **options)
+            )
+            assert output.tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_a_constraint_holds_in_generate_of_transformers() -> None:
+    case, prompt = FAMILIES["llama"], prompts()[0]
+    ids = torch.tensor([prompt.ids])
+
+    def allowed(_: int, ids: Tensor) -> list[int]:
+        return may_follow(ids[len(prompt) :].tolist(), WORDS)
+
+    options: dict[str, Any] = {"max_new_tokens": 8, "prefix_allowed_tokens_fn": allowed}
+    expected = case.model().generate(ids, **options)
+    assert torch.equal(case.model().generate(ids, custom_generate=speculate(case.draft_model()), **options), expected)
+
+
+def test_an_id_that_the_target_cannot_emit_is_passed_over() -> None:
+    """Placeholders may have ids behind the last row of the output layer."""
+    tree = draft_tree([NaiveTree((0, 0, 0), (1, VOCAB + 2, 2), (True,) * 3)])
+    processor = Forbidding(set())
+    Processing([[processor]])(tree, torch.zeros(1, 3, VOCAB), [[3, 1]])
+    assert processor.shown == [[3, 1], [3, 1, 2]]
+
+
+# --------------------------------------------------------------------------- nothing to sample from
+
+
+def spoiling(at: int, value: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """A processor that gives every token this score once a prefix has ``at`` tokens."""
+
+    def spoil(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, value) if ids.shape[1] == at else scores
+
+    return stateless(spoil)
+
+
+def sample(method: str, new: int = 12, **options: Any) -> list[list[int]]:
+    requests = [Request(prompt, seed=row) for row, prompt in enumerate(prompts()[:2])]
+    return [o.tokens for o in engine(method).generate(requests, max_new_tokens=new, do_sample=True, **options)]
+
+
+METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+@METHOD
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf")])
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_scores_without_a_finite_maximum_are_refused_with_the_processors_names(
+    method: str, value: float, after: int
+) -> None:
+    processor = spoiling(len(prompts()[1]) + after, value)
+    message = rf"processors of the row \(spoil, .*\) leave nothing to sample from after {after} new tokens"
+    with pytest.raises(InputError, match=message):
+        sample(method, logits_processor=[processor], top_k=20)
+
+
+@METHOD
+def test_scores_behind_a_rows_end_do_not_matter(method: str) -> None:
+    longest = max(len(p) for p in prompts()[:2])
+    assert sample(method, 6, logits_processor=[spoiling(longest + 6, float("-inf"))]) == sample(method, 6)
+
+
+@METHOD
+def test_one_token_that_is_left_is_taken(method: str) -> None:
+    def only(ids: Tensor, scores: Tensor) -> Tensor:
+        left = torch.full_like(scores, float("-inf"))
+        left[:, 77] = scores[:, 77]
+        return left
+
+    assert sample(method, 5, logits_processor=[stateless(only)]) == [[77] * 5] * 2
