@@ -104,7 +104,7 @@ def test_what_is_not_there_is_an_error_unless_it_is_optional(
 def test_a_task_that_the_model_cannot_see_or_hold_is_left_out_or_an_error(
     vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, context = type(vlm.processor).prompt, vlm.target.traits.context
+    prompt, context = type(vlm.processor).prompt, vlm.target.traits.limits.context
     assert context is not None
     videos = [InputError("The model takes images but no videos."), context + 1]
 

@@ -194,7 +194,7 @@ def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> N
 @pytest.mark.parametrize("fit", [True, False])
 def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counted(tmp_path: Path, fit: bool) -> None:
     own, said = target("llama"), list[str]()
-    short, context = samples("llama", 3), own.traits.context
+    short, context = samples("llama", 3), own.traits.limits.context
     assert context is not None
     full = [Prompt((5,) * n) for n in (context - 127, context, context + 1)]
     prompts = [s.prompt for s in short] if fit else []

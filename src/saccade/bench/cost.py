@@ -69,7 +69,7 @@ def measure(
     kv, seconds = _passes(target, prompt, wanted)
     drafts: dict[int, float] = {}
     if draft is not None:
-        few, limit = [s for s in wanted if s <= SIZES[3]], draft.traits.context
+        few, limit = [s for s in wanted if s <= SIZES[3]], draft.traits.limits.context
         length = len(prompt) if limit is None else min(len(prompt), max(limit - few[-1], 1))
         _, drafts = _passes(draft, Prompt(tuple(islice(cycle(text.ids), length))), few)
     steps = {name: _head_step(head, target, prompt) for name, head in (heads or {}).items()}
@@ -78,7 +78,7 @@ def measure(
 
 @torch.inference_mode()
 def _passes(model: Target, prompt: Prompt, sizes: list[int]) -> tuple[int, dict[int, float]]:
-    limit = model.traits.context
+    limit = model.traits.limits.context
     room = sizes[-1] if limit is None else limit - len(prompt)
     sizes = [s for s in sizes if s <= room]
     context = Context(model, 1)

@@ -109,7 +109,7 @@ def plan(
     sources = (options.get("max_length"), getattr(generation_config, "max_length", None))
     # Not the resolved one, which defaults to `generate`'s 20.
     longest = next((n for n in (*sources, model.generation_config.max_length) if n is not None), None)
-    limits = [_new_tokens(config.max_new_tokens, longest, len(p), target.traits.context) for p in prompts]
+    limits = [_new_tokens(config.max_new_tokens, longest, len(p), target.traits.limits.context) for p in prompts]
     rows = []
     for index, prompt in enumerate(prompts):
         config.max_new_tokens = limits[index]

@@ -309,7 +309,7 @@ class EvaluatedModel:
         vlm = self.vlm
         options = dict(chosen.options)
         request = vlm.request(self._input(question), seeds_of(chosen.seed, 1)[0])
-        room = vlm.target.traits.context
+        room = vlm.target.traits.limits.context
         if room is not None and 0 < room - len(request.prompt) < options["max_new_tokens"]:
             self.log(
                 f"Task {question.task} asks for up to {options['max_new_tokens']} tokens, more than the model's "

@@ -132,7 +132,7 @@ class Planner:
     @property
     def context(self) -> int | None:
         """Tokens of the model's context; None without a limit."""
-        return self._vlm.target.traits.context
+        return self._vlm.target.traits.limits.context
 
     def plan(self, body: Decoding, prompt: Prompt) -> Planned:
         options = self.options(body, prompt)

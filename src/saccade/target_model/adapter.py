@@ -23,6 +23,7 @@ from saccade.target_model.forward import (
     Requirements,
     TokenBlock,
     concat_outputs,
+    ending_at,
     pack_deepstack,
     replaced_embeddings,
     split_outputs,
@@ -30,7 +31,7 @@ from saccade.target_model.forward import (
 from saccade.target_model.graphs import GraphPool
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
 from saccade.target_model.sharding import Ranks, Shards
-from saccade.target_model.stock import FeatureTap, can_switch_attention, ending_at, mask_labels, packing
+from saccade.target_model.stock import FeatureTap, can_switch_attention, mask_labels, packing
 from saccade.target_model.traits import ModelTraits, compute_device
 
 

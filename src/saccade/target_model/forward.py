@@ -1,4 +1,4 @@
-"""Inputs, outputs, masks and layout of one packed forward.
+"""Inputs, outputs, limits, masks and layout of one packed forward.
 
 All rows' new tokens run as one sequence through the matrix products; attention runs row by row over each row's own
 entries. Neighbouring rows with equally many tokens at equal distances in the arena form a group, which the kernel takes
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.errors import ModelError
+from saccade.errors import InputError, ModelError
 
 Mask = Tensor | dict[str, Tensor]
 
@@ -171,6 +171,108 @@ def replaced_embeddings(
         raise ModelError(
             f"{type(decoder).__name__} was called {len(calls)} times in one forward, where once was expected."
         )
+
+
+class _Reached(Exception):
+    """Raised right before a module runs."""
+
+
+@contextmanager
+def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
+    arguments: dict[str, Any] = {}
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
+        raise _Reached
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        yield arguments
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+
+
+class ContextError(InputError):
+    """Sequence longer than the model's context."""
+
+    def __init__(self, length: int, context: int) -> None:
+        super().__init__(
+            f"The sequence needs {length} tokens but this model's context is {context}; shorten the prompt, "
+            "use fewer or smaller images, or lower max_new_tokens."
+        )
+        self.length, self.context = length, context
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds of one model, in tokens."""
+
+    context: int | None  # longest supported sequence, or None when the configuration has none
+    longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
+
+    @classmethod
+    def of(cls, text_config: Any) -> ModelLimits:
+        """Read a decoder's configuration."""
+        thresholds = [
+            rope["original_max_position_embeddings"]
+            for rope in _ropes(getattr(text_config, "rope_parameters", None))
+            if rope.get("rope_type") == "longrope"
+        ]
+        return cls(getattr(text_config, "max_position_embeddings", None), min(thresholds, default=None))
+
+    def check(self, length: int) -> None:
+        """Raise `InputError` when a sequence of ``length`` tokens does not fit the context."""
+        if length < 1:
+            raise InputError("The prompt is empty; give at least one token of text.")
+        if self.context is not None and length > self.context:
+            raise ContextError(length, self.context)
+
+    def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
+        """Raise `InputError` for rows that do not fit the context, or one side of the longrope threshold, together."""
+        ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
+        for end in ends:
+            self.check(end)
+        threshold = self.longrope_threshold
+        if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
+            raise InputError(
+                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
+                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
+                "max_new_tokens, or run only longer prompts together."
+            )
+
+    def is_long(self, length: int) -> bool:
+        """Whether a sequence uses a longrope embedding's long factors."""
+        return self.longrope_threshold is not None and length > self.longrope_threshold
+
+    def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
+        """Clamp positions ``[B, Q]`` of new tokens to the last valid one of these rows.
+
+        Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
+        the embedding of the whole pass.
+        Shapes: ahead ``[B, 1]``.
+        """
+        bound = self.context
+        if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
+            bound = self.longrope_threshold
+        if bound is None:
+            return positions
+        if ahead is None:
+            return positions.clamp(max=bound - 1)
+        return positions.minimum(ahead.clamp(min=0) + (bound - 1))
+
+
+def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+    """Rotary embeddings of a configuration: one, or one per layer type."""
+    if not isinstance(parameters, dict):
+        return
+    if "rope_type" in parameters:
+        yield parameters
+        return
+    for part in parameters.values():
+        yield from _ropes(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -419,11 +419,11 @@ def exact_decoder(target: Any) -> LeanDecoder:
             f"Exact mode computes sums in float64, which it expects of {' and '.join(DEVICES)} devices alone, not of "
             f"{kind}; load the model on the CPU, or leave exact out."
         )
-    keys = (target.traits.context or _CONTEXT) + _BEYOND
+    keys = (target.traits.limits.context or _CONTEXT) + _BEYOND
     if keys > MAX_KEYS:
         raise ModelError(
             f"Exact mode sums over at most {MAX_KEYS - _BEYOND} tokens, but the model's context is "
-            f"{target.traits.context}; lower max_position_embeddings in its configuration, or leave exact out."
+            f"{target.traits.limits.context}; lower max_position_embeddings in its configuration, or leave exact out."
         )
     decoder = None
     if target.traits.tested:

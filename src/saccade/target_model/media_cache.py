@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from saccade.inputs.families import join, type_ids
 from saccade.inputs.families.family import Medium
 from saccade.target_model.adapter import Target
-from saccade.target_model.stock import ending_at
+from saccade.target_model.forward import ending_at
 
 MEDIA_BYTES = 256 * 2**20
 """Default size limit of a cache."""

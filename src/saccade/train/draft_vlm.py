@@ -68,7 +68,7 @@ class DraftVlmLearner:
         self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
         self.terms = terms_of(self._objective)
         self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
-        self._say, self._context = say, self._own.traits.context
+        self._say, self._context = say, self._own.traits.limits.context
         self._long: set[int] = set()
         self._check_lengths()
 

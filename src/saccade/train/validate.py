@@ -45,7 +45,7 @@ class EngineMeasure:
 
 def fitting(prompts: Sequence[Prompt], room: int, models: Sequence[Target], say: Callable[[str], None]) -> list[Prompt]:
     """Return prompts that leave ``room`` tokens in the contexts of all models, and report the others."""
-    contexts = [m.traits.context for m in models if m.traits.context is not None]
+    contexts = [m.traits.limits.context for m in models if m.traits.limits.context is not None]
     if not contexts:
         return list(prompts)
     fit = [p for p in prompts if len(p) + room <= min(contexts)]
