@@ -50,11 +50,14 @@ def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source:
     )
 
 
-def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_whole_lines_and_says_how_to_go_on(
+    shell: Shell, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = os.write
 
     def interrupted(file: int, data: Any) -> int:
         if file > 2 and os.fstat(file).st_size:
+            stock(file, bytes(data)[:7])
             raise KeyboardInterrupt
         return stock(file, data)
 
@@ -62,41 +65,28 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, source: Path, monkeypatch: pytes
         patch.setattr(resumable.os, "write", interrupted)
         stopped = shell(*command(source))
     assert stopped.code == 130
-    assert f"Stopped. The answers so far are in {source.parent / 'out'}; the same command resumes" in stopped.err
-    assert 0 < len(rows(source.parent / "out")) < 5
+    out = source.parent / "out"
+    assert f"Stopped. The answers so far are in {out}; the same command resumes" in stopped.err
+    left = (out / "answers.jsonl").read_bytes()
+    assert left.endswith(b"\n")
+    assert 0 < len(rows(out)) < 5
     assert shell(*command(source)).code == 0
-    assert len(rows(source.parent / "out")) == 5
+    assert (out / "answers.jsonl").read_bytes().startswith(left)
+    assert len(rows(out)) == 5
 
 
-def test_what_is_wrong_is_one_sentence(shell: Shell, source: Path) -> None:
-    out = source.parent / "x"
-    refused: dict[str, list[Any]] = {
-        "No model is named": ["distill", source, "-o", out],
-        "--actors is for engines on Ray": ["distill", source, "-t", ready("llava"), "-o", out, "--actors", "2"],
-        "Method fly is lossy": [*command(source), "-m", "fly"],
-        "Unknown method 'nope'": [*command(source), "-m", "nope"],
-        "sampled_share must be": [*command(source), "--sampled-share", "2"],
-        "There is no file": command(source.parent / "none.jsonl"),
-        "count is for pocket sources": [*command(source), "--count", "3"],
-        "images/a.png does not exist in": [*command(source), "--media-root", source.parent / "images"],
-        "There is no pocket task 'poem'": ["distill", "pocket:poem", "-t", ready("llava"), "-o", out],
-    }
-    for words, arguments in refused.items():
-        assert words in shell(*arguments).complaint
-
-
-def test_an_output_or_a_choice_that_cannot_be_is_refused_before_models_are_loaded(
+def test_what_cannot_be_is_refused_in_one_sentence_before_models_are_loaded(
     shell: Shell, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(screen, "load_models", None)
+    new = ["-o", source.parent / "x"]
     refused: dict[str, list[Any]] = {
+        "No model is named": ["distill", source, *new],
+        "--actors is for engines on Ray": ["distill", source, "-t", ready("llava"), *new, "--actors", "2"],
         "on_bad_line must be stop or skip, not 'cry'": [*command(source), "--on-bad-line", "cry"],
-        f"{source} is a file, where a folder is needed; choose another folder": [
-            *command(source),
-            "-o",
-            source / "out",
-        ],
-        "is not empty and holds no distill.json of an earlier attempt": [*command(source), "-o", source.parent],
+        f"{source} is a file, where a folder is needed; choose another folder": command(source, "-o", source / "out"),
+        "is not empty and holds no distill.json of an earlier attempt": command(source, "-o", source.parent),
     }
     for words, arguments in refused.items():
         assert words in shell(*arguments).complaint
+    assert sorted(path.name for path in source.parent.iterdir()) == ["images", "prompts.jsonl"]

@@ -11,7 +11,7 @@ from prompt_lines import asks, talks
 
 from saccade.distill.planning import Duplicates
 from saccade.errors import InputError
-from saccade.inputs.conversations import parse_conversation, resolve, resolve_media, text_of
+from saccade.inputs.conversations import parse_conversation, resolve, resolve_media
 
 IMAGE = {"type": "image", "image": "a.png"}
 
@@ -28,21 +28,17 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
+def open_end(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": "."} for role in roles]}
+
+
 @pytest.mark.parametrize(
     "row",
     [
         talks("x", ("<image>\nWhat?", "This."), image="a.png"),
         talks("x", ("What?", "This."), image=["a.png"]),
         {**talks("x", ("<image>\nWhat?", "This.")), "images": ["a.png"], "data_source": "anything"},
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, words("What?")],
-                },
-                {"role": "assistant", "content": "This."},
-            ]
-        },
+        {"messages": [*asks("What?", "a.png")["messages"], {"role": "assistant", "content": "This."}]},
         {"messages": [user(IMAGE, words("What?")), {"role": "assistant", "content": [words("This.")]}]},
     ],
 )
@@ -70,12 +66,40 @@ def test_images_stand_where_their_marks_are_and_videos_too() -> None:
     assert told(frames)[0]["content"][0] == {"type": "video", "video": ["1.png", "2.png"]}
 
 
-def test_every_assistant_turn_is_a_question_and_so_is_an_open_end() -> None:
-    conversation = parse_conversation(json.dumps(talks("x", ("One?", "1"), ("Two?", "2"))))
-    assert [text_of(conversation.messages[i]) for i in conversation.questions] == ["One?", "Two?"]
-    roles = ["system", "assistant", "user", "user", "assistant", "user"]
-    row = {"messages": [{"role": role, "content": "."} for role in roles]}
-    assert parse_conversation(json.dumps(row)).questions == [3, 5]
+@pytest.mark.parametrize(
+    ("row", "roles", "questions"),
+    [
+        (talks("x", ("One?", "1"), ("Two?", "2")), ["user", "assistant"] * 2, [0, 2]),
+        (open_end("system", "assistant", "user", "user", "assistant", "user"), None, [3, 5]),
+        (
+            {
+                "conversations": [
+                    {"from": "chatgpt", "value": "... on."},
+                    *talks("x", ("Then?", "No."))["conversations"],
+                ]
+            },
+            ["user", "assistant"],
+            [0],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "gpt", "value": "... on."},
+                    *talks("x", ("Then?", "No."))["conversations"],
+                ]
+            },
+            ["system", "user", "assistant"],
+            [1],
+        ),
+    ],
+)
+def test_every_assistant_turn_is_a_question_and_so_is_an_open_end(
+    row: dict[str, Any], roles: list[str] | None, questions: list[int]
+) -> None:
+    conversation = parse_conversation(json.dumps(row))
+    assert conversation.questions == questions
+    assert roles in (None, [message["role"] for message in conversation.messages])
 
 
 @pytest.mark.parametrize(
@@ -147,22 +171,6 @@ def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pi
     assert first("seven", "What?", "b.png", "a.png") == "seven", "order counts"
     assert first("eight", "What?", "b.png", "a.png") == "seven"
     assert len(read) == len(set(read)), "no file is read twice"
-
-
-def test_files_of_one_size_with_other_bytes_are_no_duplicates(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"one")
-    (tmp_path / "b").write_bytes(b"two")
-    seen = Duplicates(tmp_path)
-    assert [seen.first(n, told(asks("?", n))) for n in ("a", "b", "a")] == ["a", "b", "a"]
-
-
-def test_answers_ahead_of_the_first_question_are_left_out() -> None:
-    turns = [
-        {"from": "system", "value": "Be brief."},
-        {"from": "chatgpt", "value": "... goes on."},
-        {"from": "human", "value": "And then?"},
-        {"from": "gpt", "value": "Nothing."},
-    ]
-    found = parse_conversation(json.dumps({"id": "QWJhYvA_0", "conversations": turns}))
-    assert [m["role"] for m in found.messages] == ["system", "user", "assistant"]
-    assert found.questions == [1]
+    for name, content in (("x", b"one"), ("y", b"two")):
+        (pictures / name).write_bytes(content)
+    assert [first(name, "?", name) for name in ("x", "y", "x")] == ["x", "y", "x"], "of one size, with other bytes"

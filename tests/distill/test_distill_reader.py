@@ -39,44 +39,28 @@ def test_any_answer_is_found_without_reading_the_others(written: Callable[..., P
     assert len(read_answers(tmp_path / "out" / "answers.jsonl")) == 9, "a torn line is none"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SaccadeError, match="There are no answers in"):
-        read_answers(tmp_path)
-
-
-def test_pocket_answers_stand_alone_after_a_move(tmp_path: Path) -> None:
-    pocket(tmp_path / "here")
+def test_pocket_answers_stand_alone_after_a_move_with_every_pixel_and_turn(tmp_path: Path) -> None:
+    source = "pocket:chart,scene,video-question,followup"
+    pocket(tmp_path / "here", source, count=2)
     (tmp_path / "here").rename(tmp_path / "there")
-    answers = read_answers(tmp_path / "there")
-    assert {a.id for a in answers} == {f"{t}-{1_000_000 + n}" for t in ("chart", "scene") for n in range(3)}
+    answers = {answer.id: answer for answer in read_answers(tmp_path / "there")}
     target = vlm("qwen", method="plain")
-    for answer in answers:
-        task, seed = answer.id.split("-")
-        sample = draw(int(seed), task)
-        seen, drawn = (target.processor.prompt(m) for m in (answer.messages, sample.messages()))
-        assert seen.ids == drawn.ids
-        assert [m.digest for m in seen.media] == [m.digest for m in drawn.media], "not one pixel differs"
-        if not answer.temperature:
-            assert target.generate(drawn, max_new_tokens=5).tokens == answer.answer_ids
-    assert pocket(tmp_path / "there").answered == 0, "and it can go on there"
-
-
-def test_pocket_videos_and_turns_are_written_exactly(tmp_path: Path) -> None:
-    pocket(tmp_path / "out", "pocket:video-question,followup", count=1)
-    answers = {a.id: a for a in read_answers(tmp_path / "out")}
-    turns = len(draw(1_000_000, "followup").turns) + 1
-    assert turns > 1
-    assert set(answers) == {"video-question-1000000", *(f"followup-1000000/{n + 1}" for n in range(turns))}
-    target = vlm("qwen", method="plain")
-    for name, task in (
-        ("video-question-1000000", "video-question"),
-        (f"followup-1000000/{turns}", "followup"),
-    ):
-        sample = draw(1_000_000, task)
-        seen, drawn = (target.processor.prompt(m) for m in (answers[name].messages, sample.messages()))
-        assert seen.ids == drawn.ids
-        assert [(m.kind, m.digest) for m in seen.media] == [(m.kind, m.digest) for m in drawn.media]
-        assert seen.media[0].kind == ("video" if sample.video else "image")
+    expected: set[str] = set()
+    for task in source.removeprefix("pocket:").split(","):
+        for seed in (1_000_000, 1_000_001):
+            sample = draw(seed, task)
+            turns = [f"{task}-{seed}/{n + 1}" for n in range(len(sample.turns) + 1)] if sample.turns else []
+            names = turns or [f"{task}-{seed}"]
+            expected.update(names)
+            answer = answers[names[-1]]
+            seen, drawn = (target.processor.prompt(m) for m in (answer.messages, sample.messages()))
+            assert seen.ids == drawn.ids
+            assert [(m.kind, m.digest) for m in seen.media] == [(m.kind, m.digest) for m in drawn.media]
+            if not answer.temperature:
+                assert target.generate(drawn, max_new_tokens=5).tokens == answer.answer_ids
+    assert expected == set(answers)
+    assert len(expected) > 8
+    assert pocket(tmp_path / "there", source, count=2).answered == 0, "and it can go on there"
 
 
 def test_an_interrupted_drawing_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +82,23 @@ def test_an_interrupted_drawing_is_done_again(tmp_path: Path, monkeypatch: pytes
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_pocket_samples_are_never_those_of_evaluation(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="at least 1000000, not 999999; evaluation draws below"):
-        pocket(tmp_path / "out", first_seed=999_999)
-    with pytest.raises(InputError, match="There is no pocket task 'poem'"):
-        pocket(tmp_path / "out", "pocket:poem")
-    with pytest.raises(InputError, match="names no task"):
-        pocket(tmp_path / "out", "pocket:")
-    with pytest.raises(InputError, match="has no grammar 'loud'"):
-        pocket(tmp_path / "out", grammar="loud")
-    from saccade.distill.planning import tasks_of
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("pocket:chart", {"first_seed": 999_999}, "at least 1000000, not 999999; evaluation draws below"),
+        ("pocket:poem", {}, "There is no pocket task 'poem'"),
+        ("pocket:", {}, "names no task"),
+        ("pocket:chart", {"grammar": "loud"}, "has no grammar 'loud'"),
+    ],
+)
+def test_pocket_samples_that_cannot_be_are_refused(
+    source: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=words):
+        pocket(tmp_path / "out", source, **options)
+    with pytest.raises(SaccadeError, match="There are no answers in"):
+        read_answers(tmp_path)
 
-    assert set(WORLD) - set(tasks_of("pocket:all", "dense")) == {"story", "album", "long-video"}
+
+def test_all_pocket_tasks_are_those_whose_pictures_stand_before_the_words() -> None:
+    assert set(WORLD) - set(planning.tasks_of("pocket:all", "dense")) == {"story", "album", "long-video"}

@@ -49,6 +49,7 @@ def test_answers_are_the_targets_own_one_by_one(written: Written, pictures: Path
             answer.messages, seed=options.seed_of(answer.id), **options.decoding(answer.temperature > 0)
         )
         assert answer.answer_ids == alone.tokens
+        assert answer.prompt_tokens == len(target.processor.prompt(answer.messages))
         assert answer.answer == alone.text == target.processor.decode(answer.answer_ids)
         assert answer.finish == "length"
 
@@ -66,14 +67,6 @@ def test_one_array_is_asked_like_its_rows_as_lines(written: Written, pictures: P
     lines = run(written(*prompts))
     array = run(written(json.dumps(prompts, indent=1, ensure_ascii=False), name="array.json"), out="from array")
     assert rows(array) == rows(lines)
-
-
-def test_lines_have_the_length_of_their_prompts(written: Written, pictures: Path) -> None:
-    target = vlm("llava", method="plain")
-    source = written(asks("What?", "a.png", name="one"), asks("What is there?", name="two"))
-    report = distill(target, source, source.parent / "out", media_root=pictures, max_new_tokens=2)
-    for answered in read_answers(report.out):
-        assert answered.prompt_tokens == len(target.processor.prompt(answered.messages))
 
 
 def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(written: Written, pictures: Path) -> None:
@@ -113,18 +106,14 @@ def test_the_same_question_is_asked_once(written: Written, pictures: Path) -> No
 def test_ids_are_unique_whatever_the_lines_say(written: Written, pictures: Path) -> None:
     out = run(written(asks("A", name="x"), asks("B", name="x"), asks("C"), asks("D", name="x@2")))
     assert set(shaped(out)) == {"x", "x@2", "line-3", "x@2@4"}
-
-
-def test_no_question_of_a_conversation_has_another_conversations_id(written: Written, pictures: Path) -> None:
     two = (("One?", "1"), ("Two?", "2"))
     lines = [talks("a", *two), asks("Three?", name="a/1"), asks("Four?", name="b/2"), talks("b", *two[::-1])]
-    out = run(written(*lines))
+    out = run(written(*lines), out="turns")
     whole = (out / "answers.jsonl").read_bytes()
     assert set(shaped(out)) == {"a/1", "a/2", "a/1@2", "b/2", "b@4/1", "b@4/2"}
-    first = next(row for row in rows(out) if row["id"] == "a/1@2")
-    assert first["messages"][-1]["content"] == [{"type": "text", "text": "Three?"}]
+    assert shaped(out)["a/1@2"]["messages"][-1]["content"] == [{"type": "text", "text": "Three?"}]
     (out / "answers.jsonl").write_bytes(whole[: len(whole) // 2])
-    run(written(*lines))
+    run(written(*lines), out="turns")
     assert (out / "answers.jsonl").read_bytes() == whole
 
 
@@ -176,32 +165,19 @@ def test_a_prompt_set_without_questions_is_refused(written: Written, pictures: P
         run(pictures.parent / "none.jsonl")
 
 
-def test_the_token_that_ends_an_answer_is_left_out(written: Written, pictures: Path) -> None:
+def test_the_token_that_ends_an_answer_is_left_out_and_named(written: Written, pictures: Path) -> None:
     source = written(*(asks(f"What {n}?") for n in range(4)))
     long = rows(run(source, sampled_share=0))
     target = saccade.load(ready("llava"), method="plain")
     end = long[0]["answer_ids"][3]
-    target.target.model.generation_config.eos_token_id = end
-    short = shaped(run(source, sampled_share=0, out="short", target=target))
-    for row in long:
-        ids = row["answer_ids"]
-        expected = ids[: ids.index(end)] if end in ids else ids
-        assert short[row["id"]]["answer_ids"] == expected
-        assert short[row["id"]]["finish"] == ("eos" if end in ids else "length")
-        assert short[row["id"]].get("eos_id") == (end if end in ids else None)
-    read = {answer.id: answer.eos_id for answer in read_answers(source.parent / "short")}
-    assert read == {name: row.get("eos_id") for name, row in short.items()}
-
-
-def test_the_token_that_ended_an_answer_is_told_where_several_could(written: Written, pictures: Path) -> None:
-    source = written(asks("What?"))
-    [long] = rows(run(source, sampled_share=0))
-    target = saccade.load(ready("llava"), method="plain")
-    never = next(n for n in range(90) if n not in long["answer_ids"])
-    end = long["answer_ids"][3]
+    never = next(n for n in range(90) if not any(n in row["answer_ids"] for row in long))
     target.target.model.generation_config.eos_token_id = [never, end]
-    [short] = rows(run(source, sampled_share=0, out="short", target=target))
-    assert short["eos_id"] == end
+    short = {answer.id: answer for answer in read_answers(run(source, sampled_share=0, out="short", target=target))}
+    for row in long:
+        ids, found = row["answer_ids"], short[row["id"]]
+        ended = end in ids
+        assert found.answer_ids == (ids[: ids.index(end)] if ended else ids)
+        assert (found.finish, found.eos_id) == (("eos", end) if ended else ("length", None))
 
 
 def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> None:
