@@ -11,6 +11,7 @@ import pytest
 from families import FAMILIES
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.row import plan
@@ -18,20 +19,25 @@ from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 
+POLICIES = {
+    "chain": Chain(4),
+    "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "dynamic": DynamicTree(top=3, max_depth=3, total=8),
+}
 METHODS = ("plain", "lookup", "chain", "static")
-TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 
 
-@cache
-def engine(method: str, family: str = "llama") -> Engine:
+def build(method: str, family: str = "llama") -> Engine:
     case = FAMILIES[family]
     target = Target(case.model())
     if method == "plain":
         return Engine(target)
     if method == "lookup":
         return Engine(target, PromptLookup(gamma=4))
-    draft = Target(case.draft_model())
-    return Engine(target, ModelDrafter(draft, Chain(4) if method == "chain" else StaticTree(TREE)))
+    return Engine(target, ModelDrafter(Target(case.draft_model()), POLICIES[method]))
+
+
+engine = cache(build)
 
 
 @cache
@@ -41,10 +47,12 @@ def prompts(kind: str = "text", family: str = "llama", rows: int = 4) -> tuple[P
     return tuple(split(engine("plain", family).target.config, case.inputs(kind, rows=rows)))
 
 
-def add(batch: RunningBatch, prompt: Prompt, seed: int = 0, n: int = 20, **options: Any) -> Row:
+def add(
+    batch: RunningBatch, prompt: Prompt, seed: int = 0, n: int = 20, draft: Prompt | None = None, **options: Any
+) -> Row:
     """A row with options of its own, as of `generate`."""
     decoding = plan(batch.target, [prompt], max_new_tokens=n, **options)
-    return batch.add(Request(prompt, seed=seed), decoding.rows[0], decoding.do_sample)
+    return batch.add(Request(prompt, draft, seed=seed), decoding.rows[0], decoding.do_sample)
 
 
 def drain(batch: RunningBatch) -> None:

@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
+import kit
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit import METHODS, build, engine
 
 from families import FAMILIES
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Run, RunningBatch
 from saccade.engine.row import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.processors import stateless
-from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM
 
-CASE = FAMILIES["llama"]
 NEW = 24
-POLICIES: dict[str, Any] = {
-    "chain": Chain(4),
-    "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-    "dynamic": DynamicTree(top=3, max_depth=3, total=8),
-}
-METHODS = ("plain", "lookup", *POLICIES)
-DRAFTING = pytest.mark.parametrize("method", METHODS)
+DRAFTING = pytest.mark.parametrize("method", [*METHODS, "dynamic"])
 
 
-def build(method: str) -> Engine:
-    target = Target(CASE.model())
-    if method == "plain":
-        return Engine(target)
-    if method == "lookup":
-        return Engine(target, PromptLookup(gamma=4))
-    return Engine(target, ModelDrafter(Target(CASE.draft_model()), POLICIES[method]))
-
-
-@cache
-def engine(method: str) -> Engine:
-    return build(method)
-
-
-@cache
-def prompts() -> tuple[Prompt, ...]:
-    """Three of different lengths."""
-    return tuple(split(engine("plain").target.config, CASE.inputs("text", rows=3)))
+def prompts() -> Sequence[Prompt]:
+    return kit.prompts()[:3]
 
 
 def requests(seed: int = 0) -> list[Request]:
@@ -62,7 +34,7 @@ def requests(seed: int = 0) -> list[Request]:
 
 
 def reference(row: int) -> list[int]:
-    return CASE.reference("text", rows=3, n=NEW)[row]
+    return FAMILIES["llama"].reference("text", rows=3, n=NEW)[row]
 
 
 def run(method: str, asked: Sequence[Request] | None = None, n: int = NEW, **options: Any) -> list[Output]:
@@ -242,18 +214,6 @@ def test_a_second_turn_gives_the_tokens_of_one_shot_and_prefills_only_what_is_ne
         assert one_shot[row].stats.reused_tokens == 0
 
 
-@DRAFTING
-def test_a_row_that_starts_over_disturbs_no_row_that_goes_on(method: str) -> None:
-    under_test = engine(method)
-    session = under_test.open(2)
-    (first, _) = under_test.generate(requests()[:2], max_new_tokens=9, session=session)
-    goes_on = Request(Prompt((*prompts()[0].ids, *first.tokens, 44, 55)))
-    starts_over = Request(prompts()[2])
-    second = under_test.generate([goes_on, starts_over], max_new_tokens=20, session=session)
-    assert second[1].tokens == reference(2)[:20]
-    assert second[0].tokens == under_test.generate([goes_on], max_new_tokens=20)[0].tokens
-
-
 # --------------------------------------------------------------------------- failures and refusals
 
 
@@ -271,11 +231,9 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_the_step(method: str, 
 
 
 def test_a_drafter_that_gives_nan_changes_no_token() -> None:
-    under_test = build("chain")
-    drafter = under_test.drafter
-    assert isinstance(drafter, ModelDrafter)
+    under_test: Any = build("chain")
     with torch.no_grad():
-        drafter.model.model.get_output_embeddings().weight.fill_(float("nan"))
+        under_test.drafter.model.model.get_output_embeddings().weight.fill_(float("nan"))
     outputs = under_test.generate(requests(), max_new_tokens=NEW)
     assert [o.tokens for o in outputs] == [reference(row) for row in range(3)]
 
@@ -294,12 +252,10 @@ def test_what_cannot_be_generated_is_refused(lengths: list[int], n: int, message
         under_test.generate(asked, max_new_tokens=n)
 
 
-def test_nobody_saying_how_long_means_the_default_within_the_context() -> None:
-    model = FAMILIES["llama"].model()
-    assert model.generation_config.max_length is None
-    (prompt,) = split(model.config, FAMILIES["llama"].inputs("text"))
-    (row,) = plan(Target(model), [prompt]).rows
-    context = model.config.max_position_embeddings
-    assert row.max_new_tokens == min(DEFAULT_NEW_TOKENS, context - len(prompt))
-    (short,) = plan(Target(model), [prompt], max_length=len(prompt) + 3).rows
+def test_an_unnamed_length_is_the_default_within_the_context() -> None:
+    target, prompt = engine("plain").target, prompts()[0]
+    assert target.model.generation_config.max_length is None
+    (row,) = plan(target, [prompt]).rows
+    assert row.max_new_tokens == min(DEFAULT_NEW_TOKENS, target.config.max_position_embeddings - len(prompt))
+    (short,) = plan(target, [prompt], max_length=len(prompt) + 3).rows
     assert short.max_new_tokens == 3

@@ -119,23 +119,10 @@ def test_the_first_guesses_are_verified_in_the_pass_that_ends_the_prompt(
 
 
 def test_a_draft_prompt_that_is_too_long_fails_its_row_alone() -> None:
-    from saccade.draft.model import ModelDrafter
-    from saccade.draft.trees.policy import Chain
-    from saccade.engine import Engine, Request
-    from saccade.engine.row import plan
-    from saccade.inputs.families.family import Prompt
-
-    case = FAMILIES["llama"]
-    under_test = Engine(Target(case.model()), ModelDrafter(Target(case.draft_model()), Chain(3)))
-    batch = under_test.open(2)
-
-    def asked(prompt: Prompt, draft: Prompt | None = None) -> Any:
-        (row,) = plan(under_test.target, [prompt], max_new_tokens=20).rows
-        return batch.add(Request(prompt, draft), row)
-
-    limit = case.draft_model().config.max_position_embeddings
-    bad = asked(prompts()[0], Prompt((50,) * (limit + 5)))
-    good = asked(prompts()[1])
+    batch = engine("chain").open(2)
+    limit = engine("chain").drafter.model.config.max_position_embeddings
+    bad = add(batch, prompts()[0], draft=Prompt((50,) * (limit + 5)))
+    good = add(batch, prompts()[1])
     drain(batch)
     assert f"but that model's context is {limit}" in str(bad.error)
     assert good.output == alone("plain", prompts()[1])

@@ -64,8 +64,13 @@ TOKENS = st.integers(0, 4)
 def test_the_output_is_cut_exactly_where_plain_decoding_ends(
     blocks: list[tuple[list[int], int]], limit: int, eos: set[int], stop: list[int]
 ) -> None:
-    """Blocks end with the target's own token; the ones before it were drafted."""
+    """Blocks end with the target's own token; the ones before it were drafted.
+
+    The prompt's own end of sequence ends nothing, a stop sequence may begin in it, and of several reasons an end of
+    sequence is the strongest and the length the weakest.
+    """
     under_test = row(limit, eos, [EndsWith(stop)] if stop else [])
+    assert under_test.remaining == limit
     text = [token for block, _ in blocks for token in block]
     emitted: list[int] = []
     marks: list[str] = []
@@ -76,6 +81,7 @@ def test_the_output_is_cut_exactly_where_plain_decoding_ends(
         marks += ["draft"] * (len(block) - 1) + ["target"]
     output = under_test.finish()
     expected, reason = naive(text, limit, eos, stop)
+    assert under_test.remaining == (limit - len(expected) if reason == "interrupted" else 0)
     assert (output.tokens, output.finish_reason) == (expected, reason)
     assert emitted == expected
     assert output.marks == marks[: len(expected)]
@@ -91,36 +97,6 @@ def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
         under_test.emit(block, block_marks(0, len(block)))
         taken += under_test.pop_new_tokens()
     assert taken == under_test.output
-
-
-def test_a_row_that_has_ended_has_no_room() -> None:
-    under_test = row(9, eos=[4])
-    assert under_test.remaining == 9
-    under_test.emit([1], block_marks(0, 1))
-    assert under_test.remaining == 8
-    under_test.emit([4, 2], block_marks(1, 1))
-    assert under_test.remaining == 0
-
-
-def test_an_end_of_sequence_in_the_prompt_ends_nothing() -> None:
-    under_test = row(eos=[PROMPT[-1]])
-    under_test.emit([2], block_marks(0, 1))
-    assert not under_test.done
-
-
-def test_a_stop_sequence_may_begin_in_the_prompt() -> None:
-    under_test = row(criteria=[EndsWith([PROMPT[-1], 2])])
-    assert under_test.emit([2, 4], block_marks(1, 1)) == [2]
-    assert under_test.finish().finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("eos", "stop", "reason"), [([2], [2], "eos"), ([], [2], "stop"), ([2], [], "eos"), ([], [], "length")]
-)
-def test_the_strongest_reason_is_named_when_several_hold(eos: list[int], stop: list[int], reason: str) -> None:
-    under_test = row(1, eos, [EndsWith(stop)] if stop else [])
-    under_test.emit([2], block_marks(0, 1))
-    assert under_test.finish().finish_reason == reason
 
 
 def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
