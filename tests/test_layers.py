@@ -92,8 +92,6 @@ TOKENS = 10.80
 that lines are not saved by writing densely."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
-HOMONYMS = 8
-"""Names of public classes that have several meanings."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,7 @@ def test_the_core_imports_no_part_around_it() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    assert len(class_names(SOURCE)) <= HOMONYMS
+    assert not class_names(SOURCE)
 
 
 def test_the_package_never_imports_the_repositorys_tools() -> None:

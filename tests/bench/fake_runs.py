@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.bench.records import FILE, Header, LineFile, Record, Run
+from saccade.bench.records import FILE, Header, LineFile, Record, RecordedRun
 from saccade.output import Stats, Times
 
 TEXT = """a the of on and red blue green small large circle square triangle left right above below chart bar axis
@@ -75,7 +75,7 @@ def make_run(
     hostile: bool = False,
     noise: float = 0.04,
     drift: float = 0.02,
-) -> Run:
+) -> RecordedRun:
     """A run as it would be read back.
 
     ``seed`` is of the clock's noise, ``noise`` and ``drift`` are its spreads; ``traced`` prompts carry trees and a
@@ -91,7 +91,7 @@ def make_run(
             for method in methods:
                 factor = (slower or {}).get(method, 1.0)
                 records.append(answer(prompt, method, repeat, clock, factor, trace))
-    return Run(folder, header(methods, prompts, repeats), records, [])
+    return RecordedRun(folder, header(methods, prompts, repeats), records, [])
 
 
 class Clock:

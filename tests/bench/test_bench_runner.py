@@ -23,7 +23,7 @@ from processes import forked
 from saccade.bench import answering, metrics, runner
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import Prepared, prepare
-from saccade.bench.questions import Question, Turn
+from saccade.bench.questions import Question, UserTurn
 from saccade.bench.records import FILE, LineFile, first_difference, read
 from saccade.bench.report.tables import remarks
 from saccade.bench.runner import Mismatch, Progress, Runner, balanced, earlier_run
@@ -143,7 +143,7 @@ def test_lossy_and_sampled_answers_are_not_compared(prepared: Prepare, vlm: sacc
         name: Image.new("RGB", (8, 8), (n, 0, 0)) for n, name in enumerate(["猫", "狗", "a/b", "a_b", "x" * 300])
     }
     for name, image in pictures.items():  # ids of any letters
-        saved = answering.save(Question(name, "mine", (Turn((), "", (image,)),)), tmp_path)
+        saved = answering.save(Question(name, "mine", (UserTurn((), "", (image,)),)), tmp_path)
         assert Image.open(tmp_path / "media" / saved[0][0]).getpixel((0, 0)) == image.getpixel((0, 0)), name
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from fake_runs import make_run
 
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, RecordedRun
 from tools.results import claims
 from tools.results.claims import compare
 
 
-def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0, **settings: Any) -> Run:
+def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0, **settings: Any) -> RecordedRun:
     """A made-up run whose suite has these claims; dynamic-tree accepts more than chain, chain more than lookup."""
     made = make_run(prompts=24, **settings)
     levels = [[level if isinstance(level, list) else [level] for level in order] for order in orders]
@@ -21,7 +21,7 @@ def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0
     return replace(made, header=replace(made.header, config={**made.header.config, "claims": found, "mirrors": "X, T"}))
 
 
-def records(run: Run, method: str) -> list[Record]:
+def records(run: RecordedRun, method: str) -> list[Record]:
     return [r for r in run.records if r.method == method]
 
 

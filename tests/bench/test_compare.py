@@ -12,7 +12,7 @@ from fake_runs import make_run, write_run
 from typer.testing import CliRunner
 
 from saccade.bench.compare import Comparison, compare
-from saccade.bench.records import Run
+from saccade.bench.records import RecordedRun
 from saccade.cli import report as command
 from saccade.errors import SaccadeError
 
@@ -24,7 +24,7 @@ app.callback()(lambda: None)
 
 
 @pytest.fixture(scope="module")
-def pairs() -> list[tuple[Run, Run]]:
+def pairs() -> list[tuple[RecordedRun, RecordedRun]]:
     """Twenty pairs of runs of one configuration, each run with noise and a drift of its own."""
     return [(make_run(seed=2 * i, methods=SOME), make_run(seed=2 * i + 1, methods=SOME)) for i in range(20)]
 
@@ -34,7 +34,9 @@ def verdicts(found: Comparison) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_two_runs_of_one_configuration_do_not_differ_in_19_of_20(pairs: list[tuple[Run, Run]], relative: bool) -> None:
+def test_two_runs_of_one_configuration_do_not_differ_in_19_of_20(
+    pairs: list[tuple[RecordedRun, RecordedRun]], relative: bool
+) -> None:
     found = [verdicts(compare(a, b, relative=relative)) for a, b in pairs]
     assert sum(set(v.values()) <= {"no difference", "yardstick"} for v in found) >= 19
 

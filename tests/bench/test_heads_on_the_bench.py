@@ -19,7 +19,7 @@ import saccade
 from saccade.bench import cost
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import prepare
-from saccade.bench.records import Run
+from saccade.bench.records import RecordedRun
 from saccade.bench.report import contents
 from saccade.bench.runner import Runner
 from saccade.draft.heads.config import HeadConfig
@@ -58,7 +58,7 @@ def headed(vlm: saccade.VLM, heads: dict[str, Head]) -> saccade.VLM:
 
 
 @pytest.fixture(scope="module")
-def made(headed: saccade.VLM, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def made(headed: saccade.VLM, tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """Lossless methods are held to plain decoding's tokens while it runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "ROUNDS", 1)
@@ -66,7 +66,7 @@ def made(headed: saccade.VLM, tmp_path_factory: pytest.TempPathFactory) -> Run:
         return Runner(prepared, tmp_path_factory.mktemp("runs") / "heads").run()
 
 
-def test_one_run_has_them_all_and_says_which_head_was_which(made: Run) -> None:
+def test_one_run_has_them_all_and_says_which_head_was_which(made: RecordedRun) -> None:
     methods = {m["label"]: m["head"] for m in made.header.config["methods"]}
     heads = {"hivis-chain": "hivis", "blind": "text-only", "seeing": "all"}
     assert methods == {"plain": None, "chain": None, **heads}
@@ -83,7 +83,7 @@ def test_one_run_has_them_all_and_says_which_head_was_which(made: Run) -> None:
     )
 
 
-def test_every_head_has_a_step_time_and_a_prediction(made: Run) -> None:
+def test_every_head_has_a_step_time_and_a_prediction(made: RecordedRun) -> None:
     costs = Costs.of(made.header.costs)
     assert costs is not None
     assert set(costs.heads) == {"hivis", "text-only", "all"}

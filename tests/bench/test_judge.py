@@ -14,7 +14,7 @@ from bench_kit import suite
 from PIL import Image
 
 import saccade
-from saccade.bench.judge import Judge, parse
+from saccade.bench.judge import JudgeModel, parse
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import SCORES, read
 from saccade.bench.runner import Runner
@@ -137,11 +137,11 @@ def test_replies_that_are_under_way_at_a_fault_are_kept(
 
 
 def test_passing_faults_are_tried_again_and_then_named(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(judge: Judge) -> str:
+    def ask(judge: JudgeModel) -> str:
         return judge.ask(judge.client(), [{"role": "user", "content": "x"}])
 
     monkeypatch.setenv("MY_KEY", "secret")
-    judge = Judge(endpoint.url, "m", key_env="MY_KEY", retries=3)
+    judge = JudgeModel(endpoint.url, "m", key_env="MY_KEY", retries=3)
     endpoint.replies = [(429, "slow down"), (503, "busy"), "3"]
     assert judge.score(ask(judge)) == pytest.approx(0.3)
     assert endpoint.keys == ["Bearer secret"] * 3
@@ -151,7 +151,7 @@ def test_passing_faults_are_tried_again_and_then_named(endpoint: Endpoint, monke
     endpoint.replies, endpoint.lost = ["1"], 9  # the connection ends within the reply
     with pytest.raises(SaccadeError, match=r"did not answer in 4 attempts: "):
         ask(judge)
-    gone = Judge("http://127.0.0.1:9/v1", "m", retries=0)
+    gone = JudgeModel("http://127.0.0.1:9/v1", "m", retries=0)
     with pytest.raises(SaccadeError, match=r"did not answer in 1 attempts: .*refused"):
         ask(gone)
 
@@ -175,8 +175,8 @@ def test_passing_faults_are_tried_again_and_then_named(endpoint: Endpoint, monke
     ],
 )
 def test_the_number_of_a_reply_is_found(reply: str, score: float | None) -> None:
-    assert Judge("http://x", "m").score(reply) == (None if score is None else pytest.approx(score))
-    below_zero = Judge("http://x", "m", low=-1, high=1)
+    assert JudgeModel("http://x", "m").score(reply) == (None if score is None else pytest.approx(score))
+    below_zero = JudgeModel("http://x", "m", low=-1, high=1)
     assert [below_zero.score(reply) for reply in ("Score: -1", "Grade: 1", "-1 to 1: 0.5")] == [0.0, 1.0, 0.75]
 
 

@@ -14,8 +14,8 @@ from test_bench_metrics import record
 import saccade
 from saccade.bench.answering import answer_turns
 from saccade.bench.cost import Costs
-from saccade.bench.questions import Question, Turn
-from saccade.bench.records import Header, Record, Run
+from saccade.bench.questions import Question, UserTurn
+from saccade.bench.records import Header, Record, RecordedRun
 from saccade.bench.report.tables import EMPTY
 from saccade.pocket import draw
 from tools.results.paper_tables import (
@@ -28,7 +28,7 @@ from tools.results.paper_tables import (
 )
 
 
-def run(records: list[Record], costs: Costs | None) -> Run:
+def run(records: list[Record], costs: Costs | None) -> RecordedRun:
     methods = [
         {"label": "plain", "needs": "nothing", "max_depth": 0},
         {"label": "chain", "needs": "draft model", "max_depth": 5},
@@ -36,10 +36,10 @@ def run(records: list[Record], costs: Costs | None) -> Run:
     ]
     config = {"methods": methods, "repeats": 1, "sampling": {}, "missing": []}
     header = Header("s", config, {}, {}, "now", costs=asdict(costs) if costs else {})
-    return Run(Path("runs"), header, records, [])
+    return RecordedRun(Path("runs"), header, records, [])
 
 
-def predictions(run: Run) -> dict[str, list[float]]:
+def predictions(run: RecordedRun) -> dict[str, list[float]]:
     """By method: speed-up as measured, of TABED, as printed, SAGE and LVSpec; costs of verification and of a draft."""
     table = predicted(run)
     assert table is not None
@@ -69,7 +69,7 @@ def test_verification_and_drafts_are_charged_for_what_was_there() -> None:
     assert predicted(run([lookup], None)) is None
 
 
-def with_signals(values: dict[str, Any]) -> Run:
+def with_signals(values: dict[str, Any]) -> RecordedRun:
     """A made-up run whose chain's traces have these signals, each a function of answer and step."""
     run = make_run(prompts=12, repeats=1, traced=12)
     records = []
@@ -128,7 +128,7 @@ def test_weights_are_placed_at_the_tokens_emitted_before_the_step() -> None:
 
 def test_trees_know_the_tokens_before_them_though_the_first_is_verified_with_the_prompt(vlm: saccade.VLM) -> None:
     sample = draw(0, "scene")
-    question = Question("scene-0", "scene", (Turn(tuple(sample.messages()), sample.question),))
+    question = Question("scene-0", "scene", (UserTurn(tuple(sample.messages()), sample.question),))
     given = {"max_new_tokens": 24, "do_sample": False}
     (answer,) = answer_turns(vlm.using("chain"), "chain", question, 0, options=given, seed=0, trace=True)
     record = answer.record

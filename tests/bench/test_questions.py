@@ -13,7 +13,7 @@ from PIL import Image
 
 import saccade
 from saccade.bench.preparing import prepare
-from saccade.bench.questions import Question, Turn, digest, gather
+from saccade.bench.questions import Question, UserTurn, digest, gather
 from saccade.bench.runner import Runner
 from saccade.bench.scorers import against
 from saccade.errors import SaccadeError
@@ -193,7 +193,7 @@ def test_media_of_every_kind_count_by_their_content(kind: str) -> None:
         pictures = [Image.fromarray(frame) for frame in frames]
         sources = {"frames": pictures, "array": frames, "bytes": bytes([value]), "video": load_video(frames)}
         content = [{"type": "video", "video": sources[kind]}, {"type": "text", "text": "What happens?"}]
-        turn = Turn(({"role": "user", "content": content},), "What happens?")
+        turn = UserTurn(({"role": "user", "content": content},), "What happens?")
         return digest([Question("mine-1", "mine", (turn,))])
 
     assert shown(3) == shown(3) != shown(4)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from saccade import files
 from saccade.bench import metrics, report
 from saccade.bench.metrics import cautions, headline
-from saccade.bench.records import Run, read
+from saccade.bench.records import RecordedRun, read
 from saccade.bench.report import tables
 from saccade.bench.report.page import embed, shown_prompts
 from saccade.cli import report as command
@@ -30,7 +30,7 @@ app.callback()(lambda: None)
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run() -> RecordedRun:
     return make_run(prompts=4, repeats=2, traced=2, hostile=True)
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "one", prompts=4, repeats=1, traced=2, hostile=True)
 
 
-def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> None:
+def test_tables_show_both_taus_and_every_speed_with_its_interval(run: RecordedRun) -> None:
     table = tables.comparison(tables.groups(run)[0])
     names = [column.name for column in table.columns]
     assert {"speed-up", "decoding only", "block efficiency", "accepted length", "score kept"} <= set(names)
@@ -51,7 +51,7 @@ def test_tables_show_both_taus_and_every_speed_with_its_interval(run: Run) -> No
         assert low <= float(chain[name].text) <= high
 
 
-def test_lossy_methods_say_so_in_every_table(run: Run) -> None:
+def test_lossy_methods_say_so_in_every_table(run: RecordedRun) -> None:
     group = tables.groups(run)[0]
     every = [tables.comparison(group), tables.scores(group), tables.depths(group), tables.stages(group)]
     for table in every:
@@ -77,14 +77,14 @@ def test_other_tokens_of_a_lossless_method_and_warnings_are_named() -> None:
 
 
 def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> None:
-    table = tables.Table("a|b", [tables.Column(HOSTILE, "")] * 2, [tables.Row([tables.Cell(HOSTILE)] * 2)])
+    table = tables.Table("a|b", [tables.Column(HOSTILE, "")] * 2, [tables.TableRow([tables.Cell(HOSTILE)] * 2)])
     lines = tables.markdown(table).splitlines()
     assert lines[0] == r"**a\|b**"
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines[2:]} == {3}
     assert not any(re.search(r"(?<!\\)<", line) for line in lines)
 
 
-def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
+def test_markdown_names_every_run_and_says_what_columns_mean(run: RecordedRun) -> None:
     other = make_run(Path("other"), prompts=2, repeats=1, methods=["plain", "chain"])
     text = report.markdown_tables(report.contents([run, other]))
     assert text.startswith("**every method of every run")
@@ -94,7 +94,7 @@ def test_markdown_names_every_run_and_says_what_columns_mean(run: Run) -> None:
     assert "- accepted length: block efficiency less the target's own token" in text
 
 
-def test_tokens_know_the_step_that_emitted_them(run: Run) -> None:
+def test_tokens_know_the_step_that_emitted_them(run: RecordedRun) -> None:
     for prompt in shown_prompts(run, 2):
         for answer in prompt.answers:
             steps = [token.step for token in answer.tokens]
@@ -107,7 +107,7 @@ def test_tokens_know_the_step_that_emitted_them(run: Run) -> None:
                 assert [token.kind for token in emitted] == step["kinds"]
 
 
-def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run) -> None:
+def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: RecordedRun) -> None:
     record = next(r for r in make_run(prompts=1, traced=1).records if r.method == "chain" and r.trees)
     before = sum(len(tree["path"]) for tree in record.trees[:-1]) + 1
     record.trees[-1] = {
@@ -120,7 +120,7 @@ def test_an_answer_that_ends_on_a_drafted_token_has_no_bonus_token(run: Run) -> 
     record.tokens[before:] = [1, 2]
     record.pieces[before:] = ["a", "b"]
     record.marks[before:] = ["draft", "draft"]
-    answer = shown_prompts(Run(run.folder, run.header, [record], []), 1)[0].answers[0]
+    answer = shown_prompts(RecordedRun(run.folder, run.header, [record], []), 1)[0].answers[0]
     assert answer.steps[-1]["path"] == [0, 1, 2]
     assert answer.steps[-1]["bonus"] is None
 
@@ -180,7 +180,7 @@ def test_a_record_of_the_right_form_with_wrong_content_is_skipped(tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def page(run: Run) -> str:
+def page(run: RecordedRun) -> str:
     return report.html(report.contents([run]))
 
 
@@ -194,7 +194,7 @@ def test_the_page_loads_nothing_is_small_and_escapes_hostile_text(page: str) -> 
     assert len(re.findall(r"</script>", page)) == len(re.findall(r"<script", page))
 
 
-def test_runs_that_lack_something_have_a_report_with_unique_ids(run: Run, tmp_path: Path) -> None:
+def test_runs_that_lack_something_have_a_report_with_unique_ids(run: RecordedRun, tmp_path: Path) -> None:
     one = make_run(Path("one"), prompts=1, repeats=1, methods=["plain"])
     bare = make_run(Path("bare"), prompts=2, repeats=1, methods=["chain"])
     for record in bare.records:
@@ -210,7 +210,7 @@ def test_runs_that_lack_something_have_a_report_with_unique_ids(run: Run, tmp_pa
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_report_opens_with_the_fastest_lossless_method(run: Run) -> None:
+def test_a_report_opens_with_the_fastest_lossless_method(run: RecordedRun) -> None:
     said = headline(run)
     results = metrics.by_method(run.records)
     speeds = {m: r.speedup.value for m, r in results.items() if r.lossless and r.speedup and m != "plain"}

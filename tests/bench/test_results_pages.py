@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from bench_kit import wrong
 
-from saccade.bench.records import FILE, Run
+from saccade.bench.records import FILE, RecordedRun
 from saccade.bench.runner import Runner
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import head_paths
@@ -232,7 +232,7 @@ def test_a_page_states_the_steps_of_every_trained_head_and_which_are_shipped(set
     heads = {name: {"digest": name[0]} for name in ("eagle2", "hivis", "dream")}
     run = SimpleNamespace(header=SimpleNamespace(models={"target": target, "drafter": None, "heads": heads}))
     (hivis_2,) = measurements(["hivis-2"])
-    shown = session._models(hivis_2, cast("Run", run))
+    shown = session._models(hivis_2, cast("RecordedRun", run))
     assert shown.endswith("; heads eagle2 e (1320 steps), hivis h, dream d (shipped).")
 
 

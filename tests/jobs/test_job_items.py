@@ -18,7 +18,7 @@ from checkpoints import saved_picture
 from saccade.data.catalogue import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
-from saccade.jobs.items import Item, PromptOptions, Stored
+from saccade.jobs.items import Item, Stored, TemplateOptions
 from saccade.jobs.job import BatchJob, Index, Shard, key_of, preview
 from saccade.jobs.running import Feed
 
@@ -30,7 +30,7 @@ def items(*inputs: Any, **options: Any) -> list[Item]:
 def problem_of(item: Item, prompt: str | None = "What?") -> str:
     """The sentence of an item that cannot be used; empty for others."""
     try:
-        PromptOptions(prompt).of(item)
+        TemplateOptions(prompt).of(item)
     except InputError as problem:
         return str(problem)
     return ""
@@ -141,7 +141,7 @@ def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = items(path)
     assert [i.id for i in found] == ["7", "rows.jsonl:2", "rows.jsonl:3", "llava", "openai", "rows.jsonl:6"]
-    asks = [PromptOptions().of(i) for i in found]
+    asks = [TemplateOptions().of(i) for i in found]
     assert (asks[0].question, asks[0].images) == ("What?", [image])
     assert [a.count("image") for a in asks] == [1, 2, 0, 1, 1, 0]
     assert asks[3].question == [
@@ -149,7 +149,7 @@ def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
     ]
     assert asks[4].question[-1]["content"][1]["text"] == "Last?"  # type: ignore[index]
     assert [m["role"] for m in asks[5].question] == ["system", "user"]  # type: ignore[union-attr,index]
-    with_system = PromptOptions(system="Short.").of(found[3]).question
+    with_system = TemplateOptions(system="Short.").of(found[3]).question
     assert [m["role"] for m in with_system] == ["system", "user"]  # type: ignore[union-attr,index]
     array = tmp_path / "rows.json"
     array.write_text(json.dumps(rows, indent=1))
@@ -216,9 +216,9 @@ def test_samples_of_a_tar_are_neighbours_of_one_name(tmp_path: Path, mode: str) 
     path = archive(tmp_path / ("a.tar" if mode == "w" else "a.tar.gz"), files, mode)
     found = items(path)
     assert [i.id for i in found] == ["x/1", "x/2", "x/3"]
-    ask = PromptOptions().of(found[0]).read()
+    ask = TemplateOptions().of(found[0]).read()
     assert (ask.question, ask.images) == ("What?", [b"one"])
-    ask = PromptOptions("Is {txt} right in {name}?").of(found[1]).read()
+    ask = TemplateOptions("Is {txt} right in {name}?").of(found[1]).read()
     assert (ask.question, ask.images) == ("Is a dog right in 2?", [b"two"])
     assert isinstance(found[0].media[0][1], Stored) == (mode == "w"), "only a compressed one is read in order"
     planned = list(ItemSource([str(path)]).items(with_media=False))
@@ -230,7 +230,7 @@ def test_a_conversation_in_a_tar_has_the_pictures_beside_it(tmp_path: Path) -> N
     row = json.dumps({"id": "q", "image": "elsewhere.jpg", "conversations": turns}).encode()
     path = archive(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.json", row), ("2.json", b"[]"), ("3.json", b"{")])
     found = items(path)
-    message = PromptOptions().of(found[0]).read().question[0]
+    message = TemplateOptions().of(found[0]).read().question[0]
     assert [p.get("image", p.get("text")) for p in message["content"]] == ["What is ", b"one", "?"]  # type: ignore[index]
     assert [problem_of(i) for i in found[1:]] == ["its json is no object", "its json is not valid JSON"]
 
@@ -255,7 +255,7 @@ def test_parquet_rows_have_their_pictures(tmp_path: Path) -> None:
     )
     parquet.write_table(table, tmp_path / "a.parquet")
     found = items(tmp_path / "a.parquet")
-    asks = [PromptOptions("{question}").of(i) for i in found]
+    asks = [TemplateOptions("{question}").of(i) for i in found]
     assert [a.question for a in asks] == ["A?", "B?", "C?"]
     assert [a.images for a in asks] == [[b"one", b"f", b"g"], [str(tmp_path / "b.png")], []]
     planned = list(ItemSource([str(tmp_path / "a.parquet")]).items(with_media=False))
@@ -350,10 +350,10 @@ def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_told_before_an
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"id": "x", "messages": [{"role": "user", "content": "?"}]}))
     with pytest.raises(SaccadeError, match="x is a conversation with a question of its own; leave out --prompt"):
-        preview(BatchJob(ItemSource([str(path)]), PromptOptions("Why?")), tmp_path / "out")
+        preview(BatchJob(ItemSource([str(path)]), TemplateOptions("Why?")), tmp_path / "out")
     path.write_text(json.dumps({"custom_id": "x", "body": {}}))
     with pytest.raises(SaccadeError, match=r"x is a request .* leave out --system"):
-        preview(BatchJob(ItemSource([str(path)]), PromptOptions(system="Short.")), tmp_path / "out")
+        preview(BatchJob(ItemSource([str(path)]), TemplateOptions(system="Short.")), tmp_path / "out")
 
 
 def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) -> None:

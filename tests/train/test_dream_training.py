@@ -23,7 +23,7 @@ from saccade.errors import TrainingError
 from saccade.inputs.families import visual_mask
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train import features as calibration_module
-from saccade.train.data import Listed, Sample
+from saccade.train.data import Listed, TrainingSample
 from saccade.train.features import Calibration, calibrate, read_features
 from saccade.train.objectives import dream as dream_module
 from saccade.train.objectives.dream import (
@@ -56,7 +56,7 @@ def entries(given: Dream, name: str = "llava", count: int = 3, **more: Any) -> D
     return found
 
 
-def inputs_of(name: str, sample: Sample) -> dict[str, Tensor]:
+def inputs_of(name: str, sample: TrainingSample) -> dict[str, Tensor]:
     number = int(sample.name)
     return FAMILIES[name].row_inputs(FAMILIES[name].kinds[number % len(FAMILIES[name].kinds)], number)
 

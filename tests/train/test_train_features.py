@@ -13,7 +13,7 @@ from families import FAMILIES
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context
-from saccade.train.data import Sample
+from saccade.train.data import TrainingSample
 from saccade.train.features import Features, answer_mask, read_features
 from saccade.train.objectives.entries import entries_of
 
@@ -21,7 +21,7 @@ CLOSE = {"rtol": 0.0, "atol": 1e-4}
 """fp32 sums in another order differ by up to 5e-6 here; a neighbouring token's state differs by more than 1."""
 
 
-def drafting(name: str, sample: Sample, layers: tuple[int, ...]) -> dict[int, Tensor]:
+def drafting(name: str, sample: TrainingSample, layers: tuple[int, ...]) -> dict[int, Tensor]:
     """States as the engine gives them: the prompt in one prefill, the answer in one verification pass."""
     context = Context(target(name), 1)
     context.requirements.add_layers(*layers)
@@ -48,14 +48,14 @@ def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: s
 
 
 def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> None:
-    own, long = target("llava_onevision"), Sample("long", prompt("llava_onevision", "video"), (20, 21, 22))
+    own, long = target("llava_onevision"), TrainingSample("long", prompt("llava_onevision", "video"), (20, 21, 22))
     video = long.prompt.media[0]
     frames = video.tensors["pixel_values_videos"]
     gone = (video.n_tokens - 1) // frames.shape[1]  # the tokens of one frame
     first = long.prompt.ids.index(int(own.config.video_token_index))
     shorter = replace(video, tensors={"pixel_values_videos": frames[:, 1:]}, n_tokens=video.n_tokens - gone)
     ids = long.prompt.ids[:first] + long.prompt.ids[first + gone :]
-    short = Sample("short", Prompt(ids, (shorter,)), (20, 21))
+    short = TrainingSample("short", Prompt(ids, (shorter,)), (20, 21))
     last = len(own.layers)
     given = [long, short, short, long, short]
     for sample, features in zip(given, read_features(own, given, (1,)), strict=True):
@@ -104,7 +104,7 @@ def test_entries_of_eagle_pair_a_state_with_the_next_tokens_embedding_and_the_on
 @pytest.mark.parametrize(("after_image", "source"), [("text", "before the image"), ("visual", "its end")])
 def test_entries_of_hivis_are_those_of_text_alone(after_image: str, source: str) -> None:
     own = target("llava")
-    sample = Sample("one", prompt("llava", "image"), (30, 31, 32))
+    sample = TrainingSample("one", prompt("llava", "image"), (30, 31, 32))
     [features] = read_features(own, [sample], ())
     made = entries_of(head("llava", "hivis", after_image=after_image), [features])
     text = [i for i, hidden in enumerate(features.visual.tolist()) if not hidden]

@@ -19,7 +19,7 @@ from training_run import recipe, run
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
-from saccade.train import Listed, Recipe, Sample, Stage, Trainer, read_recipe
+from saccade.train import Listed, Recipe, Stage, Trainer, TrainingSample, read_recipe
 from saccade.train.batches import Order
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, read_features
@@ -261,7 +261,7 @@ def test_an_epoch_has_every_sample_once_and_steps_do_not_depend_on_the_ones_befo
 
 
 class TestCache:
-    def features(self, name: str = "llava") -> list[tuple[Sample, Features]]:
+    def features(self, name: str = "llava") -> list[tuple[TrainingSample, Features]]:
         given = samples(name, 4)
         return [(s, read_features(target(name), [s], (1,))[0]) for s in given]
 

@@ -18,7 +18,7 @@ from saccade.draft.heads.head import Head, build_head
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.train.data import Listed, Sample
+from saccade.train.data import Listed, TrainingSample
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import Entries, entries_of
 
@@ -50,11 +50,12 @@ def prompt(name: str, kind: str, row: int = 0) -> Prompt:
     return split(target(name).config, FAMILIES[name].row_inputs(kind, row))[0]
 
 
-def samples(name: str, count: int = 3) -> list[Sample]:
+def samples(name: str, count: int = 3) -> list[TrainingSample]:
     """Prompts of every kind that the family takes, with answers of 4, 5, ... tokens."""
     kinds = FAMILIES[name].kinds
     return [
-        Sample(str(i), prompt(name, kinds[i % len(kinds)], i), tuple(range(20 + i, 24 + 2 * i))) for i in range(count)
+        TrainingSample(str(i), prompt(name, kinds[i % len(kinds)], i), tuple(range(20 + i, 24 + 2 * i)))
+        for i in range(count)
     ]
 
 

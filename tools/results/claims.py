@@ -12,7 +12,7 @@ import numpy as np
 
 from saccade.bench import metrics
 from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, RecordedRun
 from saccade.bench.suites import BASELINE, Suite
 
 Judgement = Literal["holds", "reversed", "undecided"]
@@ -96,7 +96,7 @@ class Verdict:
         return f"The order of {paper}, in {by}{least}, {order}, {self.outcome} on this pair{self.place}{shown}{lacks}."
 
 
-def verdicts(run: Run) -> list[Verdict]:
+def verdicts(run: RecordedRun) -> list[Verdict]:
     """Judge every claim of the run's suite; none for runs of suites without claims."""
     records = metrics.records_by_method(run.records)
     found = []
@@ -118,7 +118,7 @@ def verdicts(run: Run) -> list[Verdict]:
     return found
 
 
-def sentences(run: Run) -> Iterator[str]:
+def sentences(run: RecordedRun) -> Iterator[str]:
     """Yield one sentence per claim."""
     paper = run.header.config.get("mirrors") or "the suite"
     return (verdict.sentence(paper) for verdict in verdicts(run))

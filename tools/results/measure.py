@@ -15,7 +15,7 @@ from typing import Any
 import saccade
 from saccade.bench.cost import estimate
 from saccade.bench.preparing import Prepared, prepare
-from saccade.bench.records import Run
+from saccade.bench.records import RecordedRun
 from saccade.bench.runner import Mismatch, Progress, Runner
 from saccade.environment import environment, fingerprint
 from saccade.errors import SaccadeError
@@ -218,7 +218,7 @@ class Session:
         size += [] if self._setup.threads == 1 else ["--threads", str(self._setup.threads)]
         return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *size])
 
-    def _models(self, measurement: Measurement, run: Run) -> str:
+    def _models(self, measurement: Measurement, run: RecordedRun) -> str:
         """Models of a run in words, with the steps of every trained head, and which heads are shipped."""
         models, used = run.header.models, self.heads(measurement)
 

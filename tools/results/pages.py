@@ -13,7 +13,7 @@ import torch
 
 from saccade import cpu, environment
 from saccade.bench import records
-from saccade.bench.records import Run
+from saccade.bench.records import RecordedRun
 from saccade.bench.report import contents, tables
 from saccade.bench.report.figures import Plot, draw, standalone
 from saccade.bench.report.tables import escape
@@ -42,7 +42,7 @@ class Place:
     models: str  # target and heads in words
 
 
-def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str, Plot]) -> str:
+def page(measurement: Measurement, run: RecordedRun, place: Place, drawings: Mapping[str, Plot]) -> str:
     """Markdown of one run: verdict on the paper's order, facts, tables, figures by file name."""
     (content,) = contents([run])
     everything = content.groups[0]
@@ -73,7 +73,7 @@ def page(measurement: Measurement, run: Run, place: Place, drawings: Mapping[str
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def figures_of(measurement: Measurement, run: Run) -> dict[str, Plot]:
+def figures_of(measurement: Measurement, run: RecordedRun) -> dict[str, Plot]:
     """Figures of a page that mirrors a paper's figure, by file name."""
     if "figure" not in measurement.name:
         return {}
@@ -82,7 +82,7 @@ def figures_of(measurement: Measurement, run: Run) -> dict[str, Plot]:
     return {f"{measurement.name}-{number}.svg": plot for number, plot in enumerate(plots, 1)}
 
 
-def verdict(run: Run, number: int = 0) -> str:
+def verdict(run: RecordedRun, number: int = 0) -> str:
     """Sentence on one of the suite's claims; without any, on the fastest row."""
     found = list(claims.sentences(run))
     if found:
@@ -95,7 +95,7 @@ def verdict(run: Run, number: int = 0) -> str:
     return f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."
 
 
-def outcome(run: Run) -> str:
+def outcome(run: RecordedRun) -> str:
     """The outcomes of all claims, for the index; without any, the sentence of the page."""
     found = [
         f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}{v.place}"
@@ -104,7 +104,7 @@ def outcome(run: Run) -> str:
     return "; ".join(found) or verdict(run)
 
 
-def first_outcome(run: Run) -> str:
+def first_outcome(run: RecordedRun) -> str:
     """The outcome of the first claim; empty without any."""
     return next((v.outcome for v in claims.verdicts(run)), "")
 
@@ -208,7 +208,7 @@ class Folder:
         found: dict[str, Any] = json.loads((self.path / name / _DONE).read_text(encoding="utf-8"))
         return found
 
-    def write(self, measurement: Measurement, run: Run, place: Place, heads: Mapping[str, str]) -> None:
+    def write(self, measurement: Measurement, run: RecordedRun, place: Place, heads: Mapping[str, str]) -> None:
         """Write the page of a complete run."""
         name = measurement.name
         drawings = figures_of(measurement, run)

@@ -16,13 +16,13 @@ from saccade import theory
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import Array, Estimate, bootstrap
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, RecordedRun
 from saccade.bench.report.figures import HEIGHT, INK, LINES, MARKERS, SERIES, WIDTH, Plot, figure, inline, legend
-from saccade.bench.report.tables import EMPTY, Cell, Column, Row, Table, estimate_cell
+from saccade.bench.report.tables import EMPTY, Cell, Column, Table, TableRow, estimate_cell
 from saccade.bench.suites import BASELINE
 
 
-def predicted(run: Run) -> Table | None:
+def predicted(run: RecordedRun) -> Table | None:
     """Speed-up of decoding, measured and predicted by three papers; None without drafts or step times."""
     costs = Costs.of(run.header.costs)
     rows = []
@@ -48,7 +48,7 @@ def predicted(run: Run) -> Table | None:
             verify_cost,
         )
         cells = [Cell(label), Cell(EMPTY if measured is None else f"{measured.value:.2f}")]
-        rows.append(Row([*cells, *(Cell(f"{value:.2f}") for value in speedups), Cell(f"{draft_cost:.3f}")]))
+        rows.append(TableRow([*cells, *(Cell(f"{value:.2f}") for value in speedups), Cell(f"{draft_cost:.3f}")]))
     columns = [
         Column("method", "as in the comparison"),
         Column("measured", "speed-up of decoding only, median over prompts"),
@@ -88,7 +88,7 @@ class Weights:
     first: tuple[float, ...]  # weight of the first view in it
 
 
-def weights(run: Run) -> list[Weights]:
+def weights(run: RecordedRun) -> list[Weights]:
     """The weights of every traced answer with more than one view."""
     found = []
     for record in run.records:
@@ -112,7 +112,7 @@ class Persistence:
     lags: tuple[Estimate, ...]  # by distance in steps
 
 
-def persistences(run: Run) -> list[Persistence]:
+def persistences(run: RecordedRun) -> list[Persistence]:
     """One entry per method whose traces have a confidence."""
     found = []
     for method in dict.fromkeys(record.method for record in run.records):
@@ -146,13 +146,13 @@ def _correlation(series: Sequence[Array], lag: int) -> Estimate:
     return bootstrap(statistic, len(table))
 
 
-def step_times(run: Run) -> Table | None:
+def step_times(run: RecordedRun) -> Table | None:
     """Step times T_p(n) and T_q(n) by number of tokens; None when they were not measured."""
     costs = Costs.of(run.header.costs)
     if costs is None:
         return None
     rows = [
-        Row(
+        TableRow(
             [
                 Cell(str(tokens)),
                 Cell(f"{seconds * 1000:.2f}"),
@@ -173,13 +173,14 @@ def step_times(run: Run) -> Table | None:
     return Table(f"Step times behind {costs.kv} tokens of prompt", columns, rows)
 
 
-def persistence(run: Run) -> Table | None:
+def persistence(run: RecordedRun) -> Table | None:
     """How long a drafter's confidence lasts, by lag; None where no trace has one."""
     found = persistences(run)
     if not found:
         return None
     rows = [
-        Row([Cell(p.method), Cell(str(p.answers)), *(estimate_cell(lag, "{:.2f}") for lag in p.lags)]) for p in found
+        TableRow([Cell(p.method), Cell(str(p.answers)), *(estimate_cell(lag, "{:.2f}") for lag in p.lags)])
+        for p in found
     ]
     columns = [
         Column("method", "as in the comparison"),
@@ -190,7 +191,7 @@ def persistence(run: Run) -> Table | None:
     return Table(caption, columns, rows)
 
 
-def view_weights(run: Run) -> Table | None:
+def view_weights(run: RecordedRun) -> Table | None:
     """Weight of the first of several views over an answer, by tenth of the steps; None where no trace has any."""
     found = weights(run)
     if not found:
@@ -200,7 +201,7 @@ def view_weights(run: Run) -> Table | None:
         answers = [np.array(one.first) for one in found if one.method == method]
         parts = [np.array_split(first, PARTS) for first in answers if len(first) >= PARTS]
         cells = [Cell(f"{np.mean([part[i].mean() for part in parts]):.2f}" if parts else EMPTY) for i in range(PARTS)]
-        rows.append(Row([Cell(method), Cell(str(len(parts))), *cells]))
+        rows.append(TableRow([Cell(method), Cell(str(len(parts))), *cells]))
     columns = [
         Column("method", "as in the comparison"),
         Column("answers", "traced ones of at least as many steps as parts"),
@@ -220,7 +221,7 @@ SHOWN = 6
 """Most answers in the figure of weights."""
 
 
-def drawn_signals(run: Run, prefix: str) -> list[Plot]:
+def drawn_signals(run: RecordedRun, prefix: str) -> list[Plot]:
     """Draw the figures that a run's traces have data for; ``prefix`` makes ids unique on the page."""
     plots = []
     if found := weights(run):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from saccade.bench.questions import Question, Turn
+from saccade.bench.questions import Question, UserTurn
 from saccade.bench.records import MEDIA, RESUME, Record
 from saccade.errors import SaccadeWarning
 from saccade.files import write_file
@@ -116,7 +116,7 @@ class _Conversation:
         self._messages: list[Mapping[str, Any]] = []
 
     def answer(
-        self, turn: Turn, seed: int
+        self, turn: UserTurn, seed: int
     ) -> tuple[Output, dict[str, Any], list[Mapping[str, Any]], float, list[dict[str, Any]]]:
         """Answer a turn: output, statistics, the conversation before the answer, seconds, and draft trees."""
         messages = [*self._messages, *turn.messages]

@@ -16,7 +16,7 @@ import numpy as np
 
 from saccade.bench import metrics
 from saccade.bench.metrics import Array, Estimate
-from saccade.bench.records import Record, Run, by_name
+from saccade.bench.records import Record, RecordedRun, by_name
 from saccade.bench.suites import BASELINE
 from saccade.wording import differences
 
@@ -59,7 +59,9 @@ class Comparison:
         return [change.method for change in self.changes if change.verdict == "slower"]
 
 
-def compare(a: Run, b: Run, *, relative: bool = True, level: float = 0.95, margin: float = 0.02) -> Comparison:
+def compare(
+    a: RecordedRun, b: RecordedRun, *, relative: bool = True, level: float = 0.95, margin: float = 0.02
+) -> Comparison:
     """Compare run ``b`` with run ``a``.
 
     A method is faster or slower when the whole interval of its time ratio lies beyond the margin. The intervals are

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from saccade.bench import scorers
-from saccade.bench.judge import Judge
-from saccade.bench.questions import Question, Turn
-from saccade.bench.records import MEDIA, SCORES, Key, LineFile, Record, Run, score_key, scored, stored_scores
+from saccade.bench.judge import JudgeModel
+from saccade.bench.questions import Question, UserTurn
+from saccade.bench.records import MEDIA, SCORES, Key, LineFile, Record, RecordedRun, score_key, scored, stored_scores
 from saccade.errors import InputError, SaccadeError
 
 JUDGE = "judge"
@@ -18,11 +18,11 @@ JUDGE = "judge"
 
 
 def grade(
-    run: Run,
+    run: RecordedRun,
     groups: Mapping[str, Sequence[Question]],
-    judge: Judge | None,
+    judge: JudgeModel | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Run:
+) -> RecordedRun:
     """Complete the scores of a run, and return it with them.
 
     A score is stored as soon as it is there, so that another attempt asks for nothing twice.
@@ -67,7 +67,7 @@ def _row(key: Key, scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _replies(
-    judge: Judge, run: Run, records: Sequence[Record], turns: Mapping[str, Turn]
+    judge: JudgeModel, run: RecordedRun, records: Sequence[Record], turns: Mapping[str, UserTurn]
 ) -> Iterator[tuple[Record, str]]:
     """Yield the judge's replies as they come; after a fault those that are under way, then raise it."""
     client = judge.client()

@@ -32,7 +32,7 @@ _THOUGHTS = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # servers may leave
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class JudgeModel:
     """A judge."""
 
     url: str  # base of the endpoint, such as `https://api.openai.com/v1`
@@ -112,9 +112,9 @@ class Judge:
         return None if number is None else (number - self.low) / (self.high - self.low)
 
 
-def parse(table: Mapping[str, Any], where: str) -> Judge:
+def parse(table: Mapping[str, Any], where: str) -> JudgeModel:
     """Make a judge of a table."""
-    judge = make(Judge, table, where)
+    judge = make(JudgeModel, table, where)
     Template(judge.template)
     if urlsplit(judge.url).scheme not in ("http", "https"):
         raise InputError(f"{where}: url must begin with http:// or https://, not {judge.url!r}.")

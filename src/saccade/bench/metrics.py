@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.bench.records import Record, Run
+from saccade.bench.records import Record, RecordedRun
 from saccade.bench.suites import BASELINE
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -247,7 +247,7 @@ def mean(values: Iterable[float]) -> float | None:
     return fmean(every) if every else None
 
 
-def headline(run: Run) -> str:
+def headline(run: RecordedRun) -> str:
     """Name the fastest lossless method and its speed-up; empty for runs where none was timed beside plain decoding.
 
     A lossy method that is faster is named behind it, with the share of plain decoding's score that it kept.
@@ -285,7 +285,7 @@ def headline(run: Run) -> str:
     return text
 
 
-def cautions(run: Run) -> Iterator[str]:
+def cautions(run: RecordedRun) -> Iterator[str]:
     """Yield a sentence where the run, or some of its tasks, have too few prompts for their intervals."""
     by_task: defaultdict[str, set[str]] = defaultdict(set)
     for record in run.records:

@@ -40,7 +40,7 @@ _SHOWN_FRAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class UserTurn:
     """A user turn of a conversation."""
 
     messages: tuple[Mapping[str, Any], ...]  # of the turn, media included; the last one is the user's
@@ -58,7 +58,7 @@ class Question:
 
     id: str  # unique within a run
     task: str  # group in which it is reported
-    turns: tuple[Turn, ...]
+    turns: tuple[UserTurn, ...]
     reading: Mapping[str, Any] = field(default_factory=dict)  # `num_frames` or `fps` of its videos
     max_new_tokens: int | None = None  # longest answer; the suite's when None
 
@@ -116,7 +116,7 @@ def _draw(entry: TaskEntry, number: int) -> Question:
     assert entry.task is not None
     sample = draw(FIRST_PICTURE + number, entry.task, entry.grammar)
     frames = sample.video or ()
-    turn = Turn(
+    turn = UserTurn(
         messages=tuple(sample.messages()),
         text=sample.question,
         images=(*sample.images, *frames[:: max(1, -(-len(frames) // _SHOWN_FRAMES))]),
@@ -133,10 +133,10 @@ def _turn(
     scorer: str,
     reference: Any = None,
     choices: Sequence[str] = (),
-) -> Turn:
+) -> UserTurn:
     """A turn of a file or data set."""
     is_users = scorers.is_users(scorer)
-    return Turn(
+    return UserTurn(
         messages=tuple(messages),
         text=text.strip(),
         images=tuple(p["image"] for p in media_parts(messages) if p["type"] == "image"),

@@ -98,7 +98,7 @@ def difference_of(record: Record) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """Run as read from disk."""
 
     folder: Path  # of the run
@@ -157,7 +157,7 @@ def lacks_header(path: Path) -> bool:
         return not file.readline().endswith(b"\n")
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RecordedRun:
     """Read a run; lines that cannot be read or reported are skipped, with a sentence each in ``problems``."""
     path = folder / FILE if folder.is_dir() else folder
     if not path.is_file():
@@ -186,7 +186,7 @@ def read(folder: Path) -> Run:
                 problems.append(f"{path}, line {number}: no sound record ({str(problem).rstrip('.')}); skipped.")
     if header is None or header.schema != SCHEMA:
         raise SaccadeError(f"{path} has no readable header of schema {SCHEMA}; run `saccade bench` again.")
-    return Run(path.parent, header, scored(path.parent, list(records.values())), problems)
+    return RecordedRun(path.parent, header, scored(path.parent, list(records.values())), problems)
 
 
 def _check(record: Record) -> None:

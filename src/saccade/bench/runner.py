@@ -20,7 +20,7 @@ from saccade.bench.records import (
     Header,
     LineFile,
     Record,
-    Run,
+    RecordedRun,
     by_name,
     difference_of,
     first_difference,
@@ -47,7 +47,7 @@ def logits_after(target: Target, prompt: Prompt) -> torch.Tensor:
     return logits.float().cpu()
 
 
-def earlier_run(folder: Path, prepared: Prepared) -> Run | None:
+def earlier_run(folder: Path, prepared: Prepared) -> RecordedRun | None:
     """Run of an earlier attempt in a folder; None without one."""
     if lacks_header(folder / FILE):
         return None
@@ -97,7 +97,7 @@ class Runner:
         self._exact = prepared.compares_tokens and (target.exact or target.dtype == torch.float32)
         self._traced = {q.id for group in prepared.questions.values() for q in group[: prepared.suite.trace]}
 
-    def run(self) -> Run:
+    def run(self) -> RecordedRun:
         """Answer all questions that have no record yet, then let the user's scorers and the judge score the answers."""
         table = self._prepared.suite.judge
         judge = parse_judge(table, self._prepared.suite.name) if table else None
@@ -107,7 +107,7 @@ class Runner:
 
         return grade(self._answered(), self._prepared.questions, judge, report)
 
-    def _answered(self) -> Run:
+    def _answered(self) -> RecordedRun:
         earlier = self._resumed()
         if earlier is not None and not self._left():
             return earlier
@@ -118,7 +118,7 @@ class Runner:
                 self._answer(file, left, is_new)
         return read(self._folder)
 
-    def _resumed(self) -> Run | None:
+    def _resumed(self) -> RecordedRun | None:
         """Take over the records of an earlier attempt."""
         earlier = earlier_run(self._folder, self._prepared)
         self._done = {r.key: r for r in earlier.records} if earlier else {}

@@ -77,7 +77,7 @@ class Suite:
     turns: int = 1  # most user turns per conversation
     max_new_tokens: int = 128  # longest answer
     sampling: dict[str, Any] = field(default_factory=dict)  # options such as `temperature`; empty for greedy decoding
-    judge: dict[str, Any] = field(default_factory=dict)  # table of `saccade.bench.judge.Judge`
+    judge: dict[str, Any] = field(default_factory=dict)  # table of `saccade.bench.judge.JudgeModel`
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""

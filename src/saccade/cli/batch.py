@@ -101,14 +101,14 @@ def batch(
     from saccade.engine.slots import KV_MEMORY_SHARE
     from saccade.inputs.processor import MediaOptions
     from saccade.jobs.item_sources import ItemSource
-    from saccade.jobs.items import PromptOptions
+    from saccade.jobs.items import TemplateOptions
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
     from saccade.jobs.running import Attempt, ItemWorker, media_threads, run
 
     root = None if items.media_root is None else items.media_root.expanduser()
     job = BatchJob(
         ItemSource(inputs, items.images_per_row, root, written(out)),
-        PromptOptions(items.prompt, items.system),
+        TemplateOptions(items.prompt, items.system),
         MediaOptions(items.num_frames, items.fps, text_as_text=items.text_as_text),
         Shard.parse(items.shard),
         items.limit,

@@ -23,7 +23,7 @@ from saccade.wording import count, duration
 if TYPE_CHECKING:
     from saccade.bench.metrics import MethodResult
     from saccade.bench.preparing import Prepared
-    from saccade.bench.records import Run
+    from saccade.bench.records import RecordedRun
     from saccade.bench.suites import Suite
 
 _CLEAR = 1.02
@@ -180,7 +180,7 @@ def _judging(table: Mapping[str, Any], answers: int, folder: Path) -> str:
     return f"Judge: {table['model']} at {table['url']}, {requests}{known}"
 
 
-def run_suite(prepared: Prepared, folder: Path) -> Run:
+def run_suite(prepared: Prepared, folder: Path) -> RecordedRun:
     """Run a suite behind a bar, which is drawn between answers only, outside the timed sections."""
     from saccade.bench.grading import JUDGE
     from saccade.bench.records import SCORES, stored_scores
@@ -202,7 +202,7 @@ def run_suite(prepared: Prepared, folder: Path) -> Run:
     return run
 
 
-def show(run: Run, as_json: bool) -> None:
+def show(run: RecordedRun, as_json: bool) -> None:
     from saccade.bench.metrics import by_method, cautions, headline
     from saccade.bench.report.tables import remarks, terminal
 
@@ -257,7 +257,7 @@ def tune(
     screen.show(f"Fastest: {profile.method} {chosen}".rstrip() + f"; written to {save}.")
 
 
-def choose(prepared: Prepared, run: Run, models: PairOptions) -> Profile:
+def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile:
     """Return the profile of the fastest method of a run of the suite ``tune``."""
     from saccade.bench.metrics import by_method
     from saccade.methods import needs, options

@@ -18,7 +18,7 @@ from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
-from saccade.evaluators.task_settings import Decoding, Log, decoding, sort_arguments
+from saccade.evaluators.task_settings import AnswerSettings, Log, decoding, sort_arguments
 from saccade.files import write_file
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
@@ -295,7 +295,7 @@ class EvaluatedModel:
         self._scoring = None
         del self.vlm, self._batch
 
-    def _decoding(self, settings: Mapping[str, Any]) -> Decoding:
+    def _decoding(self, settings: Mapping[str, Any]) -> AnswerSettings:
         return decoding(settings, self._defaults, self._options.paragraphs, self.log)
 
     def _input(self, question: TaskQuestion) -> RowInput:
@@ -305,7 +305,7 @@ class EvaluatedModel:
             messages = [{"role": "system", "content": system}, *messages]
         return RowInput(messages, options=replace(self._media, **question.sampling))
 
-    def _row(self, question: TaskQuestion, chosen: Decoding) -> Row:
+    def _row(self, question: TaskQuestion, chosen: AnswerSettings) -> Row:
         vlm = self.vlm
         options = dict(chosen.options)
         request = vlm.request(self._input(question), seeds_of(chosen.seed, 1)[0])

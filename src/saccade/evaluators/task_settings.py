@@ -93,7 +93,7 @@ def _heads(text: str) -> list[str] | dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class AnswerSettings:
     """Settings of one answer."""
 
     options: dict[str, Any]  # generation options of `saccade.VLM.generate`
@@ -101,7 +101,7 @@ class Decoding:
     seed: int | None  # of its random generator; None: drawn from torch's global generator, which evaluators seed
 
 
-def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, log: Log) -> Decoding:
+def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, log: Log) -> AnswerSettings:
     """Resolve a task's generation settings; greedy decoding where neither temperature nor do_sample says otherwise."""
     options: dict[str, Any] = {}
     for source in (defaults, settings):
@@ -133,7 +133,7 @@ def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraph
         options = {name: value for name, value in options.items() if name not in OF_SAMPLING}
     if stops:
         options["stop_strings"] = list(dict.fromkeys(stops))
-    return Decoding(options, tuple(stops), seed)
+    return AnswerSettings(options, tuple(stops), seed)
 
 
 def _stops(value: Any) -> list[str]:

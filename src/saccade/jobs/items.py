@@ -96,7 +96,7 @@ def _content(source: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class TemplateOptions:
     prompt: str | None = None  # text of a `Template`
     system: str | None = None  # system message of conversations without one
 

@@ -19,7 +19,7 @@ from saccade.engine.row import RowPlan
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import MediaOptions
 from saccade.jobs.item_sources import ItemSource
-from saccade.jobs.items import NO_ID, SAME_ID, Item, PromptOptions
+from saccade.jobs.items import NO_ID, SAME_ID, Item, TemplateOptions
 from saccade.options import check_whole
 from saccade.resumable import SHOWN, Journal, encoded
 
@@ -52,7 +52,7 @@ class BatchJob:
     """What is answered, and how; a resumed run must repeat it, except for ``limit``."""
 
     source: ItemSource  # of the items
-    prompts: PromptOptions = field(default_factory=PromptOptions)
+    prompts: TemplateOptions = field(default_factory=TemplateOptions)
     reading: MediaOptions = field(default_factory=MediaOptions)  # of prompts
     shard: Shard = Shard()  # part of the items
     limit: int | None = None  # number of items, the first ones; None for all

@@ -24,7 +24,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import MediaOptions, RowInput
 from saccade.jobs.item_sources import ItemSource
-from saccade.jobs.items import Item, PromptOptions
+from saccade.jobs.items import Item, TemplateOptions
 from saccade.jobs.job import (
     BatchJob,
     ItemForm,
@@ -123,7 +123,7 @@ def batch_file(
     names = [str(each) for each in ([inputs] if isinstance(inputs, (str, Path)) else inputs)]
     job = BatchJob(
         ItemSource(names, images_per_row, root, written(path)),
-        PromptOptions(prompt, system),
+        TemplateOptions(prompt, system),
         MediaOptions(num_frames, fps, text_as_text=text_as_text),
         Shard.parse(shard),
         limit,

@@ -101,7 +101,7 @@ class Answers:
                 f"{self._path} holds no answer to learn from{left_out}; expected what `saccade distill` writes."
             )
 
-    def sample(self, index: int) -> Sample | None:
+    def sample(self, index: int) -> TrainingSample | None:
         """Prepare one sample."""
         number = self._numbers[index]
         with self._path.open("rb") as file:
@@ -125,7 +125,7 @@ class Answers:
         except (InputError, TrainingError) as problem:
             self._refuse(number, str(problem))
             return None
-        return Sample(str(row.get("id", number)), prompt, answer)
+        return TrainingSample(str(row.get("id", number)), prompt, answer)
 
     def check_target(self, target: Target) -> None:
         """Raise `TrainingError` where ``distill.json`` names another target."""
@@ -263,7 +263,7 @@ def _placed(source: Any, folder: Path) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainingSample:
     """One prompt with the target's answer."""
 
     name: str  # for messages
@@ -284,7 +284,7 @@ class Source(Protocol):
     fingerprint: str  # digest of the content, compared on resume
     inputs: Mapping[str, str]  # digests of other inputs of the samples, by name
 
-    def sample(self, index: int) -> Sample | None:
+    def sample(self, index: int) -> TrainingSample | None:
         """Return one sample; None to skip an unusable one."""
         ...
 
@@ -297,7 +297,7 @@ class Listed:
     """Samples in memory, each a conversation of its own."""
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Sequence[int]]]) -> None:
-        self._samples = [Sample(str(i), p, tuple(answer)) for i, (p, answer) in enumerate(pairs)]
+        self._samples = [TrainingSample(str(i), p, tuple(answer)) for i, (p, answer) in enumerate(pairs)]
         if not self._samples:
             raise TrainingError("The training data are empty; give at least one prompt with an answer.")
         for sample in self._samples:
@@ -309,7 +309,7 @@ class Listed:
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
         self.inputs: Mapping[str, str] = {}
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> TrainingSample:
         return self._samples[index]
 
     def answers(self) -> Iterator[Sequence[int]]:

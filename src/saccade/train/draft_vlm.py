@@ -22,7 +22,7 @@ from saccade.inputs.processor import InputProcessor
 from saccade.loading import check_checkpoint, draft_dtype, load_model, name_of, path_of, shared_vocabulary
 from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity
-from saccade.train.data import Sample, Source
+from saccade.train.data import Source, TrainingSample
 from saccade.train.features import answer_mask, forward_passes, read_features
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
@@ -39,7 +39,7 @@ _PROBED = 16
 class DraftBatch:
     """Samples whose media fit into one forward pass."""
 
-    samples: Sequence[Sample]  # inputs of the target
+    samples: Sequence[TrainingSample]  # inputs of the target
     inputs: dict[str, Any]  # of the drafter, without media in text-only batches; `input_ids` is `[B, S]`
     supervised: Tensor  # `[B, S]` bool; tokens whose next token is part of the answer
 
@@ -161,7 +161,7 @@ class DraftVlmLearner:
 
         return measured if fits else None
 
-    def _sample(self, index: int) -> Sample | None:
+    def _sample(self, index: int) -> TrainingSample | None:
         """Return a sample; None if it is unusable or longer than the language model's context."""
         sample = self._source.sample(index)
         if sample is None or self._context is None or len(sample.ids) <= self._context:
@@ -193,7 +193,7 @@ class DraftVlmLearner:
                 f"or cut them with max_tokens={self._context}."
             )
 
-    def _batches(self, samples: Sequence[Sample], blind: bool) -> list[DraftBatch]:
+    def _batches(self, samples: Sequence[TrainingSample], blind: bool) -> list[DraftBatch]:
         prompts = [self._processor.text_only(s.prompt) if blind else s.prompt for s in samples]
         wholes = [Prompt((*p.ids, *s.answer), p.media) for p, s in zip(prompts, samples, strict=True)]
         batches = []

@@ -23,7 +23,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.stock import AttentionProbe, FeatureTap
 from saccade.train.checkpoint import identity
-from saccade.train.data import Sample
+from saccade.train.data import TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[
         yield slice(start, end), inputs
 
 
-def read_features(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Features]:
+def read_features(target: Target, samples: Sequence[TrainingSample], layers: Sequence[int]) -> list[Features]:
     """Run the target over prompts and answers, in batches where family and media allow."""
     wanted = sorted({0, *layers, len(target.layers)})
     read: list[Features] = []

@@ -21,7 +21,7 @@ from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import LogitMap, logit_map
-from saccade.train.data import Sample
+from saccade.train.data import TrainingSample
 from saccade.train.features import read_features
 from saccade.train.objectives.entries import entries_of, lm_head_of
 
@@ -87,7 +87,7 @@ def test_a_head_learns_with_the_embeddings_that_it_drafts_with(name: str, kind: 
     engine = Engine(target(name), drafting)
     (output,) = engine.generate([Request(prompt)], max_new_tokens=1)
     handle.remove()
-    features = read_features(target(name), [Sample("0", prompt, tuple(output.tokens))], drafting.head.layers)
+    features = read_features(target(name), [TrainingSample("0", prompt, tuple(output.tokens))], drafting.head.layers)
     supervised = entries_of(drafting.head, features).embeddings[0]
     torch.testing.assert_close(drafted[0], supervised[: len(drafted[0])].detach())
     assert len(drafted[0]) == len(supervised) - 1
@@ -107,7 +107,7 @@ def test_a_model_s_map_is_measured(name: str, factor: float, cap: float, dtype: 
 def test_a_head_s_logits_are_those_of_the_target(name: str) -> None:
     """Of a state that the head guesses right, the logits are the target's own. (LLaVA around Granite leaves out its
     factor.)"""
-    sample = Sample("0", Prompt((1, 20, 21, 22)), (30, 31))
+    sample = TrainingSample("0", Prompt((1, 20, 21, 22)), (30, 31))
     own = target(name)
     if name == "gemma2":  # whose random logits are too small for its cap to bend them
         own = Target(copy.deepcopy(own.model))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from saccade.bench.records import Run, read
+from saccade.bench.records import RecordedRun, read
 from saccade.bench.report.tables import Group, document, groups
 from saccade.errors import SaccadeError
 
@@ -18,7 +18,7 @@ class Content:
     """A run, prepared for a report."""
 
     name: str  # unique within the report
-    run: Run
+    run: RecordedRun
     groups: list[Group]  # all tasks together, then every task if there are several
 
 
@@ -27,7 +27,7 @@ def load(folders: Sequence[Path]) -> list[Content]:
     return contents([read(folder) for folder in folders])
 
 
-def contents(runs: Sequence[Run]) -> list[Content]:
+def contents(runs: Sequence[RecordedRun]) -> list[Content]:
     """Prepare runs for a report, named by suite and models, and by their folders where these are equal."""
     for run in runs:
         if not run.records:

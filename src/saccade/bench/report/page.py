@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from saccade.bench.metrics import block_efficiency, cautions, headline
-from saccade.bench.records import MEDIA, Record, Run, difference_of, first_difference, warned
+from saccade.bench.records import MEDIA, Record, RecordedRun, difference_of, first_difference, warned
 from saccade.bench.report import Content, figures, tables
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
@@ -122,7 +122,7 @@ def _facts(content: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Medium:
+class EmbeddedPicture:
     """A picture in the page, or the ``problem`` that prevents it."""
 
     name: str
@@ -132,34 +132,34 @@ class Medium:
     problem: str = ""
 
 
-def embed(folder: Path, name: str) -> Medium:
+def embed(folder: Path, name: str) -> EmbeddedPicture:
     """Read the file ``name`` of a run's ``media/`` folder as a PNG or JPEG data URI.
 
-    A file that is missing, is no picture or lies outside the folder yields a `Medium` with a ``problem``.
+    A file that is missing, is no picture or lies outside the folder yields a `EmbeddedPicture` with a ``problem``.
     """
     from PIL import Image, UnidentifiedImageError
 
     root = (folder / MEDIA).resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root):
-        return Medium(name, problem="lies outside the run's media folder")
+        return EmbeddedPicture(name, problem="lies outside the run's media folder")
     try:
         with Image.open(path, formats=FORMATS) as image:
             image.thumbnail((LARGEST, LARGEST))
             picture = image.convert("RGBA" if image.has_transparency_data else "RGB")
     except FileNotFoundError:
-        return Medium(name, problem="is not in the run's media folder")
+        return EmbeddedPicture(name, problem="is not in the run's media folder")
     except UnidentifiedImageError:
-        return Medium(name, problem="is no picture, so the report cannot show it")
+        return EmbeddedPicture(name, problem="is no picture, so the report cannot show it")
     except (OSError, ValueError, Image.DecompressionBombError) as problem:
-        return Medium(name, problem=f"cannot be read ({type(problem).__name__})")
+        return EmbeddedPicture(name, problem=f"cannot be read ({type(problem).__name__})")
     small, kind = io.BytesIO(), "png"
     picture.save(small, "PNG", optimize=True)
     if picture.mode == "RGB" and small.tell() > 60_000:  # a photograph: PNG would be several times larger
         small, kind = io.BytesIO(), "jpeg"
         picture.save(small, "JPEG", quality=80, optimize=True)
     data = b64encode(small.getvalue()).decode("ascii")
-    return Medium(name, f"data:image/{kind};base64,{data}", picture.width, picture.height)
+    return EmbeddedPicture(name, f"data:image/{kind};base64,{data}", picture.width, picture.height)
 
 
 MEANINGS = {
@@ -201,11 +201,11 @@ class ShownPrompt:
     prompt_id: str
     task: str
     question: str
-    media: list[Medium]
+    media: list[EmbeddedPicture]
     answers: list[ShownAnswer]
 
 
-def shown_prompts(run: Run, count: int) -> list[ShownPrompt]:
+def shown_prompts(run: RecordedRun, count: int) -> list[ShownPrompt]:
     """Return the first ``count`` traced prompts, or of all prompts when none was traced."""
     traced = dict.fromkeys(r.prompt_id for r in run.records if r.trees)
     prompts = []

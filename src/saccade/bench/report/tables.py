@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
 from saccade.bench.metrics import Estimate, MethodResult, cautions, headline
-from saccade.bench.records import Record, Run, difference_of, warned
+from saccade.bench.records import Record, RecordedRun, difference_of, warned
 from saccade.bench.suites import BASELINE
 from saccade.wording import count
 
@@ -41,7 +41,7 @@ class Group:
     results: dict[str, MethodResult]  # by method, in the order of the configuration
 
 
-def groups(run: Run) -> list[Group]:
+def groups(run: RecordedRun) -> list[Group]:
     """All tasks together, then every task if there are several; methods in the order of the configuration."""
     order = {method["label"]: place for place, method in enumerate(run.header.config["methods"])}
     records = sorted(run.records, key=lambda r: order.get(r.method, len(order)))
@@ -74,7 +74,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """Cells under the columns; the first one names the row."""
 
     cells: list[Cell]
@@ -87,7 +87,7 @@ class Table:
 
     caption: str
     columns: list[Column]
-    rows: list[Row]
+    rows: list[TableRow]
 
 
 METHOD = Column("method", "as in `saccade methods`; lossy ones may change the answer")
@@ -163,7 +163,7 @@ def _by_method(
     caption: str, group: Group, columns: Sequence[Column], cells: Callable[[MethodResult], list[Cell]]
 ) -> Table:
     """A table with a row per method."""
-    rows = [Row([method_cell(r), *cells(r)], not r.lossless) for r in group.results.values()]
+    rows = [TableRow([method_cell(r), *cells(r)], not r.lossless) for r in group.results.values()]
     return Table(caption, [METHOD, *columns], rows)
 
 
@@ -180,7 +180,7 @@ def overview(runs: Sequence[tuple[str, Group]]) -> Table:
     """Main metrics of all runs of a report, by run and method."""
     shown = [c for c in _COLUMNS if c[0] in ("speed-up", "block efficiency", "score kept")]
     rows = [
-        Row([Cell(name), method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless)
+        TableRow([Cell(name), method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless)
         for name, group in runs
         for r in group.results.values()
     ]
@@ -241,7 +241,7 @@ def _range(values: Sequence[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
-def document(runs: Sequence[tuple[str, Run, list[Group]]]) -> str:
+def document(runs: Sequence[tuple[str, RecordedRun, list[Group]]]) -> str:
     """Markdown of all runs by name: facts, tables, and the meanings of the columns."""
     parts = [markdown(overview([(name, groups[0]) for name, _, groups in runs]))] if len(runs) > 1 else []
     for name, run, groups_ in runs:
@@ -284,7 +284,7 @@ _SHOWN = ("speed-up", "decoding only", "tokens/s", "block efficiency", "accepted
 """Columns of the comparison that fit a terminal."""
 
 
-def terminal(run: Run) -> Iterator[RichTable]:
+def terminal(run: RecordedRun) -> Iterator[RichTable]:
     """Yield tables for the terminal, of all tasks together: the comparison and the time by stage."""
     from rich.table import Table as RichTable
 
@@ -307,7 +307,7 @@ def terminal(run: Run) -> Iterator[RichTable]:
         yield table
 
 
-def remarks(run: Run) -> Iterator[str]:
+def remarks(run: RecordedRun) -> Iterator[str]:
     """Remarks below the tables: cautions, definitions, costs, differences, warnings and omissions."""
     yield from cautions(run)
     header = run.header

@@ -20,7 +20,7 @@ from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
-from saccade.train.data import Sample, Source
+from saccade.train.data import Source, TrainingSample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Calibration, Features, Needed, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
@@ -120,7 +120,7 @@ class DreamFeeder(Feeder):
     def save(self) -> None:
         self._calibration.save()
 
-    def _read(self, samples: Sequence[Sample]) -> list[Features]:
+    def _read(self, samples: Sequence[TrainingSample]) -> list[Features]:
         count = len(self._target.layers)
         wanted, dropped = [], []
         for sample in samples:

@@ -15,7 +15,7 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, read_at
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import logit_map
-from saccade.train.data import Sample, Source
+from saccade.train.data import Source, TrainingSample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Needed, read_features
 
@@ -128,7 +128,7 @@ class Feeder:
             cache.put(index, found)
         return found
 
-    def _read(self, samples: Sequence[Sample]) -> list[Features]:
+    def _read(self, samples: Sequence[TrainingSample]) -> list[Features]:
         return read_features(self._target, samples, self._head.layers)
 
     def entries_of(self, features: Sequence[Features]) -> Entries:
