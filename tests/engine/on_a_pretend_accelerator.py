@@ -40,28 +40,15 @@ NEW = 6
 ROWS = 2
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12}
 SMALL = {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4}
+CHAIN = {"tree": "chain", "gamma": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chain": {"gamma": 3},
-    "static-tree": {},
+    **{method: {} for method in ("plain", "static-tree", "prompt-lookup", "sage", "tabed")},
+    **dict.fromkeys(("eagle2", "hivis", "dream", "eagle3", "msd", "vispec", "medusa", "hydra"), SMALL),
+    **{method: {"gamma": 4} for method in ("fly", "lvspec", "random-loosening")},
+    **dict.fromkeys(("self-spec", "specvlm"), CHAIN),
     "dynamic-tree": SMALL,
-    "prompt-lookup": {},
+    "chain": {"gamma": 3},
     "lookup-merge": {"gamma": 2, "copied": 3},
-    "eagle2": SMALL,
-    "hivis": SMALL,
-    "dream": SMALL,
-    "eagle3": SMALL,
-    "msd": SMALL,
-    "vispec": SMALL,
-    "medusa": SMALL,
-    "hydra": SMALL,
-    "self-spec": {"tree": "chain", "gamma": 2},
-    "specvlm": {"tree": "chain", "gamma": 2},
-    "sage": {},
-    "fly": {"gamma": 4},
-    "lvspec": {"gamma": 4},
-    "random-loosening": {"gamma": 4},
-    "tabed": {},
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:
 they ask the drafter after every guess, and wait for what it says."""
@@ -265,46 +252,30 @@ def test_sampling_on_a_tree_of_full_size_takes_few_more_launches_than_greedy_dec
 # --------------------------------------------------------------------------- the known mistakes
 
 
-def _steps_of_a_planted(monkeypatch: pytest.MonkeyPatch, device: PretendDevice, mistake: Any) -> list[Counts]:
-    """Steps of plain decoding in which host integers are sent by ``mistake``."""
-    monkeypatch.setattr(cache, "on_device", mistake)
-    return run(engine("plain", NAME), False, device).steps
+def _with_an_item(values: Any, place: torch.device) -> Tensor:
+    sent = on_device(values, place)
+    sent.max().item()
+    return sent
 
 
-def test_an_item_in_a_step_is_seen(monkeypatch: pytest.MonkeyPatch, device: PretendDevice) -> None:
-    def asked(values: Any, place: torch.device) -> Tensor:
-        sent = on_device(values, place)
-        sent.max().item()
-        return sent
-
-    for counts in _steps_of_a_planted(monkeypatch, device, asked):
-        assert sum(counts.waits.values()) > 1
+PLANTED: dict[str, Any] = {
+    "an item": _with_an_item,
+    "an upload that blocks": lambda values, place: torch.tensor(values, device=place),
+    "memory that is not pinned": lambda values, place: torch.tensor(values).to(place, non_blocking=True),
+}
 
 
-def test_an_upload_that_blocks_is_seen(monkeypatch: pytest.MonkeyPatch, device: PretendDevice) -> None:
-    def plainly(values: Any, place: torch.device) -> Tensor:
-        return torch.tensor(values, device=place)
-
-    for counts in _steps_of_a_planted(monkeypatch, device, plainly):
-        assert counts.blocking
-
-
-def test_an_upload_from_memory_that_is_not_pinned_is_seen(
-    monkeypatch: pytest.MonkeyPatch, device: PretendDevice
-) -> None:
-    def unpinned(values: Any, place: torch.device) -> Tensor:
-        return torch.tensor(values).to(place, non_blocking=True)
-
-    for counts in _steps_of_a_planted(monkeypatch, device, unpinned):
-        assert counts.blocking
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wait_in_a_step_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, device: PretendDevice) -> None:
+    monkeypatch.setattr(cache, "on_device", PLANTED[name])
+    for counts in run(engine("plain", NAME), False, device).steps:
+        assert sum(counts.waits.values()) > 1 if name == "an item" else counts.blocking
 
 
 def test_a_tensor_left_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch, device: PretendDevice) -> None:
-    def left(values: Any, place: torch.device) -> Tensor:
-        return torch.tensor(values)
-
+    monkeypatch.setattr(cache, "on_device", lambda values, place: torch.tensor(values))
     with pytest.raises((MixedDevices, AssertionError)):
-        _steps_of_a_planted(monkeypatch, device, left)
+        run(engine("plain", NAME), False, device)
 
 
 # --------------------------------------------------------------------------- the device itself

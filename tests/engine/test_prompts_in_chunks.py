@@ -12,11 +12,10 @@ import pytest
 from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
-from saccade.inputs.families import media_spans
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
-from saccade.target_model.context import Context, Prefill
+from saccade.target_model.context import Prefill
 from saccade.target_model.forward import TokenBlock
 
 NEW = 8
@@ -39,24 +38,6 @@ def test_chunks_of_any_size_give_the_tokens_of_whole_prompts(family: str, kind: 
         row = add(batch, prompt, n=NEW)
         drain(batch)
         assert row.output == expected, size
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "image" in FAMILIES[f].kinds])
-def test_no_chunk_ends_inside_an_image(family: str) -> None:
-    target = engine("plain", family).target
-    prompt = prompts("image", family, 1)[0]
-    spans = media_spans(target.config, prompt)
-    for size in range(1, len(prompt) + 1):
-        prefill = Context(target, 1).prefill(0, prompt)
-        ends = []
-        while not prefill.done:
-            stop = prefill.chunk_end(size)
-            assert stop > prefill.num_computed
-            prefill.num_computed = stop
-            ends.append(stop)
-        assert not any(first < end < last for end in ends for first, last in spans), size
-        if not prefill.runs_alone and size < spans[0][0]:
-            assert len(ends) > 1
 
 
 @pytest.mark.parametrize("method", ["plain", "lookup", "chain", "static"])
