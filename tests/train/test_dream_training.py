@@ -325,8 +325,6 @@ def test_a_run_learns_and_its_calibration_stays(tmp_path: Path) -> None:
     assert (outcome.head / "model.safetensors").is_file()
 
 
-def test_an_unknown_layer_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"loss.layer must be one of entropy, 25, 50, 75, none"):
-        DreamObjective(layer="90")
+def test_an_unknown_way_of_feeding_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"loss.feeding must be one of answer, guess, not 'all'"):
         DreamObjective(feeding="all")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Shell
 from PIL import Image
 
 from saccade import memory_plan as machine
@@ -17,9 +17,6 @@ from saccade.errors import InputError, ModelError, TrainingError
 from saccade.memory_plan import ModelSize
 from saccade.train.plan import Forecast, forecast, head_work
 from saccade.train.recipe import read_recipe, trained_kinds
-
-sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
-from commands import Shell
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 """Configurations of published models, without weights."""
@@ -39,36 +36,21 @@ def forecast_of(name: str, kind: str, preset: str, data: Path = SHAPES / "none",
     return forecast(recipe, SHAPES / name, data, chosen, settings)
 
 
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.setenv("TERM", "dumb")
-    return Shell(capsys, monkeypatch)
-
-
 @pytest.mark.parametrize(
-    ("name", "weights", "entry"),
+    ("name", "weights", "entry", "picture"),
     [
-        ("qwen2.5-vl-7b", 8_292_166_656, 2 * 28 * 4 * 128 * 2),
-        ("llava-1.5-7b", 7_063_427_072, 2 * 32 * 32 * 128 * 2),
-        ("internvl3-8b", 7_944_373_760, 2 * 28 * 4 * 128 * 2),
-        ("llama-68m", 68_030_208, 2 * 2 * 12 * 64 * 4),
+        ("qwen2.5-vl-7b", 8_292_166_656, 2 * 28 * 4 * 128 * 2, (17 * 23, 34 * 46)),
+        ("llava-1.5-7b", 7_063_427_072, 2 * 32 * 32 * 128 * 2, (576, 576)),
+        ("internvl3-8b", 7_944_373_760, 2 * 28 * 4 * 128 * 2, (13 * 256, 13 * 1024)),
+        ("llama-68m", 68_030_208, 2 * 2 * 12 * 64 * 4, None),
     ],
 )
-def test_a_configuration_has_the_published_number_of_weights(name: str, weights: int, entry: int) -> None:
-    assert size(name).weights == weights
-    assert size(name).entry == entry
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "patches"),
-    [
-        ("qwen2.5-vl-7b", 17 * 23, 34 * 46),
-        ("llava-1.5-7b", 576, 576),
-        ("internvl3-8b", 13 * 256, 13 * 1024),
-    ],
-)
-def test_the_tokens_of_a_picture_follow_from_its_size(name: str, tokens: int, patches: int) -> None:
-    assert size(name).picture(640, 480) == (tokens, patches)
+def test_a_configuration_has_the_published_sizes(
+    name: str, weights: int, entry: int, picture: tuple[int, int] | None
+) -> None:
+    assert (size(name).weights, size(name).entry) == (weights, entry)
+    if picture:
+        assert size(name).picture(640, 480) == picture  # tokens, patches
 
 
 @pytest.mark.parametrize("preset", machine.names())
@@ -98,6 +80,13 @@ def test_what_the_recipes_train_fits_the_gpu_of_its_preset(name: str, kind: str,
     assert "WARNING" not in str(found)
 
 
+def test_what_does_not_fit_is_said() -> None:
+    large = forecast_of("qwen2.5-vl-7b", "dream", "24gb")
+    assert large.memory > large.preset.bytes
+    assert "DOES NOT FIT" in str(large)
+    assert "prompts of 3388 tokens leave no room" in str(forecast_of("internvl3-8b", "hivis", "24gb", max_tokens=2048))
+
+
 def test_recomputing_lets_the_longest_samples_fit() -> None:
     most = machine.preset("24gb").training("eagle3")["max_tokens"]
     needed = {}
@@ -106,12 +95,6 @@ def test_recomputing_lets_the_longest_samples_fit() -> None:
         lengths = replace(found.lengths, longest=(300, most - 300 - 512, 4 * most, 512))
         needed[recompute] = replace(found, work=head_work(found.recipe, found.size, lengths)).memory
     assert needed[True] <= found.preset.bytes < needed[False]
-
-
-def test_what_does_not_fit_is_said() -> None:
-    large = forecast_of("qwen2.5-vl-7b", "dream", "24gb")
-    assert large.memory > large.preset.bytes
-    assert "DOES NOT FIT" in str(large)
 
 
 def test_memory_counts_weights_gradients_and_moments() -> None:
@@ -131,22 +114,11 @@ def test_cached_features_take_as_much_disk_as_there_is_room() -> None:
     assert half.disk - none.disk == pytest.approx(60 * GB)
 
 
-def test_prompts_longer_than_max_tokens_are_named() -> None:
-    assert "prompts of 3388 tokens leave no room" in str(forecast_of("internvl3-8b", "hivis", "24gb", max_tokens=2048))
-
-
 def answers(folder: Path) -> Path:
     Image.new("RGB", (280, 140)).save(folder / "a.png")
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x" * 80}]
-    rows = [
-        {
-            "id": str(n),
-            "messages": [{"role": "user", "content": parts}],
-            "answer": "y",
-            "answer_ids": [5] * (10 + 10 * n),
-        }
-        for n in range(5)
-    ]
+    row = {"messages": [{"role": "user", "content": parts}], "answer": "y"}
+    rows = [{"id": str(n), **row, "answer_ids": [5] * (10 + 10 * n)} for n in range(5)]
     (folder / "answers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "{torn\n")
     return folder
 
@@ -155,20 +127,8 @@ def test_lengths_come_from_the_answers_where_there_are_some(tmp_path: Path) -> N
     found = forecast_of("qwen2.5-vl-7b", "hivis", "24gb", answers(tmp_path)).lengths
     assert (found.samples, found.text, found.visual, found.answer) == (5, 20, 10 * 5, 30)
     assert found.longest == (20, 50, 200, 50)
-
-
-def test_answers_are_cut_where_samples_are_too_long(tmp_path: Path) -> None:
-    found = forecast_of("qwen2.5-vl-7b", "hivis", "24gb", answers(tmp_path), max_tokens=80).lengths
-    assert found.longest[3] == found.answer == 10
-
-
-@pytest.mark.parametrize(
-    ("given", "near"),
-    [("24g", "the nearest are 24gb"), ("80", "the nearest are 80gb"), ("huge", "there are 24gb, 80gb")],
-)
-def test_an_unknown_preset_is_refused_with_the_nearest(given: str, near: str) -> None:
-    with pytest.raises(InputError, match=near):
-        machine.preset(given)
+    found = forecast_of("qwen2.5-vl-7b", "hivis", "24gb", tmp_path, max_tokens=80).lengths
+    assert found.longest[3] == found.answer == 10, "answers are cut where samples are too long"
 
 
 def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tmp_path: Path) -> None:
@@ -178,6 +138,9 @@ def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tm
     assert "288,115,200 weights; the target's 8,292,166,656 are frozen" in found.out
     assert "computed, nothing was run" in found.out
     assert "--set micro_batch=1" in found.out
+    assert "cached on disk" in found.out
+    uncached = shell(*made, "--preset", "24gb", "--plan", "--set", "feature_cache=none")
+    assert "not cached" in uncached.out, "own settings have precedence over a preset"
     assert list(tmp_path.iterdir()) == []
     assert "Cannot read the answers" in shell(*made, "--plan").complaint
     (tmp_path / "none").touch()
@@ -185,35 +148,13 @@ def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tm
     assert "the nearest are 24gb" in shell(*made, "--preset", "24", "--plan").complaint
 
 
-def test_own_settings_have_precedence_over_a_preset(shell: Shell, tmp_path: Path) -> None:
-    made = [
-        "train",
-        "hivis",
-        "-t",
-        SHAPES / "qwen2.5-vl-7b",
-        "--data",
-        "none",
-        "-o",
-        tmp_path,
-        "--preset",
-        "24gb",
-        "--plan",
-    ]
-    before, after = shell(*made), shell(*made, "--set", "feature_cache=none")
-    assert "cached on disk" in before.out
-    assert "not cached" in after.out
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [("llama-68m", ModelError, "pictures of"), ("missing", ModelError, "config.json")],
-)
-def test_targets_that_cannot_be_sized_are_refused(
-    tmp_path: Path, name: str, error: type[Exception], message: str
-) -> None:
-    target = SHAPES / name if name != "missing" else tmp_path
-    with pytest.raises(error, match=message):
-        forecast(read_recipe("hivis"), target, tmp_path / "none", machine.preset("24gb"))
+def test_presets_and_targets_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for preset, near in (("24g", "nearest are 24gb"), ("80", "nearest are 80gb"), ("huge", "there are 24gb, 80gb")):
+        with pytest.raises(InputError, match=near):
+            machine.preset(preset)
+    for target, message in ((SHAPES / "llama-68m", "pictures of"), (tmp_path, "config.json")):
+        with pytest.raises(ModelError, match=message):
+            forecast(read_recipe("hivis"), target, tmp_path / "none", machine.preset("24gb"))
 
 
 def test_a_draft_vlm_is_forecast_for_targets_that_can_have_one(tmp_path: Path) -> None:

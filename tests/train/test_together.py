@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from train_kit import write_answers
 
 from checkpoints import ready
 from over_processes import as_rank, free_port
@@ -106,11 +105,6 @@ def test_another_fault_is_not_hidden(tmp_path: Path) -> None:
     run = Run(tmp_path, summing(tmp_path, fails))
     assert run.codes(30) == [2, 1]
     assert "RuntimeError: the matrix is singular" in run.said
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_answers(tmp_path)
 
 
 def command(data: Path, *more: object) -> Callable[[int], None]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from train_kit import write_answers
+from commands import Shell
 from transformers import AutoModelForImageTextToText
 
 from checkpoints import ready
@@ -22,20 +21,6 @@ from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.learner import HeadLearner
 from saccade.train.objectives.losses import Tally
 from saccade.train.recipe import Stage, read_recipe
-
-sys.path.append(str(Path(__file__).parents[1] / "cli"))  # for `commands`
-from commands import Shell
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.setenv("TERM", "dumb")
-    return Shell(capsys, monkeypatch)
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_answers(tmp_path)
 
 
 def command(data: Path, *more: Any) -> list[Any]:
@@ -53,21 +38,8 @@ def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
     assert done.code == 0, done.err
     assert "block efficiency" in done.out
     folder = data.parent / "out" / "best"
-    answers = [
-        shell(
-            "generate",
-            "-t",
-            ready("llava"),
-            *more,
-            "-i",
-            data.parent / "a.png",
-            "-n",
-            "12",
-            "--json",
-            "What?",
-        )
-        for more in (("-m", "plain"), ("-d", folder, "-m", "hivis"))
-    ]
+    asked = ["generate", "-t", ready("llava"), "-i", data.parent / "a.png", "-n", "12", "--json", "What?"]
+    answers = [shell(*asked, *more) for more in (("-m", "plain"), ("-d", folder, "-m", "hivis"))]
     assert answers[0].code == answers[1].code == 0, answers[1].err
     plain, drafted = (json.loads(a.out) for a in answers)
     assert drafted["tokens"] == plain["tokens"]
@@ -100,7 +72,8 @@ def test_answers_of_another_target_are_refused_unless_forced(
         assert shell(*given, "--any-target").code == 0
 
 
-def test_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:
+def test_too_few_and_bad_lines_are_counted_and_named(shell: Shell, data: Path) -> None:
+    assert "fewer than one batch of 64" in shell(*command(data, "--set", "batch_size=64")).complaint
     data.write_text(data.read_text() + "{\n")
     assert "line 21: it is not valid JSON" in shell(*command(data, "--plan")).complaint
     done = shell(*command(data, "--on-bad-line", "skip"))
@@ -150,19 +123,6 @@ def test_ctrl_c_says_how_to_go_on(shell: Shell, data: Path, monkeypatch: pytest.
     assert "with --resume auto resumes from the last checkpoint" in stopped.err
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--resume", "maybe"], "--resume takes auto or never"),
-        (["--on-bad-line", "cry"], "--on-bad-line takes stop or skip"),
-        (["--set", "speed=9"], "unknown key 'speed'"),
-        (["--set", "batch_size=64"], "fewer than one batch of 64"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_sentence(shell: Shell, data: Path, more: list[str], message: str) -> None:
-    assert message in shell(*command(data, *more)).complaint
-
-
 @pytest.mark.parametrize("more", [(), ("--plan",)])
 def test_a_run_that_cannot_begin_is_refused_with_its_plan_before_the_target_is_loaded(
     shell: Shell, data: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
@@ -170,6 +130,9 @@ def test_a_run_that_cannot_begin_is_refused_with_its_plan_before_the_target_is_l
     monkeypatch.setattr(screen, "load_models", None)
     (data.parent / "begun" / "checkpoints" / "step-00000002").mkdir(parents=True)
     refused: dict[str, list[Any]] = {
+        "--resume takes auto or never": ["--resume", "maybe"],
+        "--on-bad-line takes stop or skip": ["--on-bad-line", "cry"],
+        "unknown key 'speed'": ["--set", "speed=9"],
         f"Cannot read the answers in {data.parent}/nope: No such file": ["--data", data.parent / "nope"],
         f"{data} is a file, where a folder is needed; give another --out folder": ["-o", data],
         "begun holds checkpoints; continue them with --resume auto, or give another": ["-o", data.parent / "begun"],

@@ -62,15 +62,6 @@ def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> Non
         assert_same(features, drafting("llava_onevision", sample, (0, 1, last)), last)
 
 
-def test_states_shifted_by_one_token_are_noticed() -> None:
-    own, sample = target("llava"), samples("llava", 1)[0]
-    [features] = read_features(own, [sample], (1,))
-    shifted = replace(features, states={i: s.roll(1, 0) for i, s in features.states.items()})
-    last = len(own.layers)
-    with pytest.raises(AssertionError):
-        assert_same(shifted, drafting("llava", sample, (0, 1, last)), last)
-
-
 def test_the_last_prompt_token_learns_the_answers_first_and_the_last_answer_token_learns_nothing() -> None:
     #     prompt: 0 1 2   answer: 3 4 5
     assert answer_mask(3, 6).tolist() == [False, False, True, True, True, False]

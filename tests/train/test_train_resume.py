@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train_kit import listed, target
-from training_run import STEPS, closeness, recipe, run, slow_run
+from training_run import STEPS, closeness, recipe, run, slow_run, stop_after
 
 from processes import forked
 from saccade import files
 from saccade.errors import TrainingError
-from saccade.train import Listed, Recipe, Trainer
+from saccade.train import Listed, Trainer
 from saccade.train.checkpoint import Checkpoints
 
 
@@ -66,22 +66,6 @@ def test_a_run_with_cached_features_resumes_bit_for_bit(tmp_path: Path, cache: s
     stop_after(tmp_path / "cut", 6, chosen)
     run(tmp_path / "cut", chosen, resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
-
-
-def stop_after(out: Path, steps: int, chosen: Recipe | None = None, measure: Any = closeness) -> None:
-    """A run that fails in the step after ``steps``."""
-    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, measure=measure,
-                  say=lambda _: None)  # fmt: skip
-    plain = cut.train_step
-
-    def failing(step: int) -> dict[str, Any]:
-        if step == steps:
-            raise RuntimeError("planted")
-        return plain(step)
-
-    cut.train_step = failing  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="planted"):
-        cut.run()
 
 
 class Planted(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,21 +40,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
     run(out)
     return out
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def test_a_file_in_place_of_the_folder_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text("mine", encoding="utf-8")
-    for place in (file, file / "run"):
-        with pytest.raises(TrainingError, match=f"{file} is a file, where a folder is needed; give another --out"):
-            run(place)
-    assert file.read_text(encoding="utf-8") == "mine"
 
 
 def test_micro_batches_add_up_to_the_batch(whole: Path, tmp_path: Path) -> None:
@@ -309,13 +293,6 @@ class TestCache:
         assert len(said) == 1
         assert str(place) in said[0]
         assert not place.exists()
-
-    def test_features_of_another_target_are_thrown_away(self, tmp_path: Path) -> None:
-        cache = FeatureCache(target("llava"), 1e9, tmp_path / "f", "one")
-        cache.put(0, self.features()[0][1])
-        cache.flush()
-        assert FeatureCache(target("llava"), 1e9, tmp_path / "f", "one").samples == 1
-        assert FeatureCache(target("llava"), 1e9, tmp_path / "f", "other").samples == 0
 
 
 def test_the_teachers_head_is_not_autocast() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from train_kit import head, listed, target
-from training_run import closeness, recipe, run
+from training_run import recipe, run, stop_after
 
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head, save_head
@@ -77,25 +77,7 @@ def test_a_warm_run_goes_on_bit_for_bit_and_only_from_the_same_head(tmp_path: Pa
     first = folder(tmp_path / "first", head("llama", "hivis", steps=3))
     run(tmp_path / "whole", begin=first)
     run(tmp_path / "fresh")
-    cut = Trainer(
-        target("llama"),
-        recipe(),
-        listed("llama", 24),
-        tmp_path / "cut",
-        begin=first,
-        measure=closeness,
-        say=str,
-    )
-    plain = cut.train_step
-
-    def failing(step: int) -> dict[str, object]:
-        if step == 7:
-            raise KeyboardInterrupt
-        return plain(step)
-
-    cut.train_step = failing  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        cut.run()
+    stop_after(tmp_path / "cut", 7, begin=first)
     with pytest.raises(TrainingError, match=r"is of another run: its head\.from is"):
         run(tmp_path / "cut", resume=True)
     run(tmp_path / "cut", begin=first, resume=True)

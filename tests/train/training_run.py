@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from train_kit import listed, target
 
@@ -45,3 +46,19 @@ def slow_run(out: Path, at_work: Any) -> None:
     plain = os.fsync
     os.fsync = lambda handle: (time.sleep(0.1), plain(handle))[1]  # type: ignore[assignment]
     run(out, resume=True, say=lambda words: at_work.set() if "loss" in words else None)
+
+
+def stop_after(out: Path, steps: int, chosen: Recipe | None = None, **options: Any) -> None:
+    """A run that fails in the step after ``steps``."""
+    given = {"measure": closeness, "say": lambda _: None, **options}
+    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, **given)
+    plain = cut.train_step
+
+    def failing(step: int) -> dict[str, Any]:
+        if step == steps:
+            raise RuntimeError("planted")
+        return plain(step)
+
+    cut.train_step = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="planted"):
+        cut.run()
