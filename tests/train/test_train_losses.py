@@ -208,9 +208,7 @@ def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
 
 @pytest.mark.singly
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("kind", "reach"), [("medusa", 2), ("hydra", 2), ("vispec", None), ("eagle3", None), ("kangaroo", None)]
-)
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "vispec", "eagle3", "kangaroo"])
 def test_a_run_changes_every_weight_and_measures_the_head(kind: str, precision: str, tmp_path: Path) -> None:
     stage = Stage(4, 1e-3, 1 if kind == "kangaroo" else 2)
     sizes = {"batch_size": 2, "log_every": 1, "validation_samples": 1}
