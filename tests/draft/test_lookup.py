@@ -1,16 +1,27 @@
-"""Prompt lookup copies what a naive search of the whole text finds."""
+"""Prompt lookup copies what a naive search of the text finds; merged with another drafter, all paths stand once."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import assert_consistent, token_paths
+from pairs import draft, target
+from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_paths, trees
 
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.trees.policy import TopProposer
+from saccade.draft import merged as merging
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.lookup import LookupSession, PromptLookup
+from saccade.draft.merged import MergedDrafter, union
+from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.policy import Chain, TopProposer
+from saccade.engine import Engine, Request
 from saccade.inputs.families.family import Prompt
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # few tokens, so that n-grams come back
@@ -94,3 +105,133 @@ def test_a_row_that_is_loaded_again_forgets_its_text() -> None:
 def test_lookup_of_nothing_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="gamma and max_ngram of at least 1"):
         PromptLookup(**options)
+
+
+# --------------------------------------------------------------------------- unions of trees
+
+ROWS = 2
+
+
+def grown(rows: list[NaiveTree]) -> list[NaiveTree]:
+    """The rows as policies grow them: one root token, no two like children of one node, padding behind the nodes."""
+    out = []
+    for row in rows:
+        size = len(row.parents)
+        nodes, taken = [0], set[tuple[int, int]]()
+        for node in range(1, size):
+            key = row.parents[node], row.tokens[node]
+            if row.valid[node] and row.parents[node] in nodes and key not in taken:
+                nodes.append(node)
+            taken.add(key)
+        pad = [0] * (size - len(nodes))
+        parents = (*(nodes.index(row.parents[n]) for n in nodes), *pad)
+        tokens = (0, *(row.tokens[n] for n in nodes[1:]), *pad)
+        out.append(NaiveTree(parents, tokens, tuple(n < len(nodes) for n in range(size))))
+    return out
+
+
+SOME = trees(ROWS, vocab=3).map(grown)
+
+
+def paths_of(row: NaiveTree) -> list[Path]:
+    return [tuple(row.below_root(n)) for n in range(len(row.parents)) if row.valid[n]]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["host-sizes", "bounded-sizes"])
+@given(SOME, SOME, st.sampled_from([1, 3, 6, 64]))
+def test_it_is_the_union_of_the_paths_shallow_ones_first(
+    exact: bool, first: list[NaiveTree], second: list[NaiveTree], total: int
+) -> None:
+    one, two = draft_tree(first), draft_tree(second)
+    with nullcontext() if exact else mock.patch.object(merging, "_size", lambda real: real.shape[1] - 1):
+        merged = union(one, two, total)
+    assert_consistent(merged)
+    assert merged.q is None
+    for row in range(ROWS):
+        ours, theirs = paths_of(first[row]), paths_of(second[row])
+        every = sorted([*ours, *(p for p in theirs if p not in ours)], key=len)
+        alone = two.size == 1 and one.size <= total + 1  # then first stays in its own order
+        assert token_paths(merged, row) == (ours if alone else every[: total + 1])
+        valid = merged.valid.expand(ROWS, -1)[row].tolist()
+        assert valid == sorted(valid, reverse=True), "padding stands behind the nodes"
+    assert merged.size <= max(len(first[0].parents) + len(second[0].parents) - 1, 1)
+
+
+def test_a_common_beginning_is_verified_once() -> None:
+    chain = draft_tree([NaiveTree((0, 0, 1, 2), (9, 4, 5, 6), (True,) * 4)])
+    copied = draft_tree([NaiveTree((0, 0, 1, 2), (9, 4, 5, 7), (True,) * 4)])
+    merged = union(chain, copied, 64)
+    assert token_paths(merged, 0) == [(), (4,), (4, 5), (4, 5, 6), (4, 5, 7)]
+    assert merged.max_children == 2
+    assert union(chain, chain, 64).size == 4
+
+
+def test_lookup_guesses_nothing_that_the_target_does_not_have() -> None:
+    for known, guess in ((None, [5, 99, 6]), (100, [5, 99, 6]), (99, [5])):
+        drafter = PromptLookup(3, 2, vocab_size=known)
+        nothing: Any = None
+        session = drafter.open(1, nothing)
+        session._append(0, [1, 2, 5, 99, 6, 7, 1])
+        tree = session.propose([0], [[2]], TopProposer(), 3)
+        assert tree.tokens[0, 1:].tolist() == guess
+
+
+def test_bounds_are_those_of_both_and_nothing_is_drawn() -> None:
+    merged = MergedDrafter(PromptLookup(4), PromptLookup(9))
+    assert (merged.max_nodes, merged.max_depth, merged.max_children, merged.draws) == (14, 9, 2, False)
+    assert MergedDrafter(PromptLookup(4), PromptLookup(9), total=6).max_nodes == 7
+    assert merged.model is None
+    with pytest.raises(ValueError, match="total must be at least 1"):
+        MergedDrafter(PromptLookup(), PromptLookup(), total=0)
+
+
+# --------------------------------------------------------------------------- merged drafters
+
+LONG, SHORT = Prompt((1, *range(10, 60))), Prompt((1, 20, 21, 22))
+
+
+@cache
+def texts(count: int) -> list[list[int]]:
+    """Both prompts with what the target answers."""
+    outputs = Engine(target("llama")).generate([Request(LONG), Request(SHORT)], max_new_tokens=count)
+    return [[*p.ids, *o.tokens] for p, o in zip((LONG, SHORT), outputs, strict=True)]
+
+
+def quote(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]], starts: list[int], most: list[int]) -> None:
+    """Make lookup draft the true continuation, as it does of a text that is being quoted."""
+
+    def draft(self: LookupSession, row: int) -> list[int]:
+        ids, text = self._ids[row], texts[row]
+        known = starts[row] <= len(ids) and ids == text[: len(ids)]
+        return text[len(ids) : len(ids) + most[row]] if known else []
+
+    monkeypatch.setattr(LookupSession, "_draft", draft)
+
+
+@pytest.mark.parametrize(("gamma", "copied"), [(3, 10), (4, 10)])
+def test_a_short_row_that_quotes_far_ahead_fits_beside_a_long_one(
+    monkeypatch: pytest.MonkeyPatch, gamma: int, copied: int
+) -> None:
+    count = 40
+    quote(monkeypatch, texts(count), [0, len(SHORT) + 22], [2, copied])
+    model = ModelDrafter(draft("llama"), Chain(gamma))
+    drafter = MergedDrafter(model, PromptLookup(copied))
+    outputs = Engine(target("llama"), drafter).generate([Request(LONG), Request(SHORT)], max_new_tokens=count)
+    assert [[*p.ids, *o.tokens] for p, o in zip((LONG, SHORT), outputs, strict=True)] == texts(count)
+
+
+@pytest.mark.parametrize(("gamma", "copied", "count"), [(3, 10, 12), (3, 10, 23), (2, 20, 24)])
+def test_a_head_goes_on_behind_a_block_deeper_than_its_own_tree(
+    monkeypatch: pytest.MonkeyPatch, gamma: int, copied: int, count: int
+) -> None:
+    quote(monkeypatch, [texts(24)[1]], [len(SHORT) + 1], [copied])
+    head = build_head(HeadConfig.from_target(target("llama"), "eagle2"))
+    engine = Engine(
+        target("llama"), MergedDrafter(HeadDrafter(head, target("llama"), Chain(gamma)), PromptLookup(copied))
+    )
+    session = engine.open(1)
+    (first,) = engine.generate([Request(SHORT)], max_new_tokens=count, session=session)
+    assert len(first.stats.accepted_histogram) == copied + 1
+    asked = Prompt((*SHORT.ids, *first.tokens, 30, 31, 32))
+    (second,) = engine.generate([Request(asked)], max_new_tokens=8, session=session)
+    assert second.tokens == Engine(target("llama")).generate([Request(asked)], max_new_tokens=8)[0].tokens

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import NaiveTree, Path, PathModel, assert_consistent, rank_paths, token_paths, trees
+from random_trees import NaiveTree, Path, PathModel, assert_consistent, draft_tree, rank_paths, token_paths, trees
 
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, TopProposer, TreePolicy
 from saccade.draft.trees.sage import SageTree
+from saccade.tree import TreeShape, ancestors_of
 
-VOCAB, BATCH = 7, 2
-ROOTS = torch.tensor([3, 4])
+VOCAB, BATCH = 7, 3
+ROOTS = torch.tensor([3, 4, 5])
 
 
 def best_first(values: list[float]) -> list[int]:
@@ -169,3 +170,100 @@ def test_only_trees_of_fixed_shape_draw_their_children() -> None:
     """A form that depends on the tokens would bias the draw."""
     assert all(policy.can_sample for policy in (Chain(), StaticTree(), ConfidentChain()))
     assert not any(policy.can_sample for policy in (DynamicTree(), WidthTree(), SageTree()))
+
+
+# --------------------------------------------------------------------------- chains that end behind an unsure guess
+
+
+def naive_confident(model: PathModel, row: int, policy: ConfidentChain) -> Path:
+    """Guess, then stop if that guess was unsure."""
+    path: Path = ()
+    while len(path) < policy.gamma:
+        probabilities: Sequence[float] = torch.tensor(model.logits(row, path)).softmax(-1).tolist()
+        path = (*path, max(range(VOCAB), key=lambda token: probabilities[token]))
+        if max(probabilities) < policy.confidence:
+            break
+    return path
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 6), st.sampled_from([0.0, 0.3, 0.5, 0.7, 1.0]))
+def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int, threshold: float) -> None:
+    policy, model = ConfidentChain(gamma, threshold), PathModel(VOCAB, seed)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
+    assert_consistent(tree)
+    expected = [naive_confident(model, row, policy) for row in range(BATCH)]
+    for row, path in enumerate(expected):
+        assert token_paths(tree, row)[-1] == path
+        assert int(tree.valid[row].sum()) == len(path) + 1
+    assert tree.size == max(map(len, expected)) + 1 <= policy.max_nodes
+    assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
+
+
+def test_a_row_that_is_not_named_keeps_nobody_drafting() -> None:
+    policy, model, going = ConfidentChain(6, 0.4), PathModel(VOCAB, 5), [0, 2]
+    tree = model.grow(policy.begin(going, ROOTS[going], TopProposer()), going)
+    assert_consistent(tree)
+    expected = [naive_confident(model, row, policy) for row in going]
+    assert len(naive_confident(model, 1, policy)) > max(map(len, expected))
+    assert [token_paths(tree, place)[-1] for place in range(2)] == expected
+    assert tree.size == max(map(len, expected)) + 1
+
+
+class Drawing:
+    """Gives the likeliest token as if drawn, with the distribution."""
+
+    def children(self, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(-1, keepdim=True), logits.softmax(-1)
+
+
+def test_every_node_carries_the_distribution_that_its_child_was_drawn_from() -> None:
+    policy, model = ConfidentChain(5, 0.5), PathModel(VOCAB, 2)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, Drawing()), range(BATCH))
+    assert tree.q is not None
+    assert tree.q.shape == (BATCH, tree.size, VOCAB)
+    for row in range(BATCH):
+        for node, path in enumerate(token_paths(tree, row)[:-1]):
+            torch.testing.assert_close(tree.q[row, node], torch.tensor(model.logits(row, path)).softmax(-1))
+
+
+# --------------------------------------------------------------------------- forms
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(rows=2, padded=False), st.integers(0, 4))
+def test_ancestors_are_the_nodes_on_the_way_from_the_root_whatever_the_depth_s_bound(
+    rows: list[NaiveTree], more: int
+) -> None:
+    tree = draft_tree(rows)
+    assert torch.equal(ancestors_of(tree.parents, tree.max_depth + more), tree.ancestors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(rows=1, padded=False), st.randoms(use_true_random=False))
+def test_a_shape_is_sorted_by_depth_whatever_order_its_paths_come_in(rows: list[NaiveTree], random: object) -> None:
+    paths = rank_paths(rows[0])
+    random.shuffle(paths)  # type: ignore[attr-defined]
+    shape = TreeShape.of(paths)
+    assert list(shape.paths) == sorted(paths, key=lambda p: (len(p), p))
+    nodes = [(), *shape.paths]
+    assert shape.parents == [nodes.index(p[:-1]) for p in nodes]
+    assert shape.max_depth == max((len(p) for p in paths), default=0)
+    assert shape.max_children == max((p[-1] + 1 for p in paths), default=0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([(0,), (0,)], "same path twice"),
+        ([(0,), ()], "is not a list of child ranks"),
+        ([(0,), (-1,)], "is not a list of child ranks"),
+        ([(0,), (1, 0)], r"\(1, 0\) has no parent \(1,\)"),
+        ([(0, 0)], r"\(0, 0\) has no parent \(0,\)"),
+        ([(0,), (2,)], r"\(2,\) has no elder sibling of rank 1"),
+        ([(1,)], r"\(1,\) has no elder sibling of rank 0"),
+    ],
+)
+def test_what_is_not_a_tree_is_refused(paths: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeShape.of(paths)

@@ -1,0 +1,303 @@
+"""Rows of a drafting batch: one view without a picture, a fresh start with every new prompt, no part after the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pairs import course, draft, generate, prompt, target
+
+from families import FAMILIES
+from numerals import Numerals
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
+from saccade.draft.ensemble.weights import Fixed
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.model import ModelDrafter, is_later_turn
+from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.policy import Chain, ConfidentChain, Growth, Proposer, StaticTree
+from saccade.draft.trees.sage import SageSession, SageTree
+from saccade.engine import Engine
+from saccade.inputs.families import split
+from saccade.inputs.families.family import Prompt
+from saccade.verify.rule import Verdict
+
+NAME = "llava"
+EVEN = Pruning("uniform", keep_images=0.5)
+
+
+def drafter(kind: str, policy: Any) -> Any:
+    model = draft(NAME)
+    if kind == "model":
+        return ModelDrafter(model, policy)
+    if kind == "pruned":
+        return PrunedDrafter(model, policy, pruning=EVEN)
+    return EnsembleDrafter(model, policy, [Pruned(EVEN), TextOnly(model.config, Numerals()), Multimodal()])
+
+
+# --------------------------------------------------------------------------- one view
+
+
+@cache
+def ensemble(select: Any = "uniform") -> Engine:
+    views = [Multimodal(), TextOnly(draft(NAME).config, Numerals()), Pruned(Pruning(select))]
+    return Engine(target(NAME), EnsembleDrafter(draft(NAME), Chain(4), views))
+
+
+def answer(kind: str, row: int) -> list[int]:
+    return FAMILIES[NAME].reference(kind, rows=row + 1, n=20)[row]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """Rows of the draft model's context that took part in each of its forwards."""
+    seen: list[set[int]] = []
+    forward = draft(NAME).forward
+
+    def counted(cache: Any, pieces: Any, *more: Any) -> Any:
+        seen.append({row for piece in pieces for row in piece.rows})
+        return forward(cache, pieces, *more)
+
+    monkeypatch.setattr(draft(NAME), "forward", counted)
+    return seen
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_words_alone_are_read_and_run_once(rows: int, ran: list[set[int]]) -> None:
+    prompts = [prompt(NAME, "text", row) for row in range(rows)]
+    outputs = generate(ensemble(), prompts)
+    assert set().union(*ran) == set(range(rows))
+    alone = generate(Engine(target(NAME), ModelDrafter(draft(NAME), Chain(4))), prompts)
+    assert [course(o) for o in outputs] == [course(o) for o in alone]
+
+
+@pytest.mark.parametrize("kinds", [("text", "image"), ("image", "text"), ("text", "text", "image")])
+def test_a_picture_in_one_row_leaves_the_others_their_one_view(kinds: tuple[str, ...], ran: list[set[int]]) -> None:
+    prompts = [prompt(NAME, kind, row) for row, kind in enumerate(kinds)]
+    session: Any = ensemble().open(4)
+    outputs = generate(ensemble(), prompts, session)
+    assert [o.tokens for o in outputs] == [answer(kind, row) for row, kind in enumerate(kinds)]
+    views = {row: {slot // 4 for rows in ran for slot in rows if slot % 4 == row} for row in range(len(kinds))}
+    assert views == {row: {0} if kind == "text" else {0, 1, 2} for row, kind in enumerate(kinds)}
+    for row, kind in enumerate(kinds):
+        if kind == "text":
+            (single,) = generate(ensemble(), [prompts[row]])
+            assert course(outputs[row]) == course(single)
+
+
+@pytest.mark.parametrize("select", ["uniform", "attention"])
+def test_a_session_goes_to_and_fro(select: str) -> None:
+    """Words, a picture, words, another picture, the same again: each is answered as in a session of its own."""
+    engine = ensemble(select)
+    session: Any = engine.open(1)
+    for kind, row in (("text", 0), ("image", 1), ("text", 2), ("image", 0), ("image", 0)):
+        (output,) = generate(engine, [prompt(NAME, kind, row)], session)
+        assert output.tokens == answer(kind, row)
+        assert course(output) == course(generate(engine, [prompt(NAME, kind, row)])[0])
+
+
+def test_words_teach_nothing_of_the_views() -> None:
+    session: Any = ensemble().open(1)
+    generate(ensemble(), [prompt(NAME, "text", 0)], session)
+    assert session.drafting._weights.history.counts([0]) == [0]
+    generate(ensemble(), [prompt(NAME, "image", 0)], session)
+    assert session.drafting._weights.history.counts([0])[0] > 0
+
+
+# --------------------------------------------------------------------------- new prompts
+
+
+@dataclass(frozen=True)
+class Watched(Chain):
+    """A chain that notes which rows were started anew."""
+
+    restarted: list[int] = field(default_factory=list)
+
+    def open(self, batch: int, device: torch.device) -> Any:
+        return _Noting(self)
+
+
+class _Noting:
+    def __init__(self, policy: Watched) -> None:
+        self._policy = policy
+
+    def begin(self, rows: Sequence[int], roots: torch.Tensor, proposer: Proposer) -> Growth:
+        return self._policy.begin(rows, roots, proposer)
+
+    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+        pass
+
+    def restart(self, row: int) -> None:
+        self._policy.restarted.append(row)
+
+
+def next_turn(row: int, answer: list[int]) -> Prompt:
+    return split(target(NAME).config, FAMILIES[NAME].continued("image", row, answer, follow_up="text"))[0]
+
+
+@pytest.mark.parametrize("kind", ["model", "pruned", "ensemble"])
+def test_only_rows_with_a_new_prompt_start_anew(kind: str) -> None:
+    policy = Watched(3)
+    engine = Engine(target(NAME), drafter(kind, policy))
+    session = engine.open(2)
+    answers = generate(engine, [prompt(NAME, row=0), prompt(NAME, row=1)], session, new=12)
+    policy.restarted.clear()
+    generate(engine, [next_turn(0, answers[0].tokens), next_turn(1, answers[1].tokens)], session, new=12)
+    assert policy.restarted == []
+    first_ids = prompt(NAME, row=1).ids[:2]
+    like_the_first = Prompt((*first_ids, *prompt(NAME, row=0).ids[-4:]))
+    generate(engine, [next_turn(0, answers[0].tokens), like_the_first], session, new=12)
+    assert set(policy.restarted) == {0, 1}, "the same turn again, and the same beginning only, are new prompts"
+
+
+def test_the_same_words_about_another_picture_are_a_new_prompt() -> None:
+    policy = Watched(3)
+    engine = Engine(target(NAME), drafter("ensemble", policy))
+    session = engine.open(1)
+    inputs = FAMILIES[NAME].row_inputs("image", 0)
+    other = split(target(NAME).config, {**inputs, "pixel_values": inputs["pixel_values"].neg()})[0]
+    generate(engine, [prompt(NAME, row=0)], session, new=12)
+    policy.restarted.clear()
+    generate(engine, [other], session, new=12)
+    assert set(policy.restarted) == {0}
+
+
+def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
+    (seen,) = prompt(NAME, row=0).media
+    (other,) = prompt(NAME, row=1).media
+    earlier = Prompt((1, 5, 6, 7), (seen,))
+    assert is_later_turn(earlier, Prompt((1, 5, 6, 7, 8), (seen,)))
+    assert is_later_turn(earlier, Prompt((1, 5, 6, 7, 8), (seen, other)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 9, 8), (seen,)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 7), (seen,)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 7, 8), (other, seen)))
+    assert not is_later_turn(earlier, Prompt((1, 5, 6, 7, 8)))
+
+
+@pytest.mark.parametrize("kind", ["model", "pruned", "ensemble"])
+def test_sage_drafts_for_a_new_prompt_as_if_it_were_the_first(kind: str) -> None:
+    engine = Engine(target(NAME), drafter(kind, SageTree(window=2, ceiling=9)))
+    session: Any = engine.open(1)
+    (answer,) = generate(engine, [prompt(NAME, row=0)], session, new=12)
+    (again,) = generate(engine, [prompt(NAME, row=1)], session, new=12)
+    (fresh,) = generate(engine, [prompt(NAME, row=1)], engine.open(1), new=12)
+    assert course(again) == course(fresh)
+    session = engine.open(1)
+    generate(engine, [prompt(NAME, row=0)], session, new=12)
+    shaping = getattr(session.drafting, "_session", session.drafting)._shaping
+    shaping = getattr(shaping, "_shaping", shaping)
+    shaping._catch_up(shaping._rows[0])
+    before = shaping._rows[0]
+    assert not before.starting
+    session.drafting.load(0, next_turn(0, answer.tokens), None)
+    assert shaping._rows[0] is before
+    session.drafting.load(0, prompt(NAME, row=2), None)
+    assert shaping._rows[0].starting
+    assert not shaping._rows[0].lengths
+
+
+@pytest.mark.parametrize("policy", [Chain(2), StaticTree(), DynamicTree(), WidthTree(), SageTree()])
+def test_every_policy_can_start_a_row_anew(policy: Any) -> None:
+    shaping = policy.open(2, torch.device("cpu"))
+    shaping.restart(1)
+
+
+# --------------------------------------------------------------------------- rows that have ended
+
+NEW = 40
+SHORT, LONG = Prompt((1, 20, 21, 22)), Prompt((1, 50, 61, 72, 33))
+POLICIES = {"confident": ConfidentChain(6, 0.6), "sage": SageTree()}
+SHALLOW = {"confident": ConfidentChain(5, 0.6), "sage": SageTree(d_max=5, ceiling=5)}
+
+
+class Counted:
+    """A drafter whose policy is asked for every frontier that is run."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.frontiers: list[tuple[int, ...]] = []
+        self.shaping: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def open(self, batch: int, device: torch.device) -> Any:
+        self.shaping = self._policy.open(batch, device)
+        return self
+
+    def restart(self, row: int) -> None:
+        self.shaping.restart(row)
+
+    def observe(self, rows: Any, verdict: Any) -> None:
+        self.shaping.observe(rows, verdict)
+
+    def begin(self, rows: Any, roots: torch.Tensor, proposer: Any) -> Any:
+        growth, frontiers = self.shaping.begin(rows, roots, proposer), self.frontiers
+
+        class Growing:
+            def expand(self, logits: torch.Tensor) -> Any:
+                frontier = growth.expand(logits)
+                if frontier is not None:
+                    frontiers.append((frontier.depth, frontier.tokens.shape[1]))
+                return frontier
+
+            def tree(self) -> Any:
+                return growth.tree()
+
+        return Growing()
+
+
+def of_words(kind: str, policy: Any) -> Any:
+    model = draft("llama")
+    if kind == "model":
+        return ModelDrafter(model, policy)
+    if kind == "ensemble":
+        return EnsembleDrafter(model, policy, [Multimodal(), TextOnly(model.config, Numerals())], Fixed())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return HeadDrafter(build_head(HeadConfig.from_target(target("llama"), kind)), target("llama"), policy)
+
+
+@cache
+def ending() -> int:
+    """The token with which the first prompt's answer begins, and which the second one's does not have."""
+    first, second = generate(Engine(target("llama")), [SHORT, LONG], new=NEW)
+    assert first.tokens[0] not in second.tokens
+    return first.tokens[0]
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle2", "medusa", "ensemble"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_row_that_has_ended_lets_the_others_draft_as_if_they_were_alone(kind: str, name: str) -> None:
+    ran = []
+    for asked in ([LONG], [SHORT, LONG]):
+        policy = Counted((SHALLOW if kind == "medusa" else POLICIES)[name])
+        outputs = generate(Engine(target("llama"), of_words(kind, policy)), asked, new=NEW, eos_token_id=ending())
+        ran.append((policy.frontiers, outputs[-1].stats.drafted_tokens, outputs[-1].tokens))
+        assert len(outputs[0].tokens) == (1 if len(asked) > 1 else NEW)
+    assert ran[0] == ran[1]
+
+
+def test_a_finished_row_s_next_turn_begins_where_its_last_one_ended() -> None:
+    """The passes that only others take part in leave no trace in it."""
+
+    def remembered(asked: list[Prompt]) -> list[Any]:
+        policy = Counted(SageTree())
+        generate(Engine(target("llama"), of_words("model", policy)), asked, new=NEW, eos_token_id=ending())
+        assert isinstance(policy.shaping, SageSession)
+        for row in policy.shaping._rows:
+            policy.shaping._catch_up(row)
+        rows = policy.shaping._rows
+        return [replace(row, confidence=pytest.approx(row.confidence, abs=1e-5)) for row in rows]
+
+    ended, other = remembered([SHORT, LONG])
+    assert [ended] == remembered([SHORT])
+    assert len(ended.lengths) == 1
+    assert len(other.lengths) > 1
