@@ -77,7 +77,7 @@ def named_below(process: int, *names: bytes) -> list[int]:
 
 def actors(process: int) -> list[int]:
     """Actors of a command."""
-    return named_below(process, b"ray::JobActor", b"ray::DistillActor")
+    return named_below(process, b"ray::EngineActor")
 
 
 def interrupted(words: Sequence[str], out: Path, count: int, kills: Sequence[tuple[float, str]]) -> int:
