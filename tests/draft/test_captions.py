@@ -1,4 +1,4 @@
-"""Images told in words: where the words go, who tells them, and what is shown to a captioner."""
+"""What the views of words put before the draft model: no picture, or a caption in its place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import prompts, target
 from PIL import Image
 from transformers import (
     BlipConfig,
@@ -30,11 +31,14 @@ from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble.views import (
     Caption,
     CheckpointCaptions,
+    Multimodal,
     OwnCaptions,
     PictureCaptions,
     PromptMedium,
     TextOnly,
+    make_views,
     picture,
+    pooled,
 )
 from saccade.errors import MethodError, ModelError
 from saccade.inputs.families import split, visual_mask
@@ -50,11 +54,59 @@ from kits import VIDEO, VISUAL, kit
 WORDS = Numerals()
 
 
+def visuals(name: str, prompt: Prompt) -> int:
+    return int(visual_mask(target(name).config, prompt.ids).sum())
+
+
 def kinds(name: str) -> list[str]:
     return [kind for kind in FAMILIES[name].kinds if kind != "text"]
 
 
-# --------------------------------------------------------------------------- the view
+# --------------------------------------------------------------------------- M and T
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_the_multimodal_view_is_the_prompt_itself(name: str) -> None:
+    for kind in FAMILIES[name].kinds:
+        for prompt in prompts(name, kind):
+            assert Multimodal().read(prompt) is prompt
+
+
+@pytest.mark.parametrize("name", VISUAL_FAMILIES)
+def test_the_text_view_has_one_newline_for_every_medium(name: str) -> None:
+    view = TextOnly(target(name).config, WORDS)
+    for kind in FAMILIES[name].kinds:
+        for prompt in prompts(name, kind):
+            seen = view.read(prompt)
+            assert not seen.media
+            assert visuals(name, seen) == 0
+            assert seen.ids.count(NEWLINE) == len(prompt.media)
+
+
+# --------------------------------------------------------------------------- all
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_text_reads_the_same_in_every_view(name: str) -> None:
+    (prompt,) = prompts(name, "text", 1)
+    views: list[Any] = [Multimodal(), TextOnly(target(name).config, WORDS)]
+    if name in VISUAL_FAMILIES:
+        views.append(pooled(target(name)))
+    assert all(view.read(prompt) == prompt for view in views)
+
+
+@pytest.mark.parametrize("names", ["", "MM", "MX", "mt"])
+def test_unknown_views_are_refused(names: str) -> None:
+    class Processor:
+        config = target("llava").config
+        tokenizer = WORDS
+
+    with pytest.raises(MethodError, match="one or more letters of MTCPR"):
+        make_views(names, target("llava"), Processor())  # type: ignore[arg-type]
+    assert [view.name for view in make_views("PTM", target("llava"), Processor())] == list("PTM")  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- captions
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in VISUAL_FAMILIES for kind in kinds(name)])
@@ -122,19 +174,20 @@ def loaded(name: str) -> tuple[Target, InputProcessor]:
     return Target(load_model(ready(name))), InputProcessor.load(str(ready(name)))
 
 
-@pytest.mark.parametrize("name", VISUAL)
-def test_a_drafter_is_asked_about_the_image_as_if_it_were_given_it(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "image") for name in VISUAL), *((name, "video") for name in VIDEO)]
+)
+def test_a_drafter_is_asked_about_a_medium_as_if_it_were_given_it(name: str, kind: str) -> None:
     """Tiles, row breaks and wrappers come from the user's prompt; the rest of the question does not depend on it."""
     processor = kit(name).ours
-    image = gradient(3, (80, 56))
-    prompt = processor.prompt("What is it?", images=[image])
-    told: list[PromptMedium] = []
-    Caption(processor.config, processor.tokenizer, lambda seen: told.append(seen) or "").read(prompt)  # type: ignore[func-returns-value]
+    film = np.stack([np.asarray(gradient(shade, (56, 56))) for shade in range(6)])
+    media: Any = {"images": [gradient(3, (80, 56))]} if kind == "image" else {"videos": [film]}
+    seen: list[PromptMedium] = []
+    view = Caption(processor.config, processor.tokenizer, lambda medium: seen.append(medium) or "")
+    view.read(processor.prompt("What is it?", **media))
     asking = OwnCaptions.__new__(OwnCaptions)
     asking._processor, asking._question = processor, "Describe the {kind}."
-    expected = processor.prompt("Describe the image.", images=[image])
-    assert asking.prompt(told[0]).ids == expected.ids
-    assert [m.digest for m in asking.prompt(told[0]).media] == [m.digest for m in expected.media]
+    assert asking.prompt(seen[0]) == processor.prompt(f"Describe the {kind}.", **media)
 
 
 @pytest.mark.parametrize("name", VIDEO)
@@ -157,19 +210,6 @@ def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> Non
     assert close(picture(processor, film.medium), gradient(2, (56, 56))) < 12  # one in the middle
     view.read(processor.prompt("And now?", videos=films))
     assert len(told) == 3
-
-
-@pytest.mark.parametrize("name", VIDEO)
-def test_a_drafter_is_asked_about_the_video_as_if_it_were_given_it(name: str) -> None:
-    processor = kit(name).ours
-    film = np.stack([np.asarray(gradient(shade, (56, 56))) for shade in range(6)])
-    told: list[PromptMedium] = []
-    prompt = processor.prompt("What is it?", videos=[film])
-    Caption(processor.config, processor.tokenizer, lambda seen: told.append(seen) or "").read(prompt)  # type: ignore[func-returns-value]
-    asking = OwnCaptions.__new__(OwnCaptions)
-    asking._processor, asking._question = processor, "Describe the {kind}."
-    expected = processor.prompt("Describe the video.", videos=[film])
-    assert asking.prompt(told[0]) == expected
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen"])

@@ -1,4 +1,4 @@
-"""Selections of visual tokens against NumPy, and how scores move between grids."""
+"""Selections of visual tokens against NumPy, scores on other grids, and drafters that read only what is kept."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import draft, prompt, target
 from PIL import Image
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
-from saccade.draft.pruning import (
-    Pruning,
-    frames_of,
-    places_of,
-    resample,
-    spread,
-    two_stages,
-)
-from saccade.errors import SaccadeWarning
-from saccade.inputs.families import family_of, split
+from saccade.draft.drafter import DraftSession
+from saccade.draft.model import ModelDrafter
+from saccade.draft.pruning import PrunedDrafter, Pruning, frames_of, places_of, resample, spread, two_stages
+from saccade.draft.trees.policy import Chain, TopProposer
+from saccade.draft.trees.sage import SageTree
+from saccade.engine import Engine, Request
+from saccade.errors import ModelError, SaccadeWarning
+from saccade.inputs.families import family_of, split, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import QUANTUM
+from saccade.target_model.context import Context
+from saccade.tree import DraftTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
 from kits import VIDEO, kit
@@ -66,19 +69,15 @@ def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
     assert {medium.is_of_video for medium in prompt.media} == {True, False}
 
 
-@given(SCORES, st.floats(0, 0.99), st.data())
+@given(SCORES, st.one_of(st.floats(0, 0.99), st.just(1.0)), st.data())
 def test_two_stages_are_those_of_numpy(scores: list[int], mass: float, data: st.DataObject) -> None:
     budget = data.draw(st.integers(1, len(scores)))
     kept = two_stages(scores, budget, mass)
-    assert kept == numpy_two_stages(np.array(scores), budget, mass)
+    if mass == 1:
+        assert kept == sorted(np.argsort(-np.array(scores), kind="stable")[:budget].tolist())
+    else:
+        assert kept == numpy_two_stages(np.array(scores), budget, mass)
     assert len(set(kept)) == budget
-
-
-@given(SCORES, st.data())
-def test_attention_alone_keeps_the_highest(scores: list[int], data: st.DataObject) -> None:
-    budget = data.draw(st.integers(1, len(scores)))
-    kept = two_stages(scores, budget, 1.0)
-    assert kept == sorted(np.argsort(-np.array(scores), kind="stable")[:budget].tolist())
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
@@ -105,8 +104,7 @@ def test_every_fifth_token_stays_of_an_image_and_every_tenth_of_a_video() -> Non
 @pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
 def test_a_share_of_one_keeps_everything(select: Any) -> None:
     pruning = Pruning(select, keep_images=1.0, keep_videos=1.0)
-    (prompt,) = split(FAMILIES["llava"].model().config, FAMILIES["llava"].row_inputs("images2", 0))
-    assert pruning.dropped(FAMILIES["llava"].model().config, prompt) == []
+    assert pruning.dropped(target("llava").config, prompt("llava", "images2")) == []
     assert not pruning.needs_attention
 
 
@@ -125,29 +123,26 @@ def test_two_stages_of_the_paper_keep_the_seen_and_spread_the_rest() -> None:
     [(n, k) for n in VISUAL_FAMILIES for k in ("image", "images2", "video") if k in FAMILIES[n].kinds],
 )
 def test_every_medium_keeps_its_share_and_all_text_stays(name: str, kind: str) -> None:
-    config = FAMILIES[name].model().config
-    (prompt,) = split(config, FAMILIES[name].row_inputs(kind, 0))
-    columns = torch.rand(len(prompt), generator=torch.Generator().manual_seed(0))
+    config, whole = target(name).config, prompt(name, kind)
+    columns = torch.rand(len(whole), generator=torch.Generator().manual_seed(0))
     for select in ("uniform", "attention", "specvlm"):
         pruning = Pruning(select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
-        dropped = set(pruning.dropped(config, prompt, prompt, columns, config))
-        for places, medium in zip(places_of(config, prompt), prompt.media, strict=True):
+        dropped = set(pruning.dropped(config, whole, whole, columns, config))
+        for places, medium in zip(places_of(config, whole), whole.media, strict=True):
             assert sum(frames_of(config, medium)) == medium.n_tokens == len(places)
             share = 0.25 if medium.kind == "video" else 0.5
             assert len(set(places) - dropped) == max(1, int(share * medium.n_tokens + 0.5))
             if select == "attention":
                 worst = min(columns[p] for p in places if p not in dropped)
                 assert all(columns[p] <= worst for p in places if p in dropped)
-        assert dropped <= {p for places in places_of(config, prompt) for p in places}
+        assert dropped <= {p for places in places_of(config, whole) for p in places}
 
 
 def test_grids_are_those_of_the_families() -> None:
     found = {}
     for name in VISUAL_FAMILIES:
-        config = FAMILIES[name].model().config
         kind = FAMILIES[name].kinds[-2]  # a video where there is one, else two images
-        (prompt,) = split(config, FAMILIES[name].row_inputs(kind, 0))
-        found[name] = family_of(config).grid(prompt.media[0])
+        found[name] = family_of(target(name).config).grid(prompt(name, kind).media[0])
     assert found["llava"] == found["gemma3"] == (1, 4, 4)
     assert found["llava_pixtral"] == found["mistral3"] == (1, 2, 3)
     assert found["llava_next"] is None
@@ -159,12 +154,8 @@ def test_grids_are_those_of_the_families() -> None:
 def test_scores_are_read_at_the_same_relative_place_of_another_grid() -> None:
     scores = torch.arange(16.0)
     assert resample(scores, (1, 4, 4), (1, 2, 2)).tolist() == [5, 7, 13, 15]
-    assert resample(torch.tensor([1.0, 2, 3, 4]), (1, 2, 2), (1, 4, 4)).view(4, 4)[0].tolist() == [
-        1,
-        1,
-        2,
-        2,
-    ]
+    finer = resample(torch.tensor([1.0, 2, 3, 4]), (1, 2, 2), (1, 4, 4))
+    assert finer.view(4, 4)[0].tolist() == [1, 1, 2, 2]
     assert resample(scores, (1, 4, 4), (1, 4, 4)).tolist() == scores.tolist()
     assert resample(torch.tensor([1.0, 2.0]), (2, 1, 1), (4, 1, 1)).tolist() == [1, 1, 2, 2]
 
@@ -178,7 +169,7 @@ def prompt_of(*media: Medium) -> Prompt:
 
 
 def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
-    config = FAMILIES["llava"].model().config
+    config = target("llava").config
     columns = torch.zeros(18)
     columns[1 + 5 : 1 + 7] = torch.tensor([1.0, 2.0])  # both middle tokens of the second row
     pruning = Pruning("attention", keep_images=0.5)
@@ -188,7 +179,7 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
 
 @pytest.mark.parametrize("other", [prompt_of(image(4), image(4)), prompt_of(image(15))], ids=["count", "grid"])
 def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt) -> None:
-    config = FAMILIES["llava"].model().config
+    config = target("llava").config
     pruning, mine = Pruning("specvlm", keep_images=0.5), prompt_of(image(4))
     columns = torch.rand(len(other))
     with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
@@ -198,7 +189,7 @@ def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt)
 
 def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
     """View R reads a batch's rows of words again once an image row has come, behind that row's attention."""
-    config, other = FAMILIES["llava"].model().config, prompt_of(image(4))
+    config, other = target("llava").config, prompt_of(image(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Pruning().dropped(config, Prompt((1, 2, 3)), other, torch.rand(len(other)), config) == []
@@ -222,3 +213,160 @@ def test_media_of_unknown_families_stay_whole() -> None:
 def test_shares_that_are_none_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Pruning(**wrong)
+
+
+# --------------------------------------------------------------------------- pruned drafters
+
+NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]
+NEW = [[20], [31, 42], [53, 64, 75], [86]]
+
+
+def loaded(drafter: ModelDrafter, name: str, given: Prompt, room: int = 40) -> tuple[Any, Context]:
+    """A session whose row 0 holds a prompt, and the target's context; ``last`` of it is what it has read."""
+    context: Any = Context(target(name), 1)
+    session = drafter.open(1, context)
+    session.reserve(0, len(given) + room)
+    context.last = context.load(0, given)
+    session.load(0, given, context.last)
+    return session, context
+
+
+def noted_starts(session: Any) -> list[int]:
+    """How many ids its row held already, of every prompt that a draft session loads from now on."""
+    starts: list[int] = []
+    load = session.context.load
+
+    def noted(*given: Any) -> Any:
+        read = load(*given)
+        starts.append(read.start)
+        return read
+
+    session.context.load = noted
+    return starts
+
+
+def proposals(session: DraftSession) -> list[DraftTree]:
+    return [session.propose([0], [new], TopProposer(), 12) for new in NEW]
+
+
+@pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: str, select: Any) -> None:
+    everything = Pruning(select, keep_images=1.0, keep_videos=1.0)
+    for policy in (Chain(3), SageTree()):
+        ours, _ = loaded(PrunedDrafter(draft(name), policy, pruning=everything), name, prompt(name))
+        theirs, _ = loaded(ModelDrafter(draft(name), policy), name, prompt(name))
+        for one, other in zip(proposals(ours), proposals(theirs), strict=True):
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.parents.expand_as(one.tokens), other.parents.expand_as(one.tokens))
+
+
+@pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> None:
+    given = prompt(name)
+    drafter = PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, keep_images=0.25))
+    words, _ = loaded(drafter, name, prompt(name, "text"))
+    assert words.context.lengths == [len(prompt(name, "text"))]
+    session, _ = loaded(drafter, name, given)
+    visual = int(visual_mask(target(name).config, given.ids).sum())
+    kept = max(1, int(0.25 * visual + 0.5))
+    assert session.context.lengths == [len(given) - visual + kept]
+    room = session.context.cache.capacity(0)
+    assert 0 <= room - (len(given) + 40 - (visual - kept) + session._slack) < QUANTUM
+    proposals(session)
+    assert session.context.cache.capacity(0) == room
+
+
+def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
+    for select, expected in (("uniform", False), ("attention", True), ("specvlm", True)):
+        pruning = Pruning(select, keep_images=0.5)  # type: ignore[arg-type]
+        _, context = loaded(PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava"))
+        assert (context.requirements.attention is not None) == expected
+    _, context = loaded(
+        PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=(-1,))), "llava", prompt("llava")
+    )
+    assert (context.requirements.attention, context.requirements.queries) == ((-1,), "words")
+
+
+def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
+    context = Context(target("llava"), 1)
+    drafters = [PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=n)) for n in (None, None, (-1,))]
+    for drafter in drafters[:2]:
+        drafter.open(1, context)
+    with pytest.raises(ModelError, match="choose the same for all"):
+        drafters[2].open(1, context)
+
+
+def test_it_keeps_what_the_target_looks_at() -> None:
+    name, given = "qwen2_5_vl", prompt("qwen2_5_vl")
+    pruning = Pruning("attention", keep_images=0.5)
+    session, context = loaded(PrunedDrafter(draft(name), Chain(2), pruning=pruning), name, given)
+    columns = context.last.columns  # type: ignore[attr-defined]
+    assert columns is not None
+    places = visual_mask(target(name).config, given.ids).nonzero()[:, 0]
+    best = places[columns[places].topk(len(places) // 2).indices].tolist()
+    dropped = session.context.dropped(0)
+    assert sorted([*best, *dropped]) == places.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_keeps_the_gaps_of_the_first(name: str) -> None:
+    case, first = FAMILIES[name], prompt(name)
+    (longer,) = split(target(name).config, case.continued("image", 0, NEW[2]))
+    session, context = loaded(
+        PrunedDrafter(draft(name), Chain(2), pruning=Pruning(keep_images=0.5)), name, first, room=80
+    )
+    gaps = session.context.dropped(0)
+    session.propose([0], [NEW[2]], TopProposer(), 2)
+    read = context.load(0, longer)
+    assert session.context.shared_prefixes([0], longer)[0] == len(first) + len(NEW[2])
+    session.load(0, longer, read)
+    assert session.context.dropped(0)[: len(gaps)] == gaps
+    assert session.context.lengths == [len(longer) - len(session.context.dropped(0))]
+    assert len(session.context.dropped(0)) > len(gaps)
+
+
+def test_another_question_about_the_same_picture_is_pruned_by_its_own_words() -> None:
+    """What an earlier prompt's words had dropped would else stay dropped in what both have in common."""
+    name, first = "qwen2_5_vl", prompt("qwen2_5_vl")
+    other = Prompt((*first.ids[:-2], 91, 47, 60), first.media)
+    drafter = PrunedDrafter(draft(name), Chain(2), pruning=Pruning("attention", keep_images=0.25))
+    used, context = loaded(drafter, name, first)
+    fresh, _ = loaded(drafter, name, other)
+    before = list(used.context.dropped(0))
+    context.forget(0)
+    used.load(0, other, context.load(0, other))
+    assert used.context.dropped(0) == fresh.context.dropped(0)
+    assert before != fresh.context.dropped(0), "the two questions look at the same: the test shows nothing"
+    for one, two in zip(proposals(used), proposals(fresh), strict=True):
+        assert torch.equal(one.tokens, two.tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_self_speculation_looks_once_at_an_image_of_a_later_turn(name: str) -> None:
+    """The drafter goes on a few words before the target, which holds what was accepted last already."""
+    case, pruning = FAMILIES[name], Pruning(keep_images=0.5)
+    own, other = Target(case.model()), Target(case.model())
+    base = own.model.base_model
+    tower = base.visual if hasattr(base, "visual") else base.vision_tower
+    looks: list[int] = []
+    tower.register_forward_hook(lambda *_: looks.append(1))
+    courses = []
+    for model in (own, other):  # the other one has the same weights, but looks for itself
+        engine, course = Engine(own, PrunedDrafter(model, Chain(3), pruning=pruning)), []
+        for count in (6, 7, 8, 9):
+            session: Any = engine.open(1)
+            starts = noted_starts(session.drafting)
+            inputs = case.row_inputs("image", 0)
+            for turn in range(2):
+                looks.clear()
+                (asked,) = split(own.config, inputs)
+                (output,) = engine.generate([Request(asked)], max_new_tokens=count, session=session)
+                assert len(looks) == 1
+                reused = output.stats.reused_tokens, starts[-1]
+                course.append((output.tokens, output.stats.accepted_histogram, turn, reused))
+                inputs = case.continued("image", 0, output.tokens)
+        courses.append(course)
+    assert courses[0] == courses[1]
+    assert any(turn and target_held > held for *_, turn, (target_held, held) in courses[0])
