@@ -1,22 +1,33 @@
-"""Every term and filter of the losses against sums written out by hand."""
+"""Every term and filter of the losses against sums written out by hand, on drafts that equal those of drafting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from train_kit import entries, head, listed, lm_head, samples, target
+from train_kit import entries, head, listed, lm_head, prompt, samples, target
 
+from families import FAMILIES
+from saccade.checkpoints import export_head
 from saccade.draft.heads.block import Placement
+from saccade.draft.heads.eagle import Eagle3
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head
-from saccade.errors import TrainingError
+from saccade.draft.trees.policy import Chain
+from saccade.engine import Engine, Request
+from saccade.errors import ModelError, TrainingError
 from saccade.target_model.stock import final_norm
+from saccade.train.data import Listed
 from saccade.train.features import read_features
 from saccade.train.objectives import losses
+from saccade.train.objectives import losses as module
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.heads import (
     AheadObjective,
@@ -25,10 +36,10 @@ from saccade.train.objectives.heads import (
     HiViSObjective,
     KangarooObjective,
 )
-from saccade.train.objectives.losses import draft_loss, in_top, top_cross_entropy
-from saccade.train.recipe import Recipe, Stage, objective_of
+from saccade.train.objectives.losses import Window, draft_loss, in_top, top_cross_entropy, unroll
+from saccade.train.recipe import Recipe, Stage, objective_of, read_recipe
 from saccade.train.trainer import Trainer
-from saccade.train.warm_start import new_head
+from saccade.train.warm_start import choose_vocabulary, new_head
 
 
 def test_one_step_of_eagle_is_its_formula_written_out() -> None:
@@ -260,3 +271,192 @@ def test_the_last_norm_begins_as_the_target_s(name: str) -> None:
             torch.testing.assert_close(own.norm(x), theirs(x), rtol=1e-4, atol=1e-4)  # type: ignore[operator]
         finally:
             theirs.weight.copy_(before)  # type: ignore[operator,union-attr]
+
+
+STEPS = 4
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+"""fp32 sums in another order; heads' outputs are of size 1 and more."""
+
+
+def made(kind: str, **options: Any) -> tuple[Head, Entries]:
+    own = head("llava", kind, **options)
+    return own, entries_of(own, read_features(target("llava"), samples("llava", 3), own.layers))
+
+
+def one_draft(own: Head, entries: Entries, row: int, begin: int, steps: int) -> list[Tensor]:
+    """Entry after entry as `HeadDraftSession` runs them, without a cache: true features up to ``begin``."""
+    features = own.fuse(entries.features[row : row + 1, : begin + 1])
+    out: list[Tensor] = []
+    for _ in range(steps):
+        count = features.shape[1]
+        depths = (torch.arange(count) - begin).clamp(min=0)[None]
+        attention_mask = torch.ones(1, count, count, dtype=torch.bool).tril()
+        hidden = own(
+            features,
+            entries.embeddings[row : row + 1, :count],
+            Placement(torch.arange(count)[None], attention_mask),
+            step=depths,
+        )
+        out.append(hidden[0, -1])
+        features = torch.cat([features, hidden[:, -1:]], 1)
+    return out
+
+
+def compare(own: Head, entries: Entries) -> None:
+    window = Window.of(entries.supervised)
+    guesses = list(unroll(own, entries, window, STEPS))
+    compared = 0
+    for row, supervised in enumerate(entries.supervised):
+        first, count = int(supervised.int().argmax()), int(supervised.sum())
+        for start in range(count):
+            expected = one_draft(own, entries, row, first + start, min(STEPS, count - start))
+            for step, hidden in enumerate(expected):
+                torch.testing.assert_close(guesses[step][row, start + step], hidden, **CLOSE)
+                compared += 1
+    assert compared > 40
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "msd", "vispec", "hivis"])
+def test_every_step_of_every_draft_is_what_drafting_gives(kind: str) -> None:
+    compare(*made(kind))
+
+
+def test_drafts_of_several_blocks_too() -> None:
+    compare(*made("eagle2", blocks=3))
+
+
+def test_seeing_the_neighbour_instead_of_the_own_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = module.with_guesses
+
+    def neighbours(true: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.cat([true, plain(true, step)[..., true.shape[-1] :].roll(-1, -1)], -1)
+
+    monkeypatch.setattr(module, "with_guesses", neighbours)
+    with pytest.raises(AssertionError):
+        compare(*made("eagle2"))
+
+
+def test_one_true_entry_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, entries = made("eagle2")
+    plain = own.forward
+
+    def leaking(f: Tensor, e: Tensor, at: Placement, step: Any = 0) -> Tensor:
+        assert at.attention_mask is not None
+        attention_mask = at.attention_mask.clone()
+        if isinstance(step, int) and step:
+            true = entries.supervised.shape[1]
+            attention_mask[..., 1:true] |= attention_mask[..., : true - 1].clone()
+        return plain(f, e, replace(at, attention_mask=attention_mask), step)
+
+    monkeypatch.setattr(own, "forward", leaking)
+    with pytest.raises(AssertionError):
+        compare(own, entries)
+
+
+def test_a_window_holds_the_learnt_entries_of_ragged_rows() -> None:
+    supervised = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    window = Window.of(supervised)
+    assert window.supervised.tolist() == [[True, True], [True, False], [False, False]]
+    values = torch.arange(12).view(3, 4)
+    assert window.take(values)[window.supervised].tolist() == [1, 2, 7]
+    assert torch.equal(window.take(values[:, :, None])[..., 0], window.take(values))
+
+
+def test_gradients_flow_back_through_every_step() -> None:
+    own, entries = made("hivis")
+    *_, last = unroll(own, entries, Window.of(entries.supervised), STEPS)
+    last[0, STEPS - 1 :].square().sum().backward()
+    per_step = own.residuals.grad.abs().sum(1)
+    assert (per_step > 0).all()
+
+
+SIZE = 24
+
+
+def test_the_most_frequent_tokens_in_order_of_their_ids() -> None:
+    source = Listed([(prompt("llama", "text"), (9, 4, 9, 7)), (prompt("llama", "text", 1), (7, 9, 180))])
+    for size, expected in ((3, [4, 7, 9]), (5, [0, 4, 7, 9, 180])):  # 4 before 180, equally frequent; filled up
+        own = head("llama", "eagle3", own_vocabulary=size)
+        assert isinstance(own, Eagle3)
+        choose_vocabulary(own, target("llama"), source)
+        assert own.token_ids.tolist() == expected
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_the_teacher_s_distribution_over_known_tokens() -> None:
+    own = head("llava", "eagle3", own_vocabulary=SIZE)
+    assert isinstance(own, Eagle3)
+    own.token_ids.copy_(torch.arange(10, 10 + SIZE * 7, 7))
+    given = entries(own)
+    tally = Eagle3Objective()(own, given, lm_head, 1)
+    total, counted, right = 0.0, 0, 0
+    for row in range(3):
+        places = given.supervised[row].nonzero()[:, 0].tolist()
+        size = places[-1] + 1
+        mask = torch.ones(1, size, size, dtype=torch.bool).tril()
+        at = Placement(torch.arange(size)[None], mask)
+        out = own(own.fuse(given.features[row : row + 1, :size]), given.embeddings[row : row + 1, :size], at)[0]
+        for place in places:
+            logits = (own.norm(out[place]) @ own.lm_head.weight.T).log_softmax(-1)
+            teacher = lm_head(given.states[row, place])
+            likeliest = int(teacher.argmax())
+            p = teacher[own.token_ids].softmax(-1)
+            if likeliest in own.token_ids.tolist():
+                total -= float((p * logits).sum())
+            counted += 1
+            right += int(own.token_ids[logits.argmax()]) == int(given.following[row, place])
+    assert tally.terms["distribution"].item() == pytest.approx(total, rel=1e-4)
+    assert torch.isfinite(tally.loss)
+    assert (int(tally.tried[0]), int(tally.right[0])) == (counted, right)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    stages = (Stage(steps=6, rate=1e-3, draft_steps=2),)
+    recipe = replace(
+        read_recipe("eagle3"), stages=stages, head={"own_vocabulary": SIZE}, validation_samples=0, batch_size=4
+    )
+    folder, said = tmp_path_factory.mktemp("run"), list[str]()
+    outcome = Trainer(target("llava"), recipe, listed("llava", 4), folder, say=said.append).run()
+    assert any("vocabulary: the 24 most frequent of 192 tokens, 100.0% of the tokens" in line for line in said)
+    return outcome.head
+
+
+def seen(source: Listed) -> Iterator[int]:
+    for answer in source.answers():
+        yield from answer
+
+
+def test_a_trained_head_stores_the_tokens_of_the_answers_and_is_lossless(trained: Path, tmp_path: Path) -> None:
+    own = load_head(trained, target("llava"))
+    assert isinstance(own, Eagle3)
+    known = set(own.token_ids.tolist())
+    assert set(seen(listed("llava", 4))) <= known
+    assert len(known) == SIZE
+    family = FAMILIES["llava"]
+    asked = [Request(prompt("llava", "image", row)) for row in range(2)]
+    drafted: list[Tensor] = []
+    drafter = HeadDrafter(own, target("llava"), Chain(3))
+    engine = Engine(target("llava"), drafter)
+    logits = drafter.logits
+    drafter.logits = lambda hidden: _kept(drafted, logits(hidden))  # type: ignore[method-assign]
+    outputs = engine.generate(asked, max_new_tokens=12)
+    assert [o.tokens for o in outputs] == family.reference("image", rows=2, n=12)
+    assert all(int(token) in known for part in drafted for token in part.argmax(-1).flatten())
+
+    export_head(own, target("llava"), tmp_path / "out", "speculators", target_name="someone/some-target")
+    again = load_head(tmp_path / "out", target("llava"))
+    assert isinstance(again, Eagle3)
+    assert torch.equal(again.token_ids, own.token_ids)
+    assert again.config.options == own.config.options
+
+
+def _kept(drafted: list[Tensor], logits: Tensor) -> Tensor:
+    drafted.append(logits)
+    return logits
+
+
+@pytest.mark.parametrize("size", [-1, 193])
+def test_sizes_beyond_the_target_s_vocabulary_are_refused(size: Any) -> None:
+    with pytest.raises(ModelError, match="own_vocabulary must be a whole number from 0 to 192"):
+        new_head(target("llava"), replace(read_recipe("eagle3"), head={"own_vocabulary": size}))

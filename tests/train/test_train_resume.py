@@ -1,4 +1,4 @@
-"""Runs that are killed, and go on to the very weights of a run that was not."""
+"""Runs that are killed go on to the weights of a run that was not; runs begin with a trained head's weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_kit import listed, target
+from train_kit import head, listed, target
 from training_run import STEPS, closeness, recipe, run, slow_run, stop_after
 
 from processes import forked
 from saccade import files
-from saccade.errors import TrainingError
-from saccade.train import Listed, Trainer
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.store import load_head, save_head
+from saccade.errors import ModelError, TrainingError
+from saccade.train import Listed, Recipe, Stage, Trainer
 from saccade.train.checkpoint import Checkpoints
+from saccade.train.warm_start import new_head
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -43,6 +46,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("unbroken") / "run"
     run(out)
     return out
+
+
+def test_the_steps_of_the_run_are_all_logged(unbroken: Path) -> None:
+    lines = [json.loads(line) for line in (unbroken / "log.jsonl").open()]
+    assert [r["step"] for r in lines if "loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in lines if "block_efficiency" in r] == [4, 8, 12]
 
 
 def test_a_run_killed_at_three_random_points_ends_as_an_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
@@ -229,11 +238,6 @@ def test_pace_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "head").is_dir()
 
 
-def test_checkpoints_are_not_overwritten_unasked(unbroken: Path) -> None:
-    with pytest.raises(TrainingError, match="continue them with --resume auto"):
-        run(unbroken)
-
-
 def test_a_kill_between_the_two_renames_leaves_the_old_folder_to_put_back(tmp_path: Path) -> None:
     folder = tmp_path / "best"
     files.write_folder(folder, lambda part: (part / "a").write_text("old") and None)
@@ -244,7 +248,86 @@ def test_a_kill_between_the_two_renames_leaves_the_old_folder_to_put_back(tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["best"]
 
 
-def test_the_steps_of_the_run_are_all_logged(unbroken: Path) -> None:
-    lines = [json.loads(line) for line in (unbroken / "log.jsonl").open()]
-    assert [r["step"] for r in lines if "loss" in r] == list(range(1, STEPS + 1))
-    assert [r["step"] for r in lines if "block_efficiency" in r] == [4, 8, 12]
+def folder(path: Path, own: Head) -> Path:
+    save_head(own, path)
+    return path
+
+
+def test_a_run_begins_with_the_head_s_weights_and_shape(tmp_path: Path) -> None:
+    known = head("llama", "hivis", mlp=24, steps=3, after_image="visual")
+    begun = new_head(target("llama"), recipe(), folder(tmp_path / "known", known))
+    assert begun.config == known.config
+    for name, weight in known.state_dict().items():
+        assert torch.equal(begun.state_dict()[name], weight), name
+    fresh = new_head(target("llama"), recipe())
+    assert fresh.config.intermediate_size != 24
+
+
+def test_more_draft_steps_than_the_head_has_reuse_its_last_residual(tmp_path: Path) -> None:
+    known = head("llama", "hivis", steps=2)
+    begun = new_head(target("llama"), recipe(), folder(tmp_path / "known", known))
+    rows, expected = begun.state_dict()["residuals"], known.state_dict()["residuals"]
+    assert torch.equal(rows, expected[[0, 1, 1]])
+    deep = head("llama", "hivis", steps=6)
+    assert new_head(target("llama"), recipe(), folder(tmp_path / "deep", deep)).config.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "error", "message"),
+    [
+        (
+            ("llama", "eagle2", {}),
+            recipe(),
+            TrainingError,
+            "is of the kind eagle2, but this recipe trains hivis; begin",
+        ),
+        (
+            ("llama", "hivis", {"mlp": 24}),
+            replace(recipe(), head={"mlp": 32}),
+            TrainingError,
+            "has mlp 24, but this run asks for head.mlp=32; leave it out",
+        ),
+        (
+            ("llama", "hivis", {}),
+            replace(recipe(), head={"after_image": "visual"}),
+            TrainingError,
+            "has after_image 'text', but this run asks for",
+        ),
+        (
+            ("llama", "medusa", {"steps": 2}),
+            Recipe(kind="medusa", stages=(Stage(2, 1e-3, 4),)),
+            TrainingError,
+            "has stacks for 2 tokens ahead, but this run trains 4",
+        ),
+        (("llava", "hivis", {}), recipe(), ModelError, "was made for another target"),
+        (None, recipe(), ModelError, r"no config\.json"),
+    ],
+)
+def test_a_head_that_does_not_fit_the_run_is_refused(
+    known: tuple[str, str, dict[str, int]] | None, asked: Recipe, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    if known:
+        save_head(head(*known[:2], **known[2]), tmp_path)
+    with pytest.raises(error, match=message):
+        new_head(target("llama"), asked, tmp_path)
+
+
+def test_a_warm_run_goes_on_bit_for_bit_and_only_from_the_same_head(tmp_path: Path) -> None:
+    first = folder(tmp_path / "first", head("llama", "hivis", steps=3))
+    run(tmp_path / "whole", begin=first)
+    run(tmp_path / "fresh")
+    stop_after(tmp_path / "cut", 7, begin=first)
+    with pytest.raises(TrainingError, match=r"is of another run: its head\.from is"):
+        run(tmp_path / "cut", resume=True)
+    run(tmp_path / "cut", begin=first, resume=True)
+    whole, again, fresh = (
+        load_head(tmp_path / name / "head", target("llama")).state_dict() for name in ("whole", "cut", "fresh")
+    )
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert not torch.equal(whole["w1.weight"], fresh["w1.weight"])
+
+
+def test_a_draft_vlm_begins_with_no_head(tmp_path: Path) -> None:
+    asked = Recipe(kind="draft-vlm", stages=(Stage(2, 1e-3),), head={"lm": "1x32"})
+    with pytest.raises(TrainingError, match="does not begin with a head"):
+        Trainer(target("llava"), asked, listed("llava", 24), tmp_path, begin="x", say=str)

@@ -1,8 +1,10 @@
-"""Training moves the head, only the head, and by the same amount however the work is cut up."""
+"""Training moves the head, only the head, and by the same amount however the work is cut up or prepared ahead."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,8 @@ from training_run import recipe, run
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
-from saccade.train import Listed, Recipe, Stage, Trainer, TrainingSample, read_recipe
-from saccade.train.batches import Order
-from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import Features, read_features
+from saccade.train import Listed, Recipe, Stage, Trainer, read_recipe
+from saccade.train.batches import AHEAD, Order, Prefetch
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.optimiser import Optimiser, rate_at
 from saccade.train.plan import plan_of
@@ -244,59 +244,84 @@ def test_an_epoch_has_every_sample_once_and_steps_do_not_depend_on_the_ones_befo
     assert sum(spread) / len(spread) < 10  # of 100: batches are of similar length
 
 
-class TestCache:
-    def features(self, name: str = "llava") -> list[tuple[TrainingSample, Features]]:
-        given = samples(name, 4)
-        return [(s, read_features(target(name), [s], (1,))[0]) for s in given]
-
-    def assert_same(self, found: Features | None, expected: Features) -> None:
-        assert found is not None
-        for field in ("ids", "visual", "answer", "embeddings"):
-            assert torch.equal(getattr(found, field), getattr(expected, field)), field
-        assert found.states.keys() == expected.states.keys()
-        assert all(torch.equal(found.states[i], s) for i, s in expected.states.items())
-
-    @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl", "idefics3", "llava_next"])
-    @pytest.mark.parametrize("disk", [False, True])
-    def test_what_comes_out_is_what_went_in(self, tmp_path: Path, name: str, disk: bool) -> None:
-        cache = FeatureCache(target(name), 1e9, tmp_path / "f" if disk else None)
-        held = self.features(name)
-        for index, (_, features) in enumerate(held):
-            cache.put(index, features)
-        cache.flush()
-        if disk:
-            cache = FeatureCache(target(name), 1e9, tmp_path / "f")
-        for index, (_, features) in enumerate(held):
-            self.assert_same(cache.get(index), features)
-        assert cache.samples == len(held)
-
-    def test_nothing_is_kept_past_the_limit(self) -> None:
-        cache = FeatureCache(target("llava"), 20_000)
-        for index, (_, features) in enumerate(self.features()):
-            cache.put(index, features)
-        assert 0 < cache.samples < 4
-        assert cache.bytes <= 20_000
-        assert cache.get(3) is None
-        assert f"{cache.bytes // cache.samples} bytes each" in str(cache)
-
-    def test_a_damaged_file_is_named_and_forgotten(self, tmp_path: Path) -> None:
-        cache = FeatureCache(target("llava"), 1e9, tmp_path / "f")
-        cache.put(0, self.features()[0][1])
-        cache.flush()
-        [place] = (tmp_path / "f").glob("*/*.safetensors")
-        content = bytearray(place.read_bytes())
-        content[-1] ^= 1
-        place.write_bytes(content)
-        said: list[str] = []
-        again = FeatureCache(target("llava"), 1e9, tmp_path / "f", say=said.append)
-        assert again.get(0) is None
-        assert len(said) == 1
-        assert str(place) in said[0]
-        assert not place.exists()
-
-
 def test_the_teachers_head_is_not_autocast() -> None:
     states = torch.randn(3, 64)
     with torch.autocast("cpu", torch.bfloat16):
         logits = lm_head_of(target("llama"))(states)
     assert torch.equal(logits, target("llama").model.lm_head(states))
+
+
+class Preparing:
+    """Stands in for a learner."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+        self.prepared: list[int] = []
+        self.threads: set[str] = set()
+
+    def prepare(self, indices: Sequence[int], step: int) -> list[int]:
+        self.threads.add(threading.current_thread().name)
+        if step == self.bad:
+            raise TrainingError("planted")
+        self.prepared.append(step)
+        return [i + step for i in indices]
+
+
+def prefetching(learner: Preparing, steps: int) -> Prefetch:
+    batches = Prefetch(lambda step, indices: learner.prepare(indices, step))
+    batches.begin((step, [0, 1]) for step in range(steps))
+    return batches
+
+
+def test_batches_come_in_order_from_another_thread_and_a_few_ahead() -> None:
+    learner = Preparing()
+    batches = prefetching(learner, 9)
+    assert batches.take((0, [0, 1])) == [0, 1]
+    batches.rest()
+    assert learner.prepared == list(range(1 + AHEAD))
+    assert [batches.take((step, [0, 1])) for step in range(1, 9)] == [[s, s + 1] for s in range(1, 9)]
+    batches.close()
+    assert learner.prepared == list(range(9))
+    assert threading.current_thread().name not in learner.threads
+
+
+def test_an_error_appears_with_the_batch_that_has_it() -> None:
+    batches = prefetching(Preparing(bad=2), 5)
+    for step in range(2):
+        batches.take((step, [0, 1]))
+    batches.rest()
+    with pytest.raises(TrainingError, match="planted"):
+        batches.take((2, [0, 1]))
+    batches.close()
+
+
+def test_a_run_ends_with_the_weights_of_one_that_prepares_nothing_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "ahead")
+    monkeypatch.setattr(Prefetch, "begin", lambda self, work: None)
+    run(tmp_path / "plain")
+    one, other = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("ahead", "plain"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_nothing_is_prepared_while_the_target_measures(tmp_path: Path) -> None:
+    busy = threading.Event()
+
+    def measure(head: torch.nn.Module) -> float:
+        assert not busy.is_set()
+        time.sleep(0.02)
+        assert not busy.is_set()
+        return 1.0
+
+    trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path, measure=measure, say=str)
+    plain = trainer.learner.prepare
+
+    def prepare(indices: Sequence[int], step: int) -> Any:
+        busy.set()
+        found = plain(indices, step)
+        busy.clear()
+        return found
+
+    trainer.learner.prepare = prepare  # type: ignore[method-assign]
+    trainer.run()
