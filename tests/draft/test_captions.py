@@ -303,29 +303,11 @@ def test_tensors_of_an_unknown_family_make_no_picture() -> None:
 
 def blip(path: Path) -> Path:
     tok = tokenizer(more=["<b>"])
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "projection_dim": 32,
-    }
-    ids = {
-        "bos_token_id": tok.bos_token_id,
-        "eos_token_id": tok.eos_token_id,
-        "sep_token_id": tok.eos_token_id,
-    }
-    config = BlipConfig(
-        text_config={
-            **shape,
-            **ids,
-            "vocab_size": len(tok),
-            "pad_token_id": tok.pad_token_id,
-            "encoder_hidden_size": 32,
-        },
-        vision_config={**shape, "image_size": 16, "patch_size": 8},
-        projection_dim=32,
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    text = {**shape, **ids, "sep_token_id": tok.eos_token_id, "vocab_size": len(tok), "encoder_hidden_size": 32}
+    vision = {**shape, "image_size": 16, "patch_size": 8, "projection_dim": 32}
+    config = BlipConfig(text_config={**text, "projection_dim": 32}, vision_config=vision, projection_dim=32)
     BlipForConditionalGeneration(config).save_pretrained(path)
     BlipProcessor(BlipImageProcessorPil(size={"height": 16, "width": 16}), tok).save_pretrained(path)
     return path
@@ -333,38 +315,17 @@ def blip(path: Path) -> Path:
 
 def florence(path: Path) -> Path:
     tok = kits.tokenizer(["<image>"], {"image_token": "<image>"}, bos=True)
-    vision = {
-        "embed_dim": [8, 16],
-        "num_heads": [2, 2],
-        "num_groups": [2, 2],
-        "depths": [1, 1],
-        "patch_size": [7, 3],
-        "patch_stride": [4, 2],
-        "patch_padding": [3, 1],
-        "patch_prenorm": [False, True],
-        "window_size": 4,
-        "projection_dim": 32,
-        "max_temporal_embeddings": 4,
-        "max_position_embeddings": 16,
-    }
-    text = {
-        "model_type": "bart",
-        "vocab_size": len(tok),
-        "d_model": 32,
-        "encoder_layers": 1,
-        "decoder_layers": 1,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "bos_token_id": tok.bos_token_id,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-        "decoder_start_token_id": tok.eos_token_id,
-        "forced_eos_token_id": None,
-    }
+    stages = {"embed_dim": [8, 16], "num_heads": [2, 2], "num_groups": [2, 2], "depths": [1, 1]}
+    patches = {"patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1], "patch_prenorm": [False, True]}
+    sizes = {"window_size": 4, "projection_dim": 32, "max_temporal_embeddings": 4, "max_position_embeddings": 16}
+    text = {"model_type": "bart", "vocab_size": len(tok), "d_model": 32, "forced_eos_token_id": None}
+    for part in ("encoder", "decoder"):
+        text |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 48}
+    text |= {f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = Florence2Config(
-        text_config=text, vision_config=vision, image_token_id=tok.convert_tokens_to_ids("<image>")
+        text_config={**text, "decoder_start_token_id": tok.eos_token_id},
+        vision_config={**stages, **patches, **sizes},
+        image_token_id=tok.convert_tokens_to_ids("<image>"),
     )
     Florence2ForConditionalGeneration(config).save_pretrained(path)
     images = CLIPImageProcessorPil(size={"height": 32, "width": 32}, do_center_crop=False)

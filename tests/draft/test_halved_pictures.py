@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from pairs import prompts, target
 from PIL import Image
 
 from checkpoints import picture
@@ -23,25 +22,11 @@ from saccade.inputs.families.qwen_vl import Qwen2VL
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
 from kits import kit
 
-
-@cache
-def config(name: str) -> Any:
-    return FAMILIES[name].model().config
-
-
-def is_resizable(name: str) -> bool:
-    return family_of(config(name)).is_resizable
-
-
-RESIZED = [name for name in VISUAL_FAMILIES if is_resizable(name)]
-
-
-def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
-    return split(config(name), FAMILIES[name].inputs(kind, rows))
+RESIZED = [name for name in VISUAL_FAMILIES if family_of(target(name).config).is_resizable]
 
 
 def read(name: str, prompt: Prompt) -> Prompt:
-    return HalvedPictures(config(name)).read(prompt)
+    return HalvedPictures(target(name).config).read(prompt)
 
 
 def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +34,7 @@ def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.Monk
     halved = Qwen2VL.halved
     monkeypatch.setattr(Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium))
     monkeypatch.setattr(views, "MAX_HALVED", 2)
-    view, given = HalvedPictures(config("qwen2_vl")), prompts("qwen2_vl")
+    view, given = HalvedPictures(target("qwen2_vl").config), prompts("qwen2_vl")
     assert view.read(given[0]) == view.read(given[0]) == read("qwen2_vl", given[0])
     assert len(made) == 2  # one of them is that of `read`, which has a view of its own
     for prompt in given:
@@ -127,8 +112,8 @@ def test_a_halved_video_keeps_its_frames_and_their_times(name: str, size: tuple[
 def test_a_longer_conversation_begins_with_the_same_reading(name: str) -> None:
     """Or nothing of the row's cache could be kept for the next turn."""
     case = FAMILIES[name]
-    (first,) = split(config(name), case.row_inputs("image", 1))
-    (longer,) = split(config(name), case.continued("image", 1, [20, 30]))
+    (first,) = split(target(name).config, case.row_inputs("image", 1))
+    (longer,) = split(target(name).config, case.continued("image", 1, [20, 30]))
     once, again = read(name, first), read(name, longer)
     assert again.ids[: len(once)] == once.ids
     assert again.media[0].digest == once.media[0].digest != again.media[1].digest
@@ -137,14 +122,14 @@ def test_a_longer_conversation_begins_with_the_same_reading(name: str) -> None:
 def test_pictures_of_one_size_cannot_be_halved() -> None:
     (prompt,) = prompts("llava", rows=1)
     with pytest.raises(InputError, match="have a fixed size"):
-        family_of(config("llava")).halved(prompt.media[0])
+        family_of(target("llava").config).halved(prompt.media[0])
 
 
 def test_half_precision_pictures_stay_so() -> None:
     (prompt,) = prompts("mistral3", rows=1)
     (medium,) = prompt.media
     rough = {**medium.tensors, "pixel_values": medium.tensors["pixel_values"].bfloat16()}
-    small = family_of(config("mistral3")).halved(Medium("image", rough, medium.n_tokens, "")).tensors
+    small = family_of(target("mistral3").config).halved(Medium("image", rough, medium.n_tokens, "")).tensors
     assert small["pixel_values"].dtype == torch.bfloat16
-    exact = family_of(config("mistral3")).halved(medium).tensors["pixel_values"]
+    exact = family_of(target("mistral3").config).halved(medium).tensors["pixel_values"]
     assert torch.allclose(small["pixel_values"].float(), exact, atol=0.05)

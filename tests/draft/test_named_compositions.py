@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pairs import course
 
 from checkpoints import picture, ready, vlm
 from families import FAMILIES
@@ -25,10 +26,6 @@ PAIRS = [("llava", "llava-draft"), ("llava", "llama"), ("qwen", "qwen-draft")]
 def plain(name: str) -> list[int]:
     answer: list[int] = vlm(name, method="plain").generate(QUESTION, IMAGES).tokens
     return answer
-
-
-def course(output: Any) -> tuple[Any, ...]:
-    return output.tokens, output.marks, output.stats.accepted_histogram, output.stats.drafted_tokens
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from pairs import draft, prompts, target
 from torch import Tensor
 
 import families
@@ -27,26 +27,12 @@ from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput, TokenBlock
 
 ANYRES = ("llava_next", "llava_onevision")
-RESIZED = [name for name in VISUAL_FAMILIES if isinstance(pooled(Target(FAMILIES[name].model())), HalvedPictures)]
+RESIZED = [name for name in VISUAL_FAMILIES if isinstance(pooled(target(name)), HalvedPictures)]
 AVERAGED = [name for name in VISUAL_FAMILIES if name not in RESIZED]
 
 
-@cache
-def model(name: str) -> Target:
-    return Target(FAMILIES[name].model())
-
-
-@cache
-def draft(name: str) -> Target:
-    return Target(FAMILIES[name].draft_model())
-
-
-def prompts(name: str, kind: str = "image", rows: int = 3) -> list[Prompt]:
-    return split(model(name).config, FAMILIES[name].inputs(kind, rows))
-
-
 def session(name: str, rows: int = 1) -> ModelDraftSession:
-    opened = ModelDraftSession(ModelDrafter(model(name), Chain(2)), rows, Context(model(name), rows))
+    opened = ModelDraftSession(ModelDrafter(target(name), Chain(2)), rows, Context(target(name), rows))
     for row in range(rows):
         opened.reserve(row, 256)
     return opened
@@ -57,7 +43,7 @@ def load(view: View, opened: ModelDraftSession, prompt: Prompt, row: int = 0) ->
 
 
 def visuals(name: str, prompt: Prompt) -> int:
-    return int(visual_mask(model(name).config, prompt.ids).sum())
+    return int(visual_mask(target(name).config, prompt.ids).sum())
 
 
 def media_kinds(names: list[str]) -> list[tuple[str, str]]:
@@ -68,35 +54,28 @@ def media_kinds(names: list[str]) -> list[tuple[str, str]]:
 
 
 def test_every_visual_family_has_the_view() -> None:
-    assert RESIZED == [
-        "llava_pixtral",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "mistral3",
-        "mistral3_ministral3",
-    ]
-    for name in AVERAGED:
-        assert isinstance(pooled(model(name)), PooledFeatures)
+    smaller = {"llava_pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "mistral3_ministral3"}
+    assert set(RESIZED) == smaller
+    assert sorted(AVERAGED) == sorted(name for name, family in REGISTRY.items() if family.pool_point)
+    assert all(isinstance(pooled(target(name)), PooledFeatures) for name in AVERAGED)
 
 
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_a_drafter_without_eyes_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(MethodError, match=f"of the family {name}.* leave view P out"):
-        pooled(model(name))
+        pooled(target(name))
 
 
 @pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
 def test_several_media_and_videos_are_pooled_too(name: str, kind: str) -> None:
     """The model itself refuses another number of features than placeholders."""
-    view, opened = pooled(model(name)), session(name)
+    view, opened = pooled(target(name)), session(name)
     for prompt in prompts(name, kind):
         seen = view.read(prompt)
         if not (seen == prompt and name.startswith("mistral3")):  # which keeps a picture of 2 x 2 tokens
             assert 0 < visuals(name, seen) < visuals(name, prompt)
         assert [m.kind for m in seen.media] == [m.kind for m in prompt.media]
-        assert len(media_spans(model(name).config, seen)) == len(seen.media)
+        assert len(media_spans(target(name).config, seen)) == len(seen.media)
         load(view, opened, seen)
         assert opened.context.lengths == [len(seen)]
 
@@ -104,11 +83,11 @@ def test_several_media_and_videos_are_pooled_too(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
 def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
     (prompt,) = prompts(name, rows=1)
-    view = pooled(model(name))
+    view = pooled(target(name))
     before = session(name).context.load(0, prompt).logits
-    patch = model(name).config.vision_config.patch_size
+    patch = target(name).config.vision_config.patch_size
     load(view, session(name), view.read(prompt))
-    assert model(name).config.vision_config.patch_size == patch
+    assert target(name).config.vision_config.patch_size == patch
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
     broken = Prompt((*view.read(prompt).ids, IMAGE), view.read(prompt).media)
     with pytest.raises(Exception, match=r"placeholder"):
@@ -120,7 +99,7 @@ def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
 @torch.no_grad()
 def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: str, kind: str) -> None:
-    view, opened = pooled(model(name)), session(name, rows=3)
+    view, opened = pooled(target(name)), session(name, rows=3)
     asked = prompts(name, kind)
     for row, prompt in enumerate(asked):
         load(view, opened, view.read(prompt), row)
@@ -147,7 +126,7 @@ def test_drafted_logits_are_a_plain_forward_on_the_prompt_pooled_by_hand(name: s
 def _by_hand(name: str, prompt: Prompt, said: list[int]) -> Tensor:
     """Logits ``[V]`` of the stock model behind the pooled prompt and some tokens of an answer."""
     stock = FAMILIES[name].model()
-    seen = pooled(model(name)).read(prompt)  # held against others below, and in test_halved_pictures
+    seen = pooled(target(name)).read(prompt)  # held against others below, and in test_halved_pictures
     media = [dict(m.tensors) for m in (seen if name in RESIZED else prompt).media]
     if name not in RESIZED:
         _average_by_hand(name, stock)
@@ -185,7 +164,7 @@ def _average_by_hand(name: str, stock: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
 def test_tokens_are_those_of_plain_decoding(name: str, kind: str, rows: int) -> None:
-    engine = Engine(model(name), EnsembleDrafter(draft(name), Chain(4), [pooled(draft(name))]))
+    engine = Engine(target(name), EnsembleDrafter(draft(name), Chain(4), [pooled(draft(name))]))
     asked = [Request(prompt) for prompt in prompts(name, kind, rows)]
     outputs = engine.generate(asked, max_new_tokens=24)
     assert [o.tokens for o in outputs] == FAMILIES[name].reference(kind, rows, n=24)
@@ -208,7 +187,7 @@ def test_all_views_of_pictures_of_several_sizes_speak_for_the_target(name: str) 
 
 @pytest.mark.parametrize("name", [n for n in AVERAGED if n not in ANYRES])
 def test_the_pooled_view_has_a_quarter_of_the_visual_tokens(name: str) -> None:
-    view = pooled(model(name))
+    view = pooled(target(name))
     for prompt in prompts(name):
         seen = view.read(prompt)
         assert visuals(name, seen) == visuals(name, prompt) / 4
@@ -224,7 +203,7 @@ def test_a_pooled_image_in_tiles_is_unpadded_on_its_own_grid(name: str, monkeypa
     expected = FAMILIES[name].inputs("image", 3)
     for row, prompt in enumerate(given):
         kept = expected["attention_mask"][row].bool()
-        assert list(pooled(model(name)).read(prompt).ids) == expected["input_ids"][row][kept].tolist()
+        assert list(pooled(target(name)).read(prompt).ids) == expected["input_ids"][row][kept].tolist()
 
 
 def averages(features: Tensor) -> Tensor:
@@ -240,7 +219,7 @@ def _on_grid(features: Tensor) -> Tensor:
 
 def captured(name: str, prompt: Prompt) -> Tensor:
     """What comes to the projector without pooling, ``[n, side, side, C]``."""
-    base, found = model(name).model.base_model, []
+    base, found = target(name).model.base_model, []
     if name == "gemma3":
         module = base.multi_modal_projector.avg_pool
         hook = module.register_forward_hook(lambda m, i, out: found.append(out.permute(0, 2, 3, 1)))
@@ -264,7 +243,7 @@ def states(view: View, opened: ModelDraftSession, prompt: Prompt) -> Tensor:
 
 
 def projected(name: str, features: Tensor) -> Tensor:
-    base = model(name).model.base_model
+    base = target(name).model.base_model
     if name == "gemma3":
         projector = base.multi_modal_projector
         return projector.mm_soft_emb_norm(features) @ projector.mm_input_projection_weight
@@ -279,10 +258,10 @@ def test_pooled_features_are_the_averages_made_by_hand(name: str) -> None:
     (prompt,) = prompts(name, rows=1)
     by_hand = torch.stack([averages(grid) for grid in captured(name, prompt)])  # [n, side', side', C]
     expected = projected(name, by_hand.flatten(1, 2))
-    view, opened = pooled(model(name)), session(name)
+    view, opened = pooled(target(name)), session(name)
     seen = view.read(prompt)
     opened.context.requirements.add_layers(0)  # what enters the first layer
-    entered = states(view, opened, seen)[visual_mask(model(name).config, seen.ids)]
+    entered = states(view, opened, seen)[visual_mask(target(name).config, seen.ids)]
     if name in ANYRES:  # the tiles follow, unpadded and with newlines
         assert torch.allclose(entered[: expected.shape[1]], expected[0], atol=1e-5)
         rest = torch.cdist(entered[expected.shape[1] :], expected[1:].flatten(0, 1)).amin(1)
@@ -296,11 +275,6 @@ def test_an_odd_side_ends_in_averages_of_what_is_there() -> None:
     expected = torch.stack([averages(f.unflatten(0, (5, 5))).flatten(0, 1) for f in features])
     assert torch.allclose(pool(features), expected, atol=1e-6)
     assert pool(features).shape == (2, 9, 3)
-
-
-def test_a_class_token_stays_before_the_averages() -> None:
-    features = torch.randn(2, 17, 3)
-    assert torch.equal(pool(features), torch.cat([features[:, :1], pool(features[:, 1:])], 1))
 
 
 @torch.no_grad()
@@ -328,7 +302,3 @@ def test_a_model_that_keeps_its_class_token_is_pooled_behind_it() -> None:
 def test_features_on_no_square_are_refused() -> None:
     with pytest.raises(MethodError, match="not on a square grid"):
         pool(torch.zeros(1, 18, 4))
-
-
-def test_every_family_with_a_pool_point_is_averaged() -> None:
-    assert sorted(name for name, family in REGISTRY.items() if family.pool_point) == sorted(AVERAGED)
