@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import draft, generate, prompts, target
 from torch import Tensor
 
 from families import FAMILIES
@@ -262,15 +263,10 @@ class _Watched(Grid):
 
 
 def test_rows_that_have_ended_add_nothing_to_the_history() -> None:
-    case = FAMILIES["llava"]
-    target, weighting = Target(case.model()), _Watched()
-    drafter = EnsembleDrafter(
-        Target(case.draft_model()), Chain(4), [Multimodal(), TextOnly(target.config, Numerals())], weighting
-    )
-    expected = case.reference("image", rows=3)
-    eos = expected[1][9]
-    requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=3))]
-    outputs = Engine(target, drafter).generate(requests, max_new_tokens=40, eos_token_id=eos)
+    weighting, views = _Watched(), [Multimodal(), TextOnly(target("llava").config, Numerals())]
+    engine = Engine(target("llava"), EnsembleDrafter(draft("llava"), Chain(4), views, weighting))
+    end = FAMILIES["llava"].reference("image", rows=3)[1][9]
+    outputs = generate(engine, prompts("llava"), new=40, eos_token_id=end)
     assert len({len(output.tokens) for output in outputs}) > 1
     blocks: list[tuple[int, list[int]]] = weighting.__dict__["seen"]
     for row, output in enumerate(outputs):
@@ -283,39 +279,33 @@ def test_rows_that_have_ended_add_nothing_to_the_history() -> None:
 
 
 def test_weights_that_never_change_keep_no_distributions() -> None:
-    case = FAMILIES["llava"]
-    target = Target(case.model())
-    views = [Multimodal(), TextOnly(target.config, Numerals())]
+    views = [Multimodal(), TextOnly(target("llava").config, Numerals())]
     for weighting, keeps in ((Fixed(), False), (Grid(), True)):
-        session: Any = Engine(target, EnsembleDrafter(Target(case.draft_model()), Chain(2), views, weighting)).open(1)
+        drafter = EnsembleDrafter(draft("llava"), Chain(2), views, weighting)
+        session: Any = Engine(target("llava"), drafter).open(1)
         assert (session.drafting._pending is not None) == keeps
 
 
 def test_the_time_of_captions_can_be_told_from_prefill() -> None:
-    case = FAMILIES["llava"]
-    target = Target(case.model())
-    view = Caption(target.config, Numerals(), lambda seen: time.sleep(0.05) or "a story")  # type: ignore[func-returns-value]
-    engine = Engine(target, EnsembleDrafter(Target(case.draft_model()), Chain(2), [Multimodal(), view]))
+    view = Caption(target("llava").config, Numerals(), lambda seen: time.sleep(0.05) or "a story")  # type: ignore[func-returns-value]
+    engine = Engine(target("llava"), EnsembleDrafter(draft("llava"), Chain(2), [Multimodal(), view]))
     session: Any = engine.open(1)
-    requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=1))]
-    engine.generate(requests, max_new_tokens=3, session=session)
+    generate(engine, prompts("llava", rows=1), session, new=3)
     assert session.drafting.captioning_seconds == view.seconds >= 0.05
-    engine.generate(requests, max_new_tokens=3, session=session)
+    generate(engine, prompts("llava", rows=1), session, new=3)
     assert session.drafting.captioning_seconds == 0
 
 
 def test_pictures_that_are_halved_are_no_captions() -> None:
-    case = FAMILIES["qwen2_5_vl"]
-    target, draft = Target(case.model()), Target(case.draft_model())
-    engine = Engine(target, EnsembleDrafter(draft, Chain(2), [Multimodal(), pooled(draft)]))
-    requests = [Request(prompt) for prompt in split(target.config, case.inputs("image", rows=1))]
-    (output,) = engine.generate(requests, max_new_tokens=3)
+    model = draft("qwen2_5_vl")
+    engine = Engine(target("qwen2_5_vl"), EnsembleDrafter(model, Chain(2), [Multimodal(), pooled(model)]))
+    (output,) = generate(engine, prompts("qwen2_5_vl", rows=1), new=3)
     assert output.stats.times.caption == 0
 
 
 def test_an_ensemble_without_views_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one view"):
-        EnsembleDrafter(Target(FAMILIES["llama"].model()), Chain(2), [])
+        EnsembleDrafter(target("llama"), Chain(2), [])
 
 
 def test_a_caption_longer_than_its_image_finds_room() -> None:
