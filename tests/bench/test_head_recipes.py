@@ -16,7 +16,7 @@ from saccade.train.recipe import read_recipe
 from saccade.train.trainer import Trainer
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan, read
 from tools.heads.run import Workshop
-from tools.heads.state import answers_folder, head_folder, usable_head
+from tools.heads.state import usable_head
 
 SMALL = {"stage1.steps": 4, "stage1.warmup": 0, "batch_size": 2, "checkpoint_every": 1, "feature_cache": "disk"}
 FEW = Catalogue(
@@ -70,17 +70,17 @@ def test_a_stopped_run_goes_on_where_it_was(vlm: saccade.VLM, out: Path, monkeyp
     monkeypatch.setattr(Trainer, "train_step", stop)
     with pytest.raises(KeyboardInterrupt):
         shop.run()
-    answers = (answers_folder(out, "few") / "answers.jsonl").stat()
+    answers = (out / "answers" / "few" / "answers.jsonl").stat()
     shop.run()
     assert steps == [*(("eagle2", n) for n in (0, 1, 2, 2, 3)), *(("medusa", n) for n in range(4))]
-    assert (answers_folder(out, "few") / "answers.jsonl").stat().st_mtime_ns == answers.st_mtime_ns
+    assert (out / "answers" / "few" / "answers.jsonl").stat().st_mtime_ns == answers.st_mtime_ns
     assert shop.plan() == "Nothing is left to do."
     target = shop._target
     for name in FEW.heads:
         head = usable_head(out, name, target)
         assert head is not None
         assert kind_at(head) == name
-        assert not (head_folder(out, name) / "checkpoints").exists()
+        assert not (out / "heads" / name / "checkpoints").exists()
 
     assert not list((out / "features").iterdir())
 

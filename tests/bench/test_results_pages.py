@@ -19,7 +19,6 @@ from saccade.errors import InputError, SaccadeError
 from saccade.pocket import head_paths
 from tools.heads.catalogue import read as read_recipes
 from tools.heads.state import MARK as HEAD_MARK
-from tools.heads.state import head_folder
 from tools.results.catalogue import measurements, suite_names
 from tools.results.measure import Report, Session, Setup
 from tools.results.pages import MARK, Folder
@@ -197,21 +196,21 @@ def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Se
     plan = session.plan([m.short() for m in measurements(("quick", "hivis-2"))])
     assert plan.startswith("quick: 10 answers; measured\nhivis-2: 30 answers; left out, because 6 heads")
     assert plan.splitlines()[-1].startswith("0 answers are left; about ")
-    (head_folder(setup.models, "hivis") / "best").mkdir(parents=True)  # in training
+    (setup.models / "heads" / "hivis" / "best").mkdir(parents=True)  # in training
     _, report = run(setup, ("hivis-figure-7", "quick"))
     assert "heads hivis, pictures-alone are" in report.left_out["hivis-figure-7"]
 
 
 def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup: Setup) -> None:
     shipped = head_paths()["eagle2"]
-    trained = head_folder(setup.models, "eagle2")
+    trained = setup.models / "heads" / "eagle2"
     shutil.copytree(shipped, trained)
     session = Session(replace(setup, target="pocket", drafter=None))
     small_trees, inflated, hivis_2 = measurements(["small-trees", "small-trees-1024", "hivis-2"])
     assert session.heads(small_trees)["eagle2"] == session.heads(inflated)["eagle2"] == shipped
     assert session.heads(hivis_2)["eagle2"] == trained
     assert session.heads(hivis_2)["dream"] == head_paths()["dream"], "where no other is trained"
-    other = head_folder(setup.models, "hivis")
+    other = setup.models / "heads" / "hivis"
     other.mkdir()
     mark = {"recipe": {}, "target": "another", "best": "best", "block_efficiency": 3.0}
     (other / HEAD_MARK).write_text(json.dumps(mark))
@@ -222,12 +221,12 @@ def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup
 
 def test_a_page_states_the_steps_of_every_trained_head_and_which_are_shipped(setup: Setup) -> None:
     session = Session(replace(setup, target="pocket", drafter=None))
-    trained = head_folder(setup.models, "eagle2")
+    trained = setup.models / "heads" / "eagle2"
     shutil.copytree(head_paths()["eagle2"], trained / "best")
     stages = [{"steps": 200}, {"steps": 1120}]
     mark = {"recipe": {"stages": stages}, "target": session._target, "best": "best", "block_efficiency": 3.0}
     (trained / HEAD_MARK).write_text(json.dumps(mark))
-    shutil.copytree(head_paths()["hivis"], head_folder(setup.models, "hivis"))
+    shutil.copytree(head_paths()["hivis"], setup.models / "heads" / "hivis")
     target = {"layers": 16, "width": 256, "dtype": "float32", "digest": "t"}
     heads = {name: {"digest": name[0]} for name in ("eagle2", "hivis", "dream")}
     run = SimpleNamespace(header=SimpleNamespace(models={"target": target, "drafter": None, "heads": heads}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from saccade.train.data import Answers
 from saccade.train.trainer import Trainer
 from saccade.wording import duration
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan
-from tools.heads.state import answers_folder, clear_features, features_folder, finish, head_folder, is_finished
+from tools.heads.state import finish, folder_of, is_finished
 
 
 class Workshop:
@@ -40,7 +41,7 @@ class Workshop:
             ahead = f"; about {duration(seconds * (len(left) - number + 1))} left" if seconds else ""
             self._say(f"[{number}/{len(left)}] {part.name}: {part.work}{ahead}")
             if isinstance(part, AnswerSet):
-                folder = answers_folder(self._out, part.name)
+                folder = folder_of(self._out, part)
                 distill(self._vlm, part.source, folder, count=part.count, max_new_tokens=part.max_new_tokens)
                 finish(folder, part, self._target)
                 continue
@@ -48,13 +49,16 @@ class Workshop:
             self._train(part)
             seconds = time.monotonic() - begun
             still_read = {p.features(self._vlm.target) for p in left[number:] if isinstance(p, HeadPlan)}
-            clear_features(self._out, still_read)
+            for folder in (self._out / "features").glob("*"):
+                if folder.name not in still_read:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _train(self, plan: HeadPlan) -> None:
-        folder, recipe, processor = head_folder(self._out, plan.name), plan.recipe, self._vlm.processor
-        data = answers_folder(self._out, plan.data)
-        source = Answers(data, processor, min_words=recipe.min_words, max_tokens=recipe.max_tokens)
-        states = features_folder(self._out, plan.features(self._vlm.target)) if recipe.feature_cache == "disk" else None
+        folder, recipe, processor = folder_of(self._out, plan), plan.recipe, self._vlm.processor
+        source = Answers(
+            self._out / "answers" / plan.data, processor, min_words=recipe.min_words, max_tokens=recipe.max_tokens
+        )
+        states = self._out / "features" / plan.features(self._vlm.target) if recipe.feature_cache == "disk" else None
 
         def say(line: str) -> None:
             self._say(f"    {plan.name}: {line}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,9 @@ MARK = "finished.json"
 """Written into a folder of answers or of a head when all is there; a folder without it is in the making."""
 
 
-def answers_folder(out: Path, name: str) -> Path:
-    """Folder of a set of answers."""
-    return out / "answers" / name
-
-
-def head_folder(out: Path, name: str) -> Path:
-    """Folder of a head's training run."""
-    return out / "heads" / name
-
-
-def features_folder(out: Path, name: str) -> Path:
-    """Folder of cached features, which heads share that read the same."""
-    return out / "features" / name
-
-
-def clear_features(out: Path, wanted: Collection[str]) -> None:
-    """Remove all cached features but those of these names."""
-    for folder in (out / "features").glob("*"):
-        if folder.name not in wanted:
-            shutil.rmtree(folder, ignore_errors=True)
+def folder_of(out: Path, part: AnswerSet | HeadPlan) -> Path:
+    """Folder of answers or of a head's training run."""
+    return out / ("heads" if isinstance(part, HeadPlan) else "answers") / part.name
 
 
 def _about(part: AnswerSet | HeadPlan, target: str) -> dict[str, Any]:
@@ -73,14 +56,13 @@ def _record(folder: Path) -> Mapping[str, Any] | None:
 
 def is_finished(out: Path, part: AnswerSet | HeadPlan, target: str) -> bool:
     """Whether answers or a head are there as planned; those of another plan are refused."""
-    is_head = isinstance(part, HeadPlan)
-    folder = (head_folder if is_head else answers_folder)(out, part.name)
+    folder = folder_of(out, part)
     record = _record(folder)
     if record is None:
         return False
     planned = json.loads(json.dumps(_about(part, target)))
     for key, old, new in differences({name: record.get(name) for name in planned}, planned):
-        what = "a head that was trained" if is_head else "answers that were made"
+        what = "a head that was trained" if isinstance(part, HeadPlan) else "answers that were made"
         raise SaccadeError(
             f"{folder} holds {what} otherwise ({key}: {shortened(old)} there, {shortened(new)} now); choose another "
             "folder with --out, or remove that one."
@@ -93,7 +75,7 @@ def usable_head(out: Path, name: str, target: str) -> Path | None:
 
     A folder that is itself a head, made elsewhere, is taken as it is.
     """
-    folder = head_folder(out, name)
+    folder = out / "heads" / name
     if folder.is_dir() and kind_in(str(folder)) is not None:
         return folder
     record = _record(folder)
@@ -108,5 +90,5 @@ def usable_head(out: Path, name: str, target: str) -> Path | None:
 
 def steps_of(out: Path, name: str) -> int | None:
     """Steps that a head of the folder was trained, all stages together; None where its folder does not record them."""
-    stages = ((_record(head_folder(out, name)) or {}).get("recipe") or {}).get("stages", [])
+    stages = ((_record(out / "heads" / name) or {}).get("recipe") or {}).get("stages", [])
     return sum(stage["steps"] for stage in stages) if stages else None
