@@ -42,15 +42,17 @@ CASES = {
 }
 
 
-def policies() -> dict[str, Any]:
-    return {"chain": Chain(8), "static": StaticTree([(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1, 0)])}
+POLICIES: dict[str, Any] = {
+    "chain": Chain(8),
+    "static": StaticTree([(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1, 0)]),
+}
 
 
 def drafter(name: str, policy: str) -> Drafter:
     """Guesses that are often wrong, so that many of them reach beyond the end."""
     if policy == "lookup":
         return PromptLookup(10)
-    return ModelDrafter(adapt(CASES[name].draft_model()), policies()[policy])
+    return ModelDrafter(adapt(CASES[name].draft_model()), POLICIES[policy])
 
 
 POLICY = pytest.mark.parametrize("policy", ["lookup", "chain", "static"])
@@ -85,27 +87,23 @@ def test_rows_that_fill_the_context_equal_generate_whatever_is_guessed_beyond(na
 
 
 @pytest.mark.parametrize("policy", ["chain", "static"])
-def test_a_draft_model_of_a_smaller_context_guesses_badly_behind_it_and_breaks_nothing(policy: str) -> None:
-    target = adapt(CASES["roomy"].model())
-    engine = Engine(target, drafter("learned", policy))
-    prompt = words(25)
-    output = engine.generate(asked(prompt), max_new_tokens=60)[0]
+def test_a_draft_model_of_a_smaller_context_guesses_badly_behind_it_and_refuses_prompts_beyond_it(policy: str) -> None:
+    engine, prompt = Engine(adapt(CASES["roomy"].model()), drafter("learned", policy)), words(25)
+    (output,) = engine.generate(asked(prompt), max_new_tokens=60)
     assert output.tokens == reference("roomy", tuple(prompt), 60)
-
-
-def test_a_prompt_too_long_for_the_draft_model_is_refused_in_its_name() -> None:
-    engine = Engine(adapt(CASES["roomy"].model()), drafter("learned", "chain"))
     with pytest.raises(InputError, match=r"draft model's prompt has 60 tokens .* context is 48"):
         engine.generate(asked(words(60)), max_new_tokens=5)
 
 
 @POLICY
-@pytest.mark.parametrize("lengths", [[20], [TURN + 1], [22, 9, 17], [60, TURN + 1]])
-def test_rows_on_one_side_of_a_longrope_turn_equal_generate(policy: str, lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "count"), [([20], 20), ([TURN + 1], 30), ([22, 9, 17], 18), ([60, TURN + 1], 30), ([12, 60, 9], 10)]
+)
+def test_rows_on_either_side_of_a_longrope_turn_equal_generate(policy: str, lengths: list[int], count: int) -> None:
+    """Those on different sides share a batch and no pass, which is read with the embedding of its longest row."""
     target = adapt(CASES["longrope"].model())
     assert target.is_lean
     rows = [words(n, seed) for seed, n in enumerate(lengths)]
-    count = TURN - max(lengths) if max(lengths) <= TURN else 30
     outputs = Engine(target, drafter("longrope", policy)).generate(asked(*rows), max_new_tokens=count)
     assert [o.tokens for o in outputs] == [reference("longrope", tuple(p), count) for p in rows]
 
@@ -115,15 +113,6 @@ def test_a_row_that_crosses_a_longrope_turn_is_refused(length: int, new: int) ->
     engine = Engine(adapt(CASES["longrope"].model()))
     with pytest.raises(InputError, match=r"longrope.* changes behind 40 tokens"):
         engine.generate(asked(words(length)), max_new_tokens=new)
-
-
-@POLICY
-def test_rows_on_different_sides_of_a_longrope_turn_share_a_batch_and_no_pass(policy: str) -> None:
-    """A pass is read with the embedding of its longest row."""
-    target = adapt(CASES["longrope"].model())
-    rows = [words(12, 0), words(60, 1), words(9, 2)]
-    outputs = Engine(target, drafter("longrope", policy)).generate(asked(*rows), max_new_tokens=10)
-    assert [o.tokens for o in outputs] == [reference("longrope", tuple(p), 10) for p in rows]
 
 
 @POLICY
