@@ -78,12 +78,12 @@ PARTS = {
     "serve": (("serve",), 3_494),
     "training": (("train", "distill"), 4_690),
     "measuring": (("bench", "theory", "memory_plan"), 3_920),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_419),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_617),
     "checkpoints": (("checkpoints", "evaluators"), 1_370),
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 22_220
+CORE = 22_021
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 43_100, 9_220
 """Most lines of the tests, and of tools and benchmarks together."""

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from PIL import Image
 
+from saccade.data.conversations import resolve
 from saccade.errors import InputError, ModelError
 from saccade.inputs.chat import normalise
-from saccade.inputs.conversations import resolve
 from saccade.inputs.families import family_of
 from saccade.loading import check_checkpoint, check_dtype, empty_model
 from saccade.options import make

@@ -11,9 +11,9 @@ from layouts import EXPECTED, ROWS, png, shown
 
 from saccade.data import catalogue, reading
 from saccade.data.catalogue import DataSet
+from saccade.data.conversations import check_media, parse_conversation
 from saccade.data.reading import RowQuestion, question_of, read
 from saccade.errors import SaccadeError
-from saccade.inputs.conversations import check_media, parse_conversation
 
 datasets: Any = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
 PICTURED = [name for name in catalogue.names() if catalogue.find(name).images]

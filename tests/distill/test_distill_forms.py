@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from prompt_lines import asks, talks
 
+from saccade.data.conversations import parse_conversation, resolve, resolve_media
 from saccade.distill.planning import Duplicates
 from saccade.errors import InputError
-from saccade.inputs.conversations import parse_conversation, resolve, resolve_media
 
 IMAGE = {"type": "image", "image": "a.png"}
 

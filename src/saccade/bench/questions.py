@@ -20,9 +20,7 @@ from saccade.bench import scorers
 from saccade.bench.suites import Suite, TaskEntry
 from saccade.data import catalogue
 from saccade.data.catalogue import DataSet
-from saccade.data.reading import RowQuestion, question_of, read
-from saccade.errors import InputError, SaccadeError
-from saccade.inputs.conversations import (
+from saccade.data.conversations import (
     check_media,
     media_parts,
     parse_json,
@@ -31,6 +29,8 @@ from saccade.inputs.conversations import (
     resolve_media,
     text_of,
 )
+from saccade.data.reading import RowQuestion, question_of, read
+from saccade.errors import InputError, SaccadeError
 from saccade.inputs.media import Video, load_image, read_source
 
 FIRST_PICTURE = 500_000

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.catalogue import DataSet, Template
+from saccade.data.conversations import Messages
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
-from saccade.inputs.conversations import Messages
 
 _BUILDERS = {
     ".parquet": "parquet",

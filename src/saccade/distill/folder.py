@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+from saccade.data.conversations import Messages, resolve_media
 from saccade.errors import SaccadeError
-from saccade.inputs.conversations import Messages, resolve_media
 
 HEADER, ANSWERS = "distill.json", "answers.jsonl"
 

@@ -14,9 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from saccade.errors import InputError, SaccadeError
-from saccade.files import write_file
-from saccade.inputs.conversations import (
+from saccade.data.conversations import (
     Conversation,
     Messages,
     check_media,
@@ -26,6 +24,8 @@ from saccade.inputs.conversations import (
     sources_of,
     text_of,
 )
+from saccade.errors import InputError, SaccadeError
+from saccade.files import write_file
 from saccade.jobs.item_sources import json_row_at, json_rows
 from saccade.options import check_keys, check_whole
 from saccade.pocket import WORLD, Sample, draw, lacks

@@ -11,11 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from saccade.data.conversations import Messages, resolve_media
 from saccade.distill import planning
 from saccade.distill.folder import ANSWERS, HEADER
 from saccade.distill.planning import Options, PlannedQuestion, Prompts, QuestionPlan, make_plan, refuse
 from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.inputs.conversations import Messages, resolve_media
 from saccade.inputs.families import visual_ids
 from saccade.jobs.running import facts_of
 from saccade.output import Output

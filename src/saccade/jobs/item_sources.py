@@ -18,9 +18,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
+from saccade.data.conversations import parse_json
 from saccade.errors import InputError, SaccadeError
 from saccade.files import expanded
-from saccade.inputs.conversations import parse_json
 from saccade.jobs.items import Item, Kind, Stored, named
 from saccade.options import check_whole
 

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from saccade.data.catalogue import Template
+from saccade.data.conversations import Messages, id_of, media_parts, read_conversation, resolve, sources_of
 from saccade.errors import InputError
-from saccade.inputs.conversations import Messages, id_of, media_parts, read_conversation, resolve, sources_of
 
 Kind = Literal["image", "video"]
 _MEDIA: tuple[Kind, ...] = ("image", "video")

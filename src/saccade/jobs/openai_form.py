@@ -8,9 +8,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from saccade.data.conversations import resolve
 from saccade.engine import Row
 from saccade.errors import InputError, SaccadeError
-from saccade.inputs.conversations import resolve
 from saccade.inputs.media import LOCAL
 from saccade.jobs.items import NO_ID, SAME_ID, Item
 from saccade.jobs.job import BatchJob, PreparedItem, key_of, seed_of

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 import torch
 
+from saccade.data.conversations import resolve
 from saccade.distill.folder import place_of
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.inputs.chat import Slot, normalise, with_sources
-from saccade.inputs.conversations import resolve
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
