@@ -283,7 +283,7 @@ def _of_rows(entry: TaskEntry, data: DataSet, rows: Iterable[RowQuestion]) -> It
             references = [row.reference]
         elif isinstance(row.reference, (list, tuple)) and len(row.reference) == len(row.turns):
             references = list(row.reference)
-        turns = zip(row.turns[: entry.turns], references, strict=False)
+        turns = zip(row.turns[: entry.turns], references, strict=False)  # a row may have more
         yield Question(
             name if ids[name] == 1 else f"{name}@{ids[name]}",
             entry.name if row.category is None else f"{entry.name}, {row.category}",

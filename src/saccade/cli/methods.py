@@ -1,4 +1,4 @@
-"""What is here: `saccade methods`, `predict`, `doctor`, and of checkpoints `inspect` and `export`."""
+"""Commands about methods, machine and checkpoints: `methods`, `predict`, `doctor`, `inspect` and `export`."""
 
 from __future__ import annotations
 

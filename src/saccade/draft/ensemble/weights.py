@@ -39,7 +39,7 @@ class WeightState:
 
     def choose(self, rows: Sequence[int]) -> Tensor:
         """Return ``[A, m]`` non-negative weights of sum one for blocks of some rows that start now."""
-        raise NotImplementedError
+        raise NotImplementedError  # every weighting defines it
 
     def observe(self, rows: Sequence[int], verified: Verified) -> None:
         """Take in the verified positions of some rows' last blocks."""
