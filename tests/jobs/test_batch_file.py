@@ -94,34 +94,6 @@ def test_speculation_sampling_systems_and_groups_are_those_of_generate(photos: P
     assert found["sub/c.png"]["method"] == "chain"
 
 
-def test_answers_of_a_request_that_end_in_one_step_are_one_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = model()
-    opened = target.engine.open
-
-    def opening(*args: Any, **options: Any) -> Any:
-        batch = opened(*args, **options)
-        step = batch.step
-
-        def until_all_end() -> list[Any]:
-            ended: dict[Any, Any] = {}
-            while not ended or not all(row.done for row in ended):
-                ended.update(step())
-            return list(ended.items())
-
-        monkeypatch.setattr(batch, "step", until_all_end)
-        return batch
-
-    monkeypatch.setattr(target.engine, "open", opening)
-    body = {"model": "any", "messages": [{"role": "user", "content": "What?"}], "max_tokens": 4, "n": 2}
-    line = {"custom_id": "two", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    source = tmp_path / "requests.jsonl"
-    source.write_text(json.dumps(line) + "\n")
-    report = run(source, tmp_path / "out.jsonl", target=target, prompt=None, max_new_tokens=None)
-    assert (report.answered, report.failed, report.tokens) == (1, 0, 8)
-
-
 def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     saved_picture(tmp_path / "a.png")
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]
@@ -164,6 +136,7 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     assert answer["body"]["model"] == "any"
     assert answer["body"]["saccade"] == {"method": "plain", "lossless": True}
     ChatCompletion.model_validate(answer["body"], strict=True)
+    assert report.tokens == 4 + 2 * 4 + 3, "answers of one request that end in one step are one record"
     two = found["two"]["response"]["body"]["choices"]
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 4}
     for index in (0, 1):
@@ -291,13 +264,19 @@ def test_other_options_are_refused_by_the_name_of_what_differs(photos: Path, tmp
     assert out.read_bytes() == before
 
 
-def test_an_output_of_something_else_is_never_overwritten(photos: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text("{}\n")
+def test_an_output_of_something_else_is_never_overwritten_and_never_an_input(photos: Path, tmp_path: Path) -> None:
+    """Nor is the journal, which a glob finds when the job is resumed."""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"id": "q", "title": "Snow"}\n')
     with pytest.raises(SaccadeError, match=r"mine\.jsonl exists without mine\.jsonl\.journal"):
-        run(photos, tmp_path / "mine.jsonl")
-    assert (tmp_path / "mine.jsonl").read_text() == "{}\n"
+        run(photos, mine)
     with pytest.raises(SaccadeError, match="is a folder; give the name of a file"):
         run(photos, photos)
+    out = photos / "out.jsonl"
+    for _ in range(2):
+        assert run(tmp_path / "**" / "*.jsonl", out, prompt="What is it?").items == 1
+    assert list(records(out)) == ["q"]
+    assert mine.read_text() == '{"id": "q", "title": "Snow"}\n'
 
 
 def test_wrong_options_are_no_fault_of_every_item(photos: Path, tmp_path: Path) -> None:
@@ -367,24 +346,9 @@ def test_names_that_are_not_utf8_are_answered_and_resumed(photos: Path, tmp_path
     (folder / "a.png").rename(folder / os.fsdecode(b"caf\xe9.png"))
     out = tmp_path / "out.jsonl"
     assert run(folder, out, prompt="What is it?").failed == 1
-    found = records(out)
-    assert [os.fsencode(name) for name in found] == [
-        b"b.png",
-        b"broken.png",
-        b"caf\xe9.png",
-        b"sub/c.png",
-        b"sub/d.png",
-    ]
+    answers = records(out)
+    names = [os.fsencode(name) for name in answers]
+    assert names == [b"b.png", b"broken.png", b"caf\xe9.png", b"sub/c.png", b"sub/d.png"]
     expected = model().generate("What is it?", [picture(0)], max_new_tokens=5)
-    assert found[os.fsdecode(b"caf\xe9.png")]["text"] == expected.text
+    assert answers[os.fsdecode(b"caf\xe9.png")]["text"] == expected.text
     assert run(folder, out, prompt="What is it?").there == 5
-
-
-def test_a_glob_that_finds_the_output_leaves_it_out(tmp_path: Path) -> None:
-    """And the journal, which a resume would read otherwise."""
-    (tmp_path / "questions.jsonl").write_text('{"id": "q", "title": "Snow"}\n')
-    every, out = str(tmp_path / "**" / "*.jsonl"), tmp_path / "sub" / "out.jsonl"
-    out.parent.mkdir()
-    for _ in range(2):
-        assert run(Path(every), out, prompt="What is it?").items == 1
-    assert list(records(out)) == ["q"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import sys
 import tarfile
 import threading
 import time
@@ -14,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from checkpoints import saved_picture
+from checkpoints import saved_picture, says, text
 from saccade.data.catalogue import Template
+from saccade.data.conversations import Messages
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
 from saccade.jobs.items import Item, Stored, TemplateOptions
-from saccade.jobs.job import BatchJob, Index, Shard, key_of, preview
+from saccade.jobs.job import BatchJob, Index, Shard, preview
 from saccade.jobs.running import Feed
 
 
@@ -34,6 +36,12 @@ def problem_of(item: Item, prompt: str | None = "What?") -> str:
     except InputError as problem:
         return str(problem)
     return ""
+
+
+def contents(messages: Messages) -> list[Any]:
+    """Texts and media of a conversation, with the bytes of those inside archives."""
+    values = [part[part["type"]] for message in messages for part in message["content"]]
+    return [value.read() if isinstance(value, Stored) else value for value in values]
 
 
 @pytest.fixture
@@ -54,13 +62,11 @@ def archive(path: Path, files: Sequence[tuple[str, bytes]], mode: Any = "w") -> 
     return path
 
 
-def test_a_folder_is_its_pictures_and_videos_by_path(photos: Path) -> None:
+def test_a_folder_is_its_pictures_and_videos_by_path_also_behind_links(photos: Path) -> None:
+    """Links to folders elsewhere are followed, each folder once."""
     found = items(photos)
     assert [i.id for i in found] == ["a.JPG", "b.png", "z.mp4", "sub/c.png", "sub/d.png", "sub/e.png"]
     assert [kind for i in found for kind, _ in i.media] == ["image", "image", "video", "image", "image", "image"]
-
-
-def test_links_to_folders_elsewhere_are_followed_and_end(photos: Path) -> None:
     far = photos.parent / "far"
     far.mkdir()
     (far / "f.png").write_bytes(b"f")
@@ -73,43 +79,34 @@ def test_links_to_folders_elsewhere_are_followed_and_end(photos: Path) -> None:
 
 def test_groups_of_pictures_stay_in_their_folder(photos: Path) -> None:
     found = items(photos, images_per_row=2)
-    assert [[Path(s).name for _, s in i.media] for i in found] == [
-        ["a.JPG", "b.png"],
-        ["z.mp4"],
-        ["c.png", "d.png"],
-        ["e.png"],
-    ]
+    groups = [["a.JPG", "b.png"], ["z.mp4"], ["c.png", "d.png"], ["e.png"]]
+    assert [[Path(s).name for _, s in i.media] for i in found] == groups
     assert found[2].row["files"] == ["sub/c.png", "sub/d.png"]
 
 
 def test_a_glob_and_files_that_the_shell_named_are_the_same(photos: Path) -> None:
     by_glob = items(photos / "sub" / "*.png")
     by_shell = items(*sorted((photos / "sub").glob("*.png")))
-    assert [i.id for i in by_glob] == [i.id for i in by_shell]
-    assert [i.version for i in by_glob] == [i.version for i in by_shell]
+    assert [(i.id, i.version) for i in by_glob] == [(i.id, i.version) for i in by_shell]
 
 
 def test_files_of_other_kinds_are_skipped_in_folders_and_globs_and_refused_among_several(photos: Path) -> None:
     everything = sorted(photos.glob("*"))
-    assert [i.id for i in items(photos / "[a-z]*", images_per_row=9)] == [
-        *(str(photos / name) for name in ("a.JPG", "sub/c.png", "z.mp4"))
-    ]
+    expected = [str(photos / name) for name in ("a.JPG", "sub/c.png", "z.mp4")]
+    assert [i.id for i in items(photos / "[a-z]*", images_per_row=9)] == expected
     with pytest.raises(SaccadeError, match=r"notes\.txt is no picture, .* give its folder, whose other files are"):
         items(*everything)
 
 
-def test_several_folders_keep_their_names_in_the_ids(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_folders_keep_their_names_in_the_ids_and_a_tilde_is_a_letter(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(photos.parent)
     (photos.parent / "more").mkdir()
-    (photos.parent / "more" / "a.JPG").write_bytes(b"x")
-    assert [i.id for i in items("photos/sub", "more")] == [*(f"photos/sub/{n}.png" for n in "cde"), "more/a.JPG"]
-
-
-def test_names_with_a_tilde_are_items(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(photos)
-    (photos / "~$a.png").write_bytes(b"x")
+    (photos.parent / "more" / "~$a.png").write_bytes(b"x")
+    assert [i.id for i in items("photos/sub", "more")] == [*(f"photos/sub/{n}.png" for n in "cde"), "more/~$a.png"]
+    monkeypatch.chdir(photos.parent / "more")
     assert [i.id for i in items("~$a.png")] == ["~$a.png"]
-    assert "~$a.png" in [i.id for i in items(".")]
     with pytest.raises(SaccadeError, match="There is no file or folder ~nobody"):
         items("~nobody-of-this-name/*.png")
 
@@ -141,16 +138,17 @@ def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = items(path)
     assert [i.id for i in found] == ["7", "rows.jsonl:2", "rows.jsonl:3", "llava", "openai", "rows.jsonl:6"]
-    asks = [TemplateOptions().of(i) for i in found]
-    assert (asks[0].question, asks[0].images) == ("What?", [image])
-    assert [a.count("image") for a in asks] == [1, 2, 0, 1, 1, 0]
-    assert asks[3].question == [
-        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "One?"}]}
+    shown = {"type": "image", "image": image}
+    system = {"role": "system", "content": [text("Be brief.")]}
+    assert [TemplateOptions().of(i) for i in found] == [
+        says(shown, text("What?")),
+        says(shown, shown, text("Both?")),
+        says(text("No picture?")),
+        says(shown, text("One?")),
+        says(shown, text("Last?")),
+        [system, *says(text("Be brief?"))],
     ]
-    assert asks[4].question[-1]["content"][1]["text"] == "Last?"  # type: ignore[index]
-    assert [m["role"] for m in asks[5].question] == ["system", "user"]  # type: ignore[union-attr,index]
-    with_system = TemplateOptions(system="Short.").of(found[3]).question
-    assert [m["role"] for m in with_system] == ["system", "user"]  # type: ignore[union-attr,index]
+    assert TemplateOptions(system="Be brief.").of(found[3]) == [system, *says(shown, text("One?"))]
     array = tmp_path / "rows.json"
     array.write_text(json.dumps(rows, indent=1))
     assert [i.row for i in items(array)] == [i.row for i in found]
@@ -183,7 +181,7 @@ def test_a_bad_row_is_an_item_with_a_reason(tmp_path: Path, line: bytes, words: 
     assert words in problem_of(found[1], None)
 
 
-def test_repeated_ids_are_told_apart_the_same_way_in_every_attempt(tmp_path: Path) -> None:
+def test_repeated_ids_are_numbered_the_same_way_in_every_attempt(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     names = ["a", "a", "b", "a@2", "a"]
     path.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in names))
@@ -216,22 +214,19 @@ def test_samples_of_a_tar_are_neighbours_of_one_name(tmp_path: Path, mode: str) 
     path = archive(tmp_path / ("a.tar" if mode == "w" else "a.tar.gz"), files, mode)
     found = items(path)
     assert [i.id for i in found] == ["x/1", "x/2", "x/3"]
-    ask = TemplateOptions().of(found[0]).read()
-    assert (ask.question, ask.images) == ("What?", [b"one"])
-    ask = TemplateOptions("Is {txt} right in {name}?").of(found[1]).read()
-    assert (ask.question, ask.images) == ("Is a dog right in 2?", [b"two"])
+    assert contents(TemplateOptions().of(found[0])) == [b"one", "What?"]
+    assert contents(TemplateOptions("Is {txt} right in {name}?").of(found[1])) == [b"two", "Is a dog right in 2?"]
     assert isinstance(found[0].media[0][1], Stored) == (mode == "w"), "only a compressed one is read in order"
     planned = list(ItemSource([str(path)]).items(with_media=False))
     assert [i.version for i in planned] == [i.version for i in found]
 
 
-def test_a_conversation_in_a_tar_has_the_pictures_beside_it(tmp_path: Path) -> None:
+def test_a_conversation_in_a_tar_has_the_pictures_next_to_it(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "What is <image>?"}, {"from": "gpt", "value": "x"}]
     row = json.dumps({"id": "q", "image": "elsewhere.jpg", "conversations": turns}).encode()
     path = archive(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.json", row), ("2.json", b"[]"), ("3.json", b"{")])
     found = items(path)
-    message = TemplateOptions().of(found[0]).read().question[0]
-    assert [p.get("image", p.get("text")) for p in message["content"]] == ["What is ", b"one", "?"]  # type: ignore[index]
+    assert contents(TemplateOptions().of(found[0])) == ["What is ", b"one", "?"]
     assert [problem_of(i) for i in found[1:]] == ["its json is no object", "its json is not valid JSON"]
 
 
@@ -246,7 +241,12 @@ def test_a_torn_tar_gives_what_is_whole_and_one_reason(tmp_path: Path) -> None:
     assert "is damaged at its beginning" in items(tmp_path / "none.tar.gz")[0].problem
 
 
-def test_parquet_rows_have_their_pictures(tmp_path: Path) -> None:
+def test_parquet_rows_have_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow.parquet", None)
+        (tmp_path / "none.parquet").write_bytes(b"PAR1")
+        with pytest.raises(SaccadeError, match=r"pip install saccade\[data\]"):
+            items(tmp_path / "none.parquet")
     arrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     pictures = [{"bytes": b"one", "path": None}, {"bytes": None, "path": "b.png"}, None]
@@ -255,21 +255,13 @@ def test_parquet_rows_have_their_pictures(tmp_path: Path) -> None:
     )
     parquet.write_table(table, tmp_path / "a.parquet")
     found = items(tmp_path / "a.parquet")
-    asks = [TemplateOptions("{question}").of(i) for i in found]
-    assert [a.question for a in asks] == ["A?", "B?", "C?"]
-    assert [a.images for a in asks] == [[b"one", b"f", b"g"], [str(tmp_path / "b.png")], []]
+    asked = [contents(TemplateOptions("{question}").of(i)) for i in found]
+    assert asked == [[b"one", b"f", b"g", "A?"], [str(tmp_path / "b.png"), "B?"], ["C?"]]
     planned = list(ItemSource([str(tmp_path / "a.parquet")]).items(with_media=False))
     assert [(i.id, i.version) for i in planned] == [(i.id, i.version) for i in found]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(SaccadeError, match="Cannot read the Parquet file"):
         items(tmp_path / "bad.parquet")
-
-
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(SaccadeError, match=r"pip install saccade\[data\]"):
-        items(tmp_path / "a.parquet")
 
 
 def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +279,13 @@ def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Mon
     assert [(number, json.loads(json_row_at(path, offset))) for number, offset, _ in json_rows(path)] == [
         (2 * n + 1, row) for n, row in enumerate(objects[:9])
     ]
-    for text, pieces in {
+    for torn, pieces in {
         b'[{"a": 1}, {"b": ': [b'{"a": 1}', b'{"b": ', b"["],
         b'[{"a": 1}, oops, 3]': [b'{"a": 1}', b"oops, 3]", b"["],
         b"[]": [],
         b"[12, 345]": [b"12", b"345"],
     }.items():
-        path.write_bytes(text)
+        path.write_bytes(torn)
         assert [piece for _, _, piece in json_rows(path)] == pieces
 
 
@@ -304,7 +296,7 @@ def test_the_index_is_a_dictionary() -> None:
         index.put(key, value := draws.randrange(2**40))
         expected[key] = value
     assert all(index.get(key) == value for key, value in expected.items())
-    assert index.get(key_of("absent")) is None
+    assert index.get(1000) is None
 
 
 def test_a_template_takes_plain_names_alone() -> None:
@@ -314,9 +306,9 @@ def test_a_template_takes_plain_names_alone() -> None:
         "single brace": ("{", "}"),
         "is empty": (" ",),
     }.items():
-        for text in wrong:
+        for prompt in wrong:
             with pytest.raises(InputError, match=words):
-                Template(text)
+                Template(prompt)
     with pytest.raises(InputError, match=r"names \{title\}, but the item has id, name"):
         Template("{title}").fill({"id": 1, "name": "x"})
     with pytest.raises(InputError, match="must be a text or a number"):
@@ -341,7 +333,7 @@ def test_a_job_that_cannot_run_is_one_sentence(tmp_path: Path, make: Callable[[P
         preview(make(tmp_path), tmp_path / "out.jsonl")
 
 
-def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_refused_before_anything_runs(tmp_path: Path) -> None:
     saved_picture(tmp_path / "a.png")
     with pytest.raises(
         SaccadeError, match=r"None of the items can be used\. The first one: a\.png: It has no question"
@@ -356,7 +348,7 @@ def test_a_prompt_for_what_has_one_and_none_for_what_has_none_are_told_before_an
         preview(BatchJob(ItemSource([str(path)]), TemplateOptions(system="Short.")), tmp_path / "out")
 
 
-def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) -> None:
+def test_a_wrong_folder_of_media_is_named_before_a_job_of_errors(tmp_path: Path) -> None:
     rows = [{"prompt": "What?", "image": f"{n}.png"} for n in range(30)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -369,26 +361,25 @@ def test_a_wrong_folder_of_media_is_told_before_a_job_of_errors(tmp_path: Path) 
 def test_every_item_is_prepared_once_and_never_more_than_the_window_ahead() -> None:
     lock, read, taken, most = threading.Lock(), 0, 0, 0
 
-    def items() -> Iterator[int]:
+    def numbers() -> Iterator[int]:
         nonlocal read, most
-        for number in range(200):
+        for number in range(100):
             with lock:
                 read += 1
                 most = max(most, read - taken)
             yield number
+        raise SaccadeError("The file is gone.")
 
-    feed = Feed(items(), lambda number: number * number, threads=3, ahead=5)
-    found = []
-    while not feed.is_empty:
-        result = feed.take(wait=True)
-        if result is not None:
-            found.append(result)
-        if len(found) % 50 == 0:
+    feed = Feed(numbers(), lambda number: number * number, threads=3, ahead=5)
+    for number in range(100):
+        assert feed.take(wait=True) == number * number
+        if number % 50 == 9:
             time.sleep(0.05)  # the workers could run away
         with lock:
-            taken = len(found)
+            taken += 1
+    with pytest.raises(SaccadeError, match="is gone"):  # after the items before it
+        feed.take(wait=True)
     feed.close()
-    assert sorted(found) == [n * n for n in range(200)]
     assert most <= 6, "the window, and the one that has just been taken"
 
 
@@ -401,16 +392,4 @@ def test_what_is_not_ready_is_not_waited_for() -> None:
     assert feed.take(wait=True) is True
     assert feed.take(wait=True) is None
     assert feed.is_empty
-    feed.close()
-
-
-def test_a_source_that_breaks_is_told_after_the_items_before_it() -> None:
-    def items() -> Iterator[int]:
-        yield 1
-        raise SaccadeError("The file is gone.")
-
-    feed = Feed(items(), lambda number: number, threads=1, ahead=4)
-    assert feed.take(wait=True) == 1
-    with pytest.raises(SaccadeError, match="is gone"):
-        feed.take(wait=True)
     feed.close()

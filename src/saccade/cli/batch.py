@@ -103,7 +103,7 @@ def batch(
     from saccade.jobs.item_sources import ItemSource
     from saccade.jobs.items import TemplateOptions
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
-    from saccade.jobs.running import Attempt, ItemWorker, media_threads, run
+    from saccade.jobs.running import Attempt, ItemWorker, run
 
     root = None if items.media_root is None else items.media_root.expanduser()
     job = BatchJob(
@@ -115,8 +115,7 @@ def batch(
         decoding.seed or 0,
         decoded,
     )
-    rows, workers = attempt.rows, attempt.workers
-    settings = Attempt(rows, workers, attempt.retry_failed, max_failures=attempt.max_failures)
+    settings = Attempt(attempt.rows, attempt.workers, attempt.retry_failed, attempt.max_failures)
     with screen.waiting("Reading the items"):
         survey = preview(job, out, attempt.retry_failed)  # before models are loaded
     if plan:
@@ -126,7 +125,7 @@ def batch(
         check(**models.arguments())
         drafter = f" with {models.drafter}" if models.drafter else ""
         method = f", method {models.method}" if models.method else ""
-        _plan(survey, out, f"{count(rows, 'answer')} at once, by {target}{drafter}{method}")
+        _plan(survey, out, f"{count(attempt.rows, 'answer')} at once, by {target}{drafter}{method}")
         return
     place, stopped = "", "Stopped."
     if not is_stream(out):
@@ -136,16 +135,16 @@ def batch(
     with ExitStack() as stack:
         worker: Worker
         if several.ray is None:
-            worker = ItemWorker(models.load(), models.settings, job, rows, workers)
+            worker = ItemWorker(models.load(), models.settings, job, settings)
         else:
-            threads = media_threads(workers)
 
             def arguments(room: Places) -> tuple[Any, ...]:
-                return job, rows, threads, KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine)
+                return job, settings, KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine)
 
-            worker = stack.enter_context(several.started(models, ItemWorker, arguments, rows + threads))
+            ahead = settings.max_rows + settings.threads
+            worker = stack.enter_context(several.started(models, ItemWorker, arguments, ahead))
         with _progress(stopped) as update:
-            report = run(worker, job, survey, out, replace(settings, progress=update))
+            report = run(worker, job, survey, out, settings, update)
     failed = f"; {count(report.failed, 'item')} failed" if report.failed else ""
     errors = f", those of failed requests in {report.errors}" if report.errors else ""
     place = f"The records of all {count(report.items, 'item')} are in {report.out}{errors}."

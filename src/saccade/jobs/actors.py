@@ -22,8 +22,8 @@ from saccade.resumable import Finished, Pending, Worker
 from saccade.vlm import VLM, load
 from saccade.wording import differences, shortened
 
-SUSPECT, HOPELESS = 2, 4
-"""Lost actors after which an item is answered alone, and after which it is given up."""
+HOPELESS = 4
+"""Lost actors after which an item is given up."""
 _LOST_IN_A_ROW = 6  # actors that may be lost without an answer in between, per actor of the job, before it ends
 
 
@@ -92,7 +92,6 @@ class _Actor:
     stream: Any  # of its messages
     pending: dict[int, Pending] = field(default_factory=dict)  # what it has not answered, by number
     is_ready: bool = False  # whether its models are loaded
-    is_alone: bool = False  # whether it must answer its only item before it gets others
 
 
 class Actors:
@@ -104,9 +103,8 @@ class Actors:
         self._actors = [self._started() for _ in range(count)]
         self._facts: dict[str, Any] | None = None
         self._start: Any = None
-        self._again: deque[Pending] = deque()
-        self._suspects: deque[Pending] = deque()
-        self._losses: Counter[int] = Counter()
+        self._again: deque[Pending] = deque()  # taken back from lost actors; each is answered alone
+        self._losses: Counter[int] = Counter()  # lost actors of every item that was taken back
         self._lost_in_a_row = 0
 
     @property
@@ -126,10 +124,9 @@ class Actors:
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
         while True:
             self._supply(pending)
-            if not any(actor.pending for actor in self._actors):
-                if not (self._again or self._suspects):
-                    self._again.extend(islice(pending, 1))
-                if not (self._again or self._suspects):
+            if not any(actor.pending for actor in self._actors) and not self._again:
+                self._again.extend(islice(pending, 1))
+                if not self._again:
                     return
             yield from self._messages()
 
@@ -142,28 +139,16 @@ class Actors:
         return _Actor(handle, handle.answers.options(num_returns="streaming").remote())
 
     def _supply(self, pending: Iterator[Pending]) -> None:
-        ready = [actor for actor in self._actors if actor.is_ready]
-        for actor in ready:
-            actor.is_alone = actor.is_alone and bool(actor.pending)
-            if self._suspects and not actor.pending:
-                self._give(actor, [self._suspects.popleft()])
-                actor.is_alone = True
-        drained = next((actor for actor in ready if not actor.is_alone), None) if self._suspects else None
-        for actor in ready:
-            if actor.is_alone or actor is drained:
-                continue
+        """Give actors items; those that may have ended an actor go to one that has no other."""
+        for actor in (actor for actor in self._actors if actor.is_ready):
             batch: list[Pending] = []
-            while len(actor.pending) + len(batch) < self._ahead:
-                each = self._again.popleft() if self._again else next(pending, None)
-                if each is None:
-                    break
-                batch.append(each)
+            if not self._again and self._losses.keys().isdisjoint(actor.pending):
+                batch = list(islice(pending, max(self._ahead - len(actor.pending), 0)))
+            elif self._again and not actor.pending:
+                batch = [self._again.popleft()]
             if batch:
-                self._give(actor, batch)
-
-    def _give(self, actor: _Actor, batch: list[Pending]) -> None:
-        actor.pending.update((each.number, each) for each in batch)
-        actor.handle.put.remote(batch)
+                actor.pending.update((each.number, each) for each in batch)
+                actor.handle.put.remote(batch)
 
     def _messages(self) -> Iterator[Finished]:
         """Wait for messages of actors, and yield the answers among them."""
@@ -216,9 +201,8 @@ class Actors:
             self._losses[number] += 1
             if self._losses[number] >= HOPELESS:
                 ended = f"{self._losses[number]} actors ended while they answered it, the last one because {reason}"
-                self._again.append(replace(each, problem=ended))
-            else:
-                (self._suspects if self._losses[number] >= SUSPECT else self._again).append(each)
+                each = replace(each, problem=ended)
+            self._again.append(each)
         self._ray.kill(actor.handle)  # it may only be out of reach
         self._actors[self._actors.index(actor)] = self._started()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import lzma
 import math
@@ -11,8 +10,8 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -241,77 +240,62 @@ def _samples(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
     A shard that breaks off ends with an item that says so, in place of its last sample, which may be torn. Media of an
     uncompressed archive are read when needed.
     """
-    sample = _Sample("")
+    is_plain, name = path.name.lower().endswith(".tar"), ""
     try:
-        is_plain = _is_uncompressed(path)
         with tarfile.open(path, "r:" if is_plain else "r|*") as archive:
-            while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # or the list of all files would stay in memory
-                if not member.isfile():
-                    continue
-                folder, _, name = member.name.rpartition("/")
-                stem, _, ending = name.partition(".")
-                key = f"{folder}/{stem}" if folder else stem
-                if key != sample.key:
-                    if sample.key:
-                        yield sample.item(root)
-                    sample = _Sample(key)
-                kind = kind_of(name)
-                if kind is not None and is_plain:
-                    sample.media.append((kind, Stored(path, member.offset_data, member.size)))
-                elif kind is not None:
-                    sample.media.append((kind, _content(archive, member) if with_media else b""))
-                elif ending.lower() in ("json", "txt"):
-                    sample.texts[ending.lower()] = _content(archive, member, _MOST_TEXT)
-                sample.facts.append(f"{name} {member.size} {int(member.mtime)}")
-            if is_plain and not _has_end(path, archive.offset):
-                raise EOFError("it breaks off")
-        if sample.key:
-            yield sample.item(root)
+            for name, members in groupby(_members(archive, path, is_plain), _sample_name):
+                media: list[tuple[Kind, Any]] = []
+                texts: dict[str, bytes] = {}
+                facts = []
+                for member in members:
+                    base = member.name.rpartition("/")[2]
+                    ending, kind = base.partition(".")[2].lower(), kind_of(base)
+                    if kind is not None and is_plain:
+                        media.append((kind, Stored(path, member.offset_data, member.size)))
+                    elif kind is not None:
+                        media.append((kind, _content(archive, member) if with_media else b""))
+                    elif ending in ("json", "txt"):
+                        texts[ending] = _content(archive, member, _MOST_TEXT)
+                    facts.append(f"{base} {member.size} {int(member.mtime)}")
+                row, fault = _sample_row(texts)
+                yield Item(name, "\n".join(facts), row, root, media, fault)
     except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as problem:
-        place = f"in or behind sample {sample.key}, which is left out" if sample.key else "at its beginning"
+        place = f"in or behind sample {name}, which is left out" if name else "at its beginning"
         reason = f"the archive {path.name} is damaged {place} ({problem}); download it again"
         yield Item(path.name, reason, {}, root, problem=" ".join(reason.split()))
 
 
-@dataclass(slots=True)
-class _Sample:
-    key: str
-    media: list[tuple[Kind, Any]] = field(default_factory=list)
-    texts: dict[str, bytes] = field(default_factory=dict)
-    facts: list[str] = field(default_factory=list)
-
-    def item(self, root: Path) -> Item:
-        row: Any = {}
-        fault = ""
-        try:
-            if "json" in self.texts:
-                row = json.loads(self.texts["json"])
-            if "txt" in self.texts and isinstance(row, dict):
-                row = {"txt": self.texts["txt"].decode().strip(), **row}
-        except UnicodeDecodeError:
-            fault = "its txt or json is not UTF-8 text"
-        except (ValueError, RecursionError):
-            fault = "its json is not valid JSON"
-        if not isinstance(row, dict):
-            row, fault = {}, "its json is no object"
-        return Item(self.key, "\n".join(self.facts), row, root, self.media, fault)
+def _members(archive: tarfile.TarFile, path: Path, is_plain: bool) -> Iterator[tarfile.TarInfo]:
+    """Files of an archive, which must end with a block of zeros: tarfile takes a torn header for the end."""
+    while (member := archive.next()) is not None:
+        archive.members = []  # type: ignore[attr-defined]  # or the list of all files would stay in memory
+        if member.isfile():
+            yield member
+    if is_plain:
+        with path.open("rb") as file:
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise EOFError("it breaks off")
 
 
-def _is_uncompressed(path: Path) -> bool:
-    """Whether an archive can be read from place to place."""
+def _sample_name(member: tarfile.TarInfo) -> str:
+    folder, slash, name = member.name.rpartition("/")
+    return folder + slash + name.partition(".")[0]
+
+
+def _sample_row(texts: Mapping[str, bytes]) -> tuple[dict[str, Any], str]:
+    """Row of a sample, and what is wrong with it."""
     try:
-        tarfile.open(path, "r:").close()
-        return True
-    except tarfile.ReadError:
-        return False
-
-
-def _has_end(path: Path, offset: int) -> bool:
-    """Whether a block of zeros marks the end; tarfile takes a torn header for one."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
+        row = json.loads(texts.get("json", b"{}"))
+        if not isinstance(row, dict):
+            return {}, "its json is no object"
+        if "txt" in texts:
+            row = {"txt": texts["txt"].decode().strip(), **row}
+        return row, ""
+    except UnicodeDecodeError:
+        return {}, "its txt or json is not UTF-8 text"
+    except (ValueError, RecursionError):
+        return {}, "its json is not valid JSON"
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, most: float = math.inf) -> bytes:
@@ -333,7 +317,7 @@ def _parquet_rows(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
         with parquet.ParquetFile(path) as file:
             is_media = {field.name: _holds_media(arrow.types, field.type) for field in file.schema_arrow}
             columns = [name for name in is_media if with_media or not is_media[name]]
-            footer = f"{path.stat().st_size} {file.metadata.num_rows} {_footer(path)}"
+            status = path.stat()
             number = 0
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
                 for row in batch.to_pylist():
@@ -345,7 +329,7 @@ def _parquet_rows(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
                         stored = _stored(row.get(column), root) if with_media else [b""]
                         media += [(kind, source) for source in stored]
                     name, fault = named(fields, f"{path.name}:{number}")
-                    yield Item(name, f"{footer} {number}", fields, root, media, fault)
+                    yield Item(name, f"{status.st_size} {int(status.st_mtime)} {number}", fields, root, media, fault)
     except (arrow.ArrowException, OSError) as problem:
         reason = (str(problem).strip().splitlines() or ["unknown"])[0].rstrip(".")
         raise SaccadeError(f"Cannot read the Parquet file {path}: {reason}; download it again.") from problem
@@ -367,12 +351,3 @@ def _stored(value: Any, root: Path) -> list[Any]:
         path, content = value.get("path"), value.get("bytes")
         value = content if content is not None or path is None else str(root / path)
     return [] if value is None else [value]
-
-
-def _footer(path: Path) -> str:
-    """Hash of the part of a Parquet file that describes its content."""
-    with path.open("rb") as file:
-        file.seek(-8, 2)
-        size = int.from_bytes(file.read(4), "little")
-        file.seek(-8 - size, 2)
-        return hashlib.blake2b(file.read(size), digest_size=8).hexdigest()

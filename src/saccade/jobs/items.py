@@ -1,4 +1,4 @@
-"""Items of a job as their source has them, and the prompt that is made of each one."""
+"""Items of a job as their source has them, and the messages that are made of each one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from saccade.data.conversations import Messages, id_of, media_parts, read_conver
 from saccade.errors import InputError
 
 Kind = Literal["image", "video"]
-_MEDIA: tuple[Kind, ...] = ("image", "video")
+KINDS: tuple[Kind, ...] = ("image", "video")
 NO_ID = "it has no custom_id; give every request one of its own"
 SAME_ID = "an earlier request has the same custom_id; give every request one of its own"
 
@@ -63,38 +63,6 @@ def named(row: Any, default: str) -> tuple[str, str]:
         return default, str(problem)
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPrompt:
-    question: str | Messages  # text, or a conversation whose parts have their sources
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
-
-    def read(self) -> ItemPrompt:
-        """Return the same with the content of files inside archives."""
-        if isinstance(self.question, str):
-            return ItemPrompt(self.question, [*map(_content, self.images)], [*map(_content, self.videos)])
-        for part in media_parts(self.question):
-            part[part["type"]] = _content(part[part["type"]])
-        return self
-
-    @property
-    def files(self) -> list[str]:
-        """Paths of its media; those that are content or part of an archive are left out."""
-        sources = [*self.images, *self.videos]
-        if not isinstance(self.question, str):
-            sources = [source for part in media_parts(self.question) for source in sources_of(part)]
-        return [s for s in sources if isinstance(s, str) and not s.startswith("data:")]
-
-    def count(self, kind: Kind) -> int:
-        if isinstance(self.question, str):
-            return len(self.images if kind == "image" else self.videos)
-        return sum(part["type"] == kind for part in media_parts(self.question))
-
-
-def _content(source: Any) -> Any:
-    return source.read() if isinstance(source, Stored) else source
-
-
 @dataclass(frozen=True)
 class TemplateOptions:
     prompt: str | None = None  # text of a `Template`
@@ -104,30 +72,25 @@ class TemplateOptions:
     def template(self) -> Template | None:
         return None if self.prompt is None else Template(self.prompt)
 
-    def of(self, item: Item) -> ItemPrompt:
-        """Return the prompt of an item that is no `Item.is_request`."""
+    def of(self, item: Item) -> Messages:
+        """Return the messages of an item that is no `Item.is_request`; media are paths, ``data:`` URIs, bytes or
+        `Stored`.
+        """
         if item.problem:
             raise InputError(item.problem)
+        system = self.system
         if item.is_conversation:
             messages = _messages(item)
-            if self.system is not None and messages[0]["role"] not in ("system", "developer"):
-                messages.insert(0, {"role": "system", "content": [{"type": "text", "text": self.system}]})
-            return ItemPrompt(messages)
-        images, videos = (_sources(item, kind) for kind in _MEDIA)
-        text = self._text(item)
-        system = item.row.get("system", self.system)
+            system = None if messages[0]["role"] in ("system", "developer") else system
+        else:
+            media = [{"type": kind, kind: source} for kind in KINDS for source in _sources(item, kind)]
+            messages = [{"role": "user", "content": [*media, {"type": "text", "text": self._text(item)}]}]
+            system = item.row.get("system", system)
         if system is None:
-            return ItemPrompt(text, images, videos)
+            return messages
         if not isinstance(system, str):
             raise InputError(f"system must be a text, not {str(system)[:60]!r}")
-        media = [{"type": "image", "image": source} for source in images]
-        media += [{"type": "video", "video": source} for source in videos]
-        return ItemPrompt(
-            [
-                {"role": "system", "content": [{"type": "text", "text": system}]},
-                {"role": "user", "content": [*media, {"type": "text", "text": text}]},
-            ]
-        )
+        return [{"role": "system", "content": [{"type": "text", "text": system}]}, *messages]
 
     def _text(self, item: Item) -> str:
         if self.template is not None:
@@ -166,7 +129,7 @@ def _messages(item: Item) -> Messages:
     row = dict(item.row)
     stored = {f"sample:{number}": source for number, (_, source) in enumerate(item.media)}
     if stored and "conversations" in row:
-        for kind in _MEDIA:
+        for kind in KINDS:
             row.pop(f"{kind}s", None)
             row[kind] = [name for name, (of, _) in zip(stored, item.media, strict=True) if of == kind]
     if ("conversations" in row) == ("messages" in row):

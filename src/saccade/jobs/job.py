@@ -8,12 +8,13 @@ import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+from saccade.data.conversations import media_parts, sources_of
 from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan
 from saccade.errors import InputError, SaccadeError
@@ -76,9 +77,10 @@ class BatchJob:
 
         A request of OpenAI's batch format needs its own id, and has a problem otherwise.
         """
-        return islice(self._chosen(with_media), self.limit)
+        named = self._named(with_media)
+        return islice((item for item in named if self.shard.holds(item.id)), self.limit)
 
-    def _chosen(self, with_media: bool) -> Iterator[Item]:
+    def _named(self, with_media: bool) -> Iterator[Item]:
         seen = Index()  # how often every id came
         for item in self.source.items(with_media):
             if item.is_request and item.row.get("custom_id") in (None, ""):
@@ -91,8 +93,7 @@ class BatchJob:
                     break
             else:
                 seen.put(key, 1)
-            if self.shard.holds(item.id):
-                yield item
+            yield item
 
     def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal | Streamed:
         """Journal of the job next to its output; a stream has none."""
@@ -143,15 +144,13 @@ class Streamed:
 
     def __enter__(self) -> Self:
         """Open it; a named pipe waits for its reader."""
-        self._opened: Any = nullcontext(sys.stdout.buffer)
-        if str(self._out) not in _STDOUT:
-            self._opened = self._out.open("wb")
-        self._file = self._opened.__enter__()
+        self._file = sys.stdout.buffer if str(self._out) in _STDOUT else self._out.open("wb")
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # all has been written, or the problem is known
-            self._opened.__exit__(*error)
+        if self._file is not sys.stdout.buffer:
+            with suppress(OSError):  # all has been written, or the problem is known
+                self._file.close()
 
     def begin(self) -> Mapping[str, Any]:
         return self._header
@@ -188,16 +187,6 @@ class PreparedItem:
     starts: Callable[[], list[tuple[Request, RowPlan, bool]]]
     """Makes requests, options, and whether they sample, of its rows; called again where they must run again."""
     record: Callable[[Sequence[Row]], dict[str, Any]]  # of its ended rows
-
-
-class ItemForm(Protocol):
-    """Form of some items and of their records."""
-
-    def prepare(self, item: Item) -> PreparedItem:
-        """Read media and tokenize, in a worker thread."""
-
-    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
-        """Record of an item that cannot be answered."""
 
 
 class Index:
@@ -290,13 +279,18 @@ def _kind(job: BatchJob, item: Item, problems: list[str]) -> tuple[str, list[str
     if item.is_request and not item.problem:
         return "request", []
     try:
-        prompt = job.prompts.of(item)
+        parts = list(media_parts(job.prompts.of(item)))
     except InputError as problem:
         if len(problems) < SHOWN:
             problems.append(f"{item.id}: {sentence_of(problem)}")
         return "unusable", []
-    images, videos = prompt.count("image"), prompt.count("video")
-    return "video" if videos else "images" if images > 1 else "image" if images else "text", prompt.files
+    kind = "image" if parts else "text"
+    if len(parts) > 1:
+        kind = "images"
+    if any(part["type"] == "video" for part in parts):
+        kind = "video"
+    sources = [source for part in parts for source in sources_of(part)]
+    return kind, [source for source in sources if isinstance(source, str) and not source.startswith("data:")]
 
 
 def sentence_of(error: BaseException) -> str:

@@ -12,8 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from saccade.data.conversations import media_parts
 from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
@@ -21,13 +22,11 @@ from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.media import load_image
 from saccade.inputs.processor import MediaOptions, RowInput
 from saccade.jobs.item_sources import ItemSource
-from saccade.jobs.items import Item, TemplateOptions
+from saccade.jobs.items import KINDS, Item, Stored, TemplateOptions
 from saccade.jobs.job import (
     BatchJob,
-    ItemForm,
     Known,
     PreparedItem,
     Shard,
@@ -43,12 +42,8 @@ from saccade.resumable import Finished, Journal, JournalRunner, Pending, Report,
 from saccade.stream import GenerationOptions, text_of
 from saccade.vlm import VLM
 
-
-def media_threads(number: int | None) -> int:
-    """Threads that read media: a number, or one per core, at most 4."""
-    threads = min(4, os.cpu_count() or 1) if number is None else number
-    check_whole(threads, 1, "workers", error=InputError)
-    return threads
+if TYPE_CHECKING:
+    from saccade.jobs.openai_form import OpenAIForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +53,17 @@ class Attempt:
     max_rows: int = 8  # answers that are generated at once, by every engine
     workers: int | None = None  # threads of an engine that read media and tokenize; by default one per core, at most 4
     retry_failed: bool = False  # whether items that failed in earlier attempts are tried again
-    progress: Callable[[RunProgress], None] = lambda _: None  # called after every item
     max_failures: int | None = None  # failed items after which the attempt ends; None for any number
 
     def __post_init__(self) -> None:
         check_whole(self.max_rows, 1, "max_rows", error=InputError)
+        check_whole(self.threads, 1, "workers", error=InputError)
         if self.max_failures is not None:
             check_whole(self.max_failures, 1, "max_failures", error=InputError)
-        media_threads(self.workers)
+
+    @property
+    def threads(self) -> int:
+        return min(4, os.cpu_count() or 1) if self.workers is None else self.workers
 
 
 def batch_file(
@@ -131,11 +129,18 @@ def batch_file(
         options,
     )
     survey = preview(job, path, retry_failed)
-    attempt = Attempt(max_rows, workers, retry_failed, progress, max_failures)
-    return run(ItemWorker(vlm, method_options or {}, job, max_rows, workers), job, survey, path, attempt)
+    attempt = Attempt(max_rows, workers, retry_failed, max_failures)
+    return run(ItemWorker(vlm, method_options or {}, job, attempt), job, survey, path, attempt, progress)
 
 
-def run(worker: Worker, job: BatchJob, survey: Survey, out: Path, attempt: Attempt = Attempt()) -> Report:
+def run(
+    worker: Worker,
+    job: BatchJob,
+    survey: Survey,
+    out: Path,
+    attempt: Attempt,
+    progress: Callable[[RunProgress], None] = lambda _: None,
+) -> Report:
     """Run a job after its `preview`, by a model of this process or by actors; errors as in `batch_file`."""
     has_requests = bool(survey.kinds["request"])
     with job.journal(out, {"created": int(time.time()), **worker.facts}) as journal:
@@ -143,7 +148,7 @@ def run(worker: Worker, job: BatchJob, survey: Survey, out: Path, attempt: Attem
         header = journal.begin()
         worker.begin(int(header["created"]) if has_requests else 0)
         report = Report(out, survey.items, survey.there, survey.failed)
-        runner = JournalRunner(journal, report, attempt.progress, attempt.max_failures)
+        runner = JournalRunner(journal, report, progress, attempt.max_failures)
         offsets = array("q")  # of every item's record, in the order of the output; -1 until there is one
         written_at = time.perf_counter()
 
@@ -214,7 +219,7 @@ class Feed:
         self._items, self._prepare, self._ahead = items, prepare, max(ahead, threads)
         self._reading, self._is_read = threading.Lock(), False
         self._pool = ThreadPoolExecutor(threads, "saccade-media")
-        self._waiting: deque[Future[tuple[Any] | None]] = deque()
+        self._waiting: deque[Future[Any]] = deque()
 
     def take(self, wait: bool) -> Any:
         """Return the next result; None when there are no more, or when it is not ready and ``wait`` is False."""
@@ -224,8 +229,9 @@ class Feed:
             if not self._waiting or not (wait or self._waiting[0].done()):
                 return None
             result = self._waiting.popleft().result()
-            if result is not None:
-                return result[0]
+            if result is not _END:
+                return result
+            self._is_read = True
 
     @property
     def is_empty(self) -> bool:
@@ -237,24 +243,19 @@ class Feed:
         self._pool.shutdown(cancel_futures=True)
         self._waiting.clear()
 
-    def _next(self) -> tuple[Any] | None:
+    def _next(self) -> Any:
         with self._reading:
-            if self._is_read:
-                return None
-            self._is_read = True  # unless there is an item
-            try:
-                item = next(self._items)
-            except StopIteration:
-                return None
-            self._is_read = False
-        return (self._prepare(item),)
+            item = next(self._items, _END)
+        return item if item is _END else self._prepare(item)
+
+
+_END = object()
 
 
 @dataclass(eq=False, slots=True)
 class _Running:
     pending: Pending
-    prepared: PreparedItem | None = None  # None where it cannot be used
-    problem: str = ""  # one sentence, then
+    prepared: PreparedItem | Exception  # the reason where it cannot be used
     rows: list[Row] = field(default_factory=list)  # in the batch
     alone: bool = False  # whether it runs by itself, after a step failed for several rows
 
@@ -267,16 +268,14 @@ class ItemWorker:
         vlm: VLM,
         method_options: Mapping[str, Any],
         job: BatchJob,
-        max_rows: int = 8,
-        workers: int | None = None,
+        attempt: Attempt,
         kv_share: float = KV_MEMORY_SHARE,
     ) -> None:
-        self._threads = media_threads(workers)
         decoding = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
         vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
-        self._vlm, self._job, self._max_rows, self._kv_share = vlm, job, max_rows, kv_share
+        self._vlm, self._job, self._attempt, self._kv_share = vlm, job, attempt, kv_share
         self._method_options = method_options
-        self._forms: dict[bool, ItemForm] = {False: PlainForm(vlm, job)}
+        self._forms: dict[bool, PlainForm | OpenAIForm] = {False: PlainForm(vlm, job)}
         self._running: dict[int, _Running] = {}
         self._suspects: deque[_Running] = deque()
 
@@ -287,14 +286,15 @@ class ItemWorker:
     def begin(self, created: int) -> None:
         """Take the time that OpenAI's answers name; 0 where no item is a request of OpenAI's batch format."""
         if created:
-            from saccade.jobs.openai_form import OpenAIForm
+            from saccade.jobs.openai_form import OpenAIForm  # which needs the server's packages
 
             self._forms[True] = OpenAIForm(self._vlm, self._job, created)
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
         kv_memory = int(self._kv_share * free_memory(self._vlm.target.device))
-        self._batch = self._vlm.engine.open(self._max_rows, kv_memory=kv_memory)
-        feed = Feed(pending, self._prepare, self._threads, self._max_rows + self._threads)
+        rows, threads = self._attempt.max_rows, self._attempt.threads
+        self._batch = self._vlm.engine.open(rows, kv_memory=kv_memory)
+        feed = Feed(pending, self._prepare, threads, rows + threads)
         try:
             while self._running or self._suspects or not feed.is_empty:
                 yield from self._admit(feed)
@@ -307,16 +307,14 @@ class ItemWorker:
             self._suspects.clear()
 
     def _prepare(self, pending: Pending) -> _Running:
-        running = _Running(pending)
         try:
             if pending.problem:
                 raise SaccadeError(pending.problem)
-            running.prepared = self._form(pending.content).prepare(pending.content)
+            return _Running(pending, self._form(pending.content).prepare(pending.content))
         except Exception as problem:  # a bad item must not end the job
-            running.problem = sentence_of(problem)
-        return running
+            return _Running(pending, problem)
 
-    def _form(self, item: Item) -> ItemForm:
+    def _form(self, item: Item) -> PlainForm | OpenAIForm:
         return self._forms.get(item.is_request, self._forms[False])
 
     def _admit(self, feed: Feed) -> Iterator[Finished]:
@@ -325,13 +323,16 @@ class ItemWorker:
             if not self._running:
                 yield from self._start(self._suspects.popleft())
             return
-        while len(self._running) < self._max_rows and (running := feed.take(wait=not self._running)) is not None:
+        while len(self._running) < self._attempt.max_rows:
+            running = feed.take(wait=not self._running)
+            if running is None:
+                return
             yield from self._start(running)
 
     def _start(self, running: _Running) -> Iterator[Finished]:
         try:
-            if running.prepared is None:
-                raise SaccadeError(running.problem)
+            if isinstance(running.prepared, Exception):
+                raise running.prepared
             running.rows = []
             for start in running.prepared.starts():
                 running.rows.append(self._batch.add(*start))
@@ -360,7 +361,7 @@ class ItemWorker:
                 yield self._ended(running)
 
     def _ended(self, running: _Running) -> Finished:
-        assert running.prepared is not None
+        assert isinstance(running.prepared, PreparedItem), "it has rows"
         try:
             record = running.prepared.record(running.rows)
         except Exception as problem:
@@ -395,13 +396,18 @@ class PlainForm:
     job: BatchJob
 
     def prepare(self, item: Item) -> PreparedItem:
-        prompt, reading, processor = self.job.prompts.of(item).read(), self.job.reading, self.vlm.processor
-        question = prompt.question
-        if not isinstance(question, str):
-            question = processor.load_media(question, reading)
-        images = [load_image(source, reading.limits) for source in prompt.images]
-        videos = [processor.load_video(source, reading) for source in prompt.videos]
-        request = self.vlm.request(RowInput(question, images, videos, reading), seed_of(self.job.seed, item.id))
+        messages, reading, processor = self.job.prompts.of(item), self.job.reading, self.vlm.processor
+        for part in media_parts(messages):
+            source = part[part["type"]]
+            if isinstance(source, Stored):
+                part[part["type"]] = source.read()
+        messages = processor.load_media(messages, reading)
+        row = RowInput(messages, options=reading)
+        if not item.is_conversation and len(messages) == 1:  # a text, which also a model without chat template takes
+            *media, text = messages[0]["content"]
+            images, videos = ([part[kind] for part in media if part["type"] == kind] for kind in KINDS)
+            row = RowInput(text["text"], images, videos, reading)
+        request = self.vlm.request(row, seed_of(self.job.seed, item.id))
 
         def starts() -> list[tuple[Request, RowPlan, bool]]:
             options = self.job.options
