@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import sys
 import tarfile
 import threading
@@ -21,7 +20,7 @@ from saccade.data.conversations import Messages
 from saccade.errors import InputError, SaccadeError
 from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
 from saccade.jobs.items import Item, Stored, TemplateOptions
-from saccade.jobs.job import BatchJob, Index, Shard, preview
+from saccade.jobs.job import BatchJob, Shard, preview
 from saccade.jobs.running import Feed
 
 
@@ -287,16 +286,6 @@ def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Mon
     }.items():
         path.write_bytes(torn)
         assert [piece for _, _, piece in json_rows(path)] == pieces
-
-
-def test_the_index_is_a_dictionary() -> None:
-    draws, index, expected = random.Random(1), Index(), dict[int, int]()
-    for _ in range(5000):
-        key = draws.choice((draws.randrange(1, 500), draws.randrange(2**64 - 500, 2**64)))
-        index.put(key, value := draws.randrange(2**40))
-        expected[key] = value
-    assert all(index.get(key) == value for key, value in expected.items())
-    assert index.get(1000) is None
 
 
 def test_a_template_takes_plain_names_alone() -> None:

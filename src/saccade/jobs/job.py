@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,12 +64,12 @@ class BatchJob:
         check_whole(self.seed, 0, "seed", error=InputError)
         if self.limit is not None:
             check_whole(self.limit, 1, "limit", error=InputError)
-        for name, value in self.options.items():
-            try:
-                json.dumps(value)
-            except TypeError:
-                words = "must be a number, a text or a list; a resume repeats it"
-                raise InputError(f"The option {name} of a job {words}.") from None
+        try:
+            json.dumps(dict(self.options))
+        except TypeError:
+            raise InputError(
+                f"Every option of a job must be a number, a text or a list, which a resume repeats: {self.options}."
+            ) from None
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
         """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``.
@@ -81,18 +80,17 @@ class BatchJob:
         return islice((item for item in named if self.shard.holds(item.id)), self.limit)
 
     def _named(self, with_media: bool) -> Iterator[Item]:
-        seen = Index()  # how often every id came
+        seen = dict[int, int]()  # how often every id came, by its hash
         for item in self.source.items(with_media):
             if item.is_request and item.row.get("custom_id") in (None, ""):
                 item.problem = item.problem or NO_ID
-            while (before := seen.get(key := key_of(item.id))) is not None:
-                seen.put(key, before + 1)
-                item.id = f"{item.id}@{before + 1}"
+            while (key := key_of(item.id)) in seen:
+                seen[key] += 1
+                item.id = f"{item.id}@{seen[key]}"
                 if item.is_request:
                     item.problem = item.problem or SAME_ID
                     break
-            else:
-                seen.put(key, 1)
+            seen.setdefault(key, 1)
             yield item
 
     def journal(self, out: Path, models: Mapping[str, Any] | None) -> Journal | Streamed:
@@ -189,25 +187,11 @@ class PreparedItem:
     record: Callable[[Sequence[Row]], dict[str, Any]]  # of its ended rows
 
 
-class Index:
-    """Numbers by key, in 25 bytes per key where a dictionary takes six times as much; for one thread at a time."""
-
-    def __init__(self) -> None:
-        self._table = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-        self._table.execute("CREATE TABLE numbers (key INTEGER PRIMARY KEY, number INTEGER)")
-        self._table.execute("BEGIN")  # one transaction, or every row would be one
-
-    def get(self, key: int) -> int | None:
-        row = self._table.execute("SELECT number FROM numbers WHERE key = ?", (key - (1 << 63),)).fetchone()
-        return None if row is None else int(row[0])
-
-    def put(self, key: int, number: int) -> None:
-        self._table.execute("REPLACE INTO numbers VALUES (?, ?)", (key - (1 << 63), number))
-
-
 class Known:
+    """Records of earlier attempts: their places in the journal, and the time that they took."""
+
     def __init__(self, journal: Journal | Streamed, retry_failed: bool = False) -> None:
-        self._records, self.timed, self.seconds = Index(), 0, 0.0
+        self._records, self.timed, self.seconds = dict[int, int](), 0, 0.0
         if isinstance(journal, Streamed):
             return
         for number, offset, row in journal.rows():
@@ -218,7 +202,7 @@ class Known:
             except (KeyError, TypeError, ValueError):
                 raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.") from None
             if not (failed and retry_failed):
-                self._records.put(key, 2 * offset + failed)
+                self._records[key] = 2 * offset + failed  # in one number, of which there may be millions
 
     def get(self, item: Item) -> tuple[int, bool] | None:
         """Offset of an item's record, and whether it failed; None for an unknown item."""

@@ -95,7 +95,7 @@ def batch_file(
         inputs: a folder of pictures and videos, a glob, or a file of JSON lines, a JSON array, Parquet or tar
             (WebDataset); or several of these. docs/batch.md has the forms of rows.
         out: file of JSON lines, one record per item in the order of the input, written as a whole at the end. The
-            journal is the folder ``OUT.journal`` beside it. ``-`` (standard output), a pipe or a device takes every
+            journal is the folder ``OUT.journal`` next to it. ``-`` (standard output), a pipe or a device takes every
             record as its item ends, without a journal.
         prompt: question for items without one, with fields such as ``{name}``.
         system: system message for items without one.
@@ -104,14 +104,13 @@ def batch_file(
         shard: part of the items, such as ``2/8``.
         limit: number of items, the first ones.
         seed: from which every item's own seed follows when sampling.
-        num_frames, fps, text_as_text: as in `VLM.generate`.
+        num_frames, fps, text_as_text, options: as in `VLM.generate`.
         max_rows: answers that are generated at once.
         workers: threads that read media and tokenize; by default one per core, at most 4.
         retry_failed: whether items that failed in earlier attempts are tried again.
         max_failures: failed items after which this attempt ends; None for any number.
         method_options: the method's options that differ from its defaults, as given to `saccade.load`; recorded.
         progress: called after every item.
-        options: as in `VLM.generate`.
 
     Raises:
         SaccadeError: no usable item, an output of another job, wrong options, or ``max_failures`` items failed. A
