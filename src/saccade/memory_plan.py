@@ -114,7 +114,7 @@ class ModelSize:
             raise ModelError(f"The pictures of {self.name} cannot be counted, because its family is not built in.")
 
         def prepared(images: Any) -> Any:
-            return dict(self._images(images, return_tensors="pt", **family.settings()))
+            return dict(self._images(images, return_tensors="pt", **family.image_options))
 
         (features,) = family.prepare_images(prepared, [Image.new("RGB", (width, height))])
         tensors = {name: value for name, value in features.items() if name in family.visual_keys}

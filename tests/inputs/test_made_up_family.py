@@ -30,7 +30,7 @@ from saccade.inputs.families import (
     vision_signature,
     visual_mask,
 )
-from saccade.inputs.families.family import Family, Features, Kind, Marks, MediumTensors, PoolPoint, Prompt, Tensors
+from saccade.inputs.families.family import Family, Features, Kind, Medium, PoolPoint, Prompt, Tensors
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
@@ -54,12 +54,12 @@ class Glimpses(Family):
         squares = [run([image])["pixel_values"] for image in images]
         return [{"glimpses": torch.stack([square, square.flip(-1)], 1)} for square in squares]
 
-    def expand_image(self, words: Marks, features: Features) -> str:
-        return "".join(tag + words.image * TOKENS for tag in self.openers)
+    def expand_image(self, token: str, features: Features) -> str:
+        return "".join(tag + token * TOKENS for tag in self.openers)
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         for glimpses in tensors.get("glimpses", ()):
-            yield MediumTensors("image", {"glimpses": glimpses[None]})
+            yield self.medium("image", {"glimpses": glimpses[None]})
 
     def tiles(self, medium: Any) -> int:
         return 2

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import BatchEncoding
 
 from saccade.errors import InputError
+from saccade.inputs.families.family import KINDS, Kind
 from saccade.wording import first_line
 
 Message = Mapping[str, Any]
 
-_MEDIA: tuple[Literal["image", "video"], ...] = ("image", "video")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may get; others must occur in the template itself."""
 
@@ -32,7 +32,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 class Slot:
     """A place for an image or a video in a conversation."""
 
-    kind: Literal["image", "video"]
+    kind: Kind
     source: Any  # from the message itself; None when it comes from the list of images or videos
 
 
@@ -133,7 +133,7 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
     kind = item.get("type") if isinstance(item, Mapping) else None
     if kind in ("text", "input_text", "output_text") and isinstance(item.get("text"), str):
         return {"type": "text", "text": item["text"]}
-    for name in _MEDIA:
+    for name in KINDS:
         if kind in (name, f"{name}_url", f"input_{name}"):
             slots.append(Slot(name, _source(item, name)))
             return {"type": name}
@@ -380,7 +380,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {k: v if k == "type" and v in ("text", *_MEDIA) else _map_strings(v, change) for k, v in value.items()}
+        return {k: v if k == "type" and v in ("text", *KINDS) else _map_strings(v, change) for k, v in value.items()}
     return [_map_strings(entry, change) for entry in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -28,7 +28,7 @@ from saccade.inputs.chat import (
     with_sources,
 )
 from saccade.inputs.families import Unknown, family_of, media_spans, without_media
-from saccade.inputs.families.family import Features, Medium, Prompt
+from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
 from saccade.inputs.media import LOCAL, MediaLimits, load_image, load_video
 from saccade.inputs.parts import ProcessorParts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
 from saccade.wording import count, first_line
@@ -75,7 +75,11 @@ class InputProcessor:
         self.eos_token_ids: tuple[int, ...] = read_eos(parts)  # ids that end an answer
         self.parts = parts  # everything in the checkpoint besides the weights
         self._family = family_of(parts.config)
-        self._words = self._family.words(parts.tokenizer)
+        self._placeholders: dict[Kind, str] = self._family.placeholders(parts.tokenizer)
+        for kind in KINDS if self._family.is_composite else ():
+            self._placeholders[kind] = str(getattr(parts.composite, f"{kind}_token", None) or "")
+        slot = self._family.slot
+        self._slots = {**self._placeholders, "image": slot} if slot else self._placeholders  # in the chat template
         self._known_controls: dict[str | None, Controls] = {}
 
     @cached_property
@@ -126,7 +130,6 @@ class InputProcessor:
         template = self.parts.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # several by name
             template = template.get("default")
-        template = self._family.chat_template(template, {s.kind for s in slots})
         literal = LiteralText(self._controls(template), messages) if options.text_as_text else None
         if literal is not None:
             messages = literal.mark(messages)
@@ -231,12 +234,8 @@ class InputProcessor:
     def _controls(self, template: str | None) -> Controls:
         """Control tokens of the tokenizer under a template."""
         if template not in self._known_controls:
-            words = tuple(
-                str(getattr(self.parts.composite, f"{kind}_token", None) or "") for kind in ("image", "video")
-            )
-            if (marks := self._words) is not None:
-                openers, closers = self._family.wrappers(marks)
-                words = (marks.image, marks.video or "", marks.slot, *openers, *closers)
+            family = self._family
+            words = (*self._placeholders.values(), *self._slots.values(), *family.openers, *family.closers)
             self._known_controls[template] = Controls(self.tokenizer, template, words)
         return self._known_controls[template]
 
@@ -246,21 +245,18 @@ class InputProcessor:
             raise InputError(
                 "The checkpoint has no chat template, so messages cannot be rendered; give the prompt as a string."
             )
-        words = {kind: getattr(self.parts.composite, f"{kind}_token", "") for kind in ("image", "video")}
-        if self._words is not None:
-            words = {"image": self._words.slot, "video": self._words.video or ""}
         text = question if literal is None else literal.mark_text(question)
-        return "".join(self._family.raw.format(words[s.kind]) for s in slots) + text
+        return "".join(self._family.raw.format(self._slots[s.kind]) for s in slots) + text
 
     def _expand(self, text: str, slots: Sequence[Slot], sampling: Mapping[str, Any]) -> tuple[str, list[Medium]]:
         """Put every medium's tokens in the place of its placeholder."""
-        marks = self._words
         family = self._family
-        if marks is None:
+        if not family.reads_images:
             return text, []
-        names = {marks.slot: "image", **({marks.video: "video"} if marks.video else {})}
-        if marks.image not in names and marks.image in text:
-            raise InputError(f"The text contains the placeholder {marks.image}; take it out.")
+        names: dict[str, str] = {word: kind for kind, word in self._slots.items()}
+        token = self._placeholders["image"]
+        if token not in names and token in text:
+            raise InputError(f"The text contains the placeholder {token}; take it out.")
         pieces = re.split("(" + "|".join(re.escape(name) for name in names) + ")", text)
         kinds: list[str] = [names[piece] for piece in pieces[1::2]]
         wanted: list[str] = [slot.kind for slot in slots]
@@ -279,14 +275,15 @@ class InputProcessor:
         for i, kind in enumerate(kinds):
             if kind == "image":
                 image = next(features)
-                pieces[2 * i + 1] = family.expand_image(marks, image)
+                pieces[2 * i + 1] = family.expand_image(token, image)
                 tensors = {name: value for name, value in image.items() if name in family.visual_keys}
                 media.append(family.medium("image", tensors))
                 continue
             video = next(videos)
             settings = family.video_settings(self.parts.video_settings, sampling)
             made = family.video_tensors(video, settings)
-            pieces[2 * i + 1] = family.expand_video(marks, made, video, settings)
+            word = token if family.frames_as_images else self._placeholders["video"]
+            pieces[2 * i + 1] = family.expand_video(word, made, video, settings)
             if family.frames_as_images:
                 frames = enumerate(family.medium("image", t) for t in made)
                 media += [replace(medium, frame=(n, len(made))) for n, medium in frames]
@@ -297,7 +294,7 @@ class InputProcessor:
     def _features(self, images: Any) -> Features:
         """Output of the image processor for images, in the nesting that the family wants."""
         try:
-            return dict(self.parts.image_processor(images, return_tensors="pt", **self._family.settings()))
+            return dict(self.parts.image_processor(images, return_tensors="pt", **self._family.image_options))
         except (ValueError, ZeroDivisionError, TypeError, OSError) as error:
             if isinstance(error, SaccadeError):
                 raise

@@ -51,7 +51,7 @@ class ModelTraits:
         return cls(
             model_type=config.model_type,
             text_type=text.model_type,
-            tested=family.is_tested and text.model_type in DECODERS and known,
+            tested=family.name in TESTED and text.model_type in DECODERS and known,
             masks=MaskPlan(window=window, kinds=kinds),
             bidirectional_images=family.bidirectional_images,
             limits=ModelLimits.of(text),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import Family, Grid, Kind, Medium, MediumTensors, Prompt, Tensors, digest
+from saccade.inputs.families.family import Family, Grid, Kind, Medium, Prompt, Tensors, digest
 from saccade.inputs.families.idefics import Idefics3, SmolVLM
 from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision, Pixtral
 from saccade.inputs.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
@@ -27,34 +27,8 @@ class Text(Family):
     is_tested = True
     reads_images = False
 
-    @property
-    def visual_ids(self) -> dict[Kind, int]:
-        return {}
-
     def count(self, kind: Kind, tensors: Tensors) -> int:
         raise InputError(f"The model {self.name} reads text only; leave the {kind} out.")
-
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        if tensors:
-            raise InputError(
-                f"The model {self.name} reads text only, but the batch holds {', '.join(tensors)}; leave images out."
-            )
-        return iter(())
-
-    def words(self, tokenizer: Any) -> None:
-        return None
-
-    def grid(self, medium: Medium) -> Grid | None:
-        return None
-
-
-class OtherText(Text):
-    """A configuration without vision tower that is not in the registry."""
-
-    names = MappingProxyType({})
-    decoders = ()
-    is_tested = False
-    is_known = False
 
 
 class Unknown(Family):
@@ -69,17 +43,12 @@ class Unknown(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return 0
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        if tensors:
-            if len(rows) > 1:
-                raise InputError(
-                    f"Batches with images are not understood for the family {self.name}; pass its rows one by one."
-                )
-            yield MediumTensors("image", dict(tensors))
-
     def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
-        pieces = list(self.cut(tensors, rows))
-        media = tuple(self.whole_medium(rows[0], piece.tensors) for piece in pieces)
+        if tensors and len(rows) > 1:
+            raise InputError(
+                f"Batches with images are not understood for the family {self.name}; pass its rows one by one."
+            )
+        media = (self.whole_medium(rows[0], tensors),) if tensors else ()
         return [Prompt(tuple(ids), media) for ids in rows]
 
     def whole_medium(self, ids: Sequence[int], tensors: Tensors) -> Medium:
@@ -88,8 +57,8 @@ class Unknown(Family):
         kind, number = next(iter(counts.items())) if len(counts) == 1 else ("image", 0)
         return Medium(kind, dict(tensors), number, digest(tensors))
 
-    def words(self, tokenizer: Any) -> None:
-        return None
+    def placeholders(self, tokenizer: Any) -> dict[Kind, str]:
+        return {}  # those of its processor
 
     def grid(self, medium: Medium) -> Grid | None:
         return None
@@ -117,19 +86,8 @@ def register(family: type[Family]) -> None:
 
 
 for _family in (
-    Text,
-    Llava,
-    LlavaNext,
-    LlavaOnevision,
-    Qwen2VL,
-    Qwen25VL,
-    Qwen3VL,
-    Idefics3,
-    SmolVLM,
-    Gemma3,
-    Pixtral,
-    InternVL,
-    Florence2,
+    *(Text, Llava, LlavaNext, LlavaOnevision, Qwen2VL, Qwen25VL, Qwen3VL),
+    *(Idefics3, SmolVLM, Gemma3, Pixtral, InternVL, Florence2),
 ):
     register(_family)
 
@@ -148,7 +106,7 @@ def family_of(config: Any) -> Family:
     Outside the registry, a configuration without vision tower is a text family; the others are `Unknown`.
     """
     name = kind_of(config)
-    other = OtherText if getattr(config, "vision_config", None) is None else Unknown
+    other = Text if getattr(config, "vision_config", None) is None else Unknown
     return FAMILIES.get(name, other)(config, name)
 
 
@@ -290,9 +248,9 @@ def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tup
     """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order; arguments as in `without_media`."""
     family = family_of(config)
     vocabulary = tokenizer.get_vocab()
-    words = family.words(tokenizer)
-    sides: tuple[set[str], set[str]] = (set(), set()) if words is None else family.wrappers(words)
-    openers, closers = ({vocabulary[w] for w in side & vocabulary.keys()} for side in sides)
+    openers, closers = (
+        {vocabulary[word] for word in side if word in vocabulary} for side in (family.openers, family.closers)
+    )
     ids = prompt.ids
     spans = sorted(media_spans(config, prompt))
     out: list[tuple[int, int]] = []

@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from saccade.errors import InputError, MethodError, ModelError
 from saccade.inputs.media import Frames, Video
 
 Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = ("image", "video")
 Tensors = Mapping[str, Tensor]
 Features = Mapping[str, Any]
 """Output of an image processor for one image."""
@@ -47,7 +47,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Medium:
     """One image or one video, ready for one model family."""
 
-    kind: Literal["image", "video"]  # which placeholder token it fills
+    kind: Kind  # which placeholder token it fills
     # forward keyword arguments for this medium alone, batch dimension included (for example `pixel_values` and
     # `image_grid_thw`)
     tensors: Mapping[str, torch.Tensor] = field(compare=False, hash=False)
@@ -105,25 +105,6 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class MediumTensors:
-    """Forward arguments of one image or video alone."""
-
-    kind: Kind
-    tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Strings of a family's placeholders and wrappers."""
-
-    image: str  # one image token
-    video: str | None  # one video token, or a whole video in the chat template; None without video
-    slot: str  # an image in the chat template (`image`, except for Gemma 3)
-    opener: str  # in front of an image; "" for none
-    closer: str  # behind an image; "" for none
-
-
-@dataclass(frozen=True, slots=True)
 class PoolPoint:
     """Module at which the features of square images can be averaged."""
 
@@ -134,8 +115,8 @@ class PoolPoint:
 class Family(ABC):
     """A model family, bound to one configuration.
 
-    A new family is a registered subclass. It sets the class attributes, implements `count` and `cut`, and overrides
-    those other methods in which it differs from one square of pixels ``pixel_values [1, 3, H, W]`` per image.
+    A new family is a registered subclass. It sets the class attributes, implements `count`, and overrides those other
+    methods in which it differs from one square of pixels ``pixel_values [1, 3, H, W]`` per image.
     """
 
     names: ClassVar[Mapping[str, str]] = _NOTHING  # registry keys (`model_type`) -> names for people
@@ -155,8 +136,11 @@ class Family(ABC):
     # forward argument that distinguishes image tokens from text, where the model needs it
     types: ClassVar[Literal["mm_token_type_ids", "token_type_ids"] | None] = None
     raw: ClassVar[str] = "{}"  # an image in a prompt without chat template; `{}` is the placeholder
+    slot: ClassVar[str | None] = None  # an image in the chat template, where that is not its placeholder
+    image_text: ClassVar[str] = "{}"  # an image in the tokenised prompt; `{}` are its placeholders
     # keyword arguments that the composite processor passes to its image processor
-    image_options: ClassVar[Mapping[str, Any]] = _NOTHING
+    image_options: Mapping[str, Any] = _NOTHING
+    whole_tile: ClassVar[int] = 0  # which of an image's tiles shows all of it
     video_defaults: ClassVar[Mapping[str, Any] | None] = None  # the video processor's defaults
     # sampling of files when a checkpoint names neither `num_frames` nor `fps`; transformers itself would then take
     # every frame
@@ -175,10 +159,12 @@ class Family(ABC):
     @property
     def visual_ids(self) -> dict[Kind, int]:
         """Ids of the image and video placeholders that the configuration has."""
-        image = getattr(self.config, "image_token_id", None)
-        video = getattr(self.config, "video_token_id", None)
-        ids: dict[Kind, int] = {} if image is None else {"image": int(image)}
-        return ids if video is None or video == image else {**ids, "video": int(video)}
+        ids: dict[Kind, int] = {}
+        for kind in KINDS:
+            token = getattr(self.config, f"{kind}_token_id", None)
+            if self.reads_images and token is not None and token not in ids.values():
+                ids[kind] = int(token)
+        return ids
 
     @abstractmethod
     def count(self, kind: Kind, tensors: Tensors) -> int:
@@ -188,33 +174,20 @@ class Family(ABC):
         """A medium from its forward arguments, counted and hashed."""
         return Medium(kind, tensors, self.count(kind, tensors), digest(tensors))
 
-    def words(self, tokenizer: Any) -> Marks | None:
-        """Placeholder strings by the configuration's ids and the tokenizer; None for a text family."""
-        image = token_string(tokenizer, self.config.image_token_id)
-        video = None if self.video_defaults is None else getattr(tokenizer, "video_token", None) or "<video>"
-        if video is not None and not self.frames_as_images:
-            video = token_string(tokenizer, self.config.video_token_id)
-        return Marks(image, video, image, "".join(self.openers[:1]), "".join(self.closers[:1]))
-
-    def wrappers(self, words: Marks) -> tuple[set[str], set[str]]:
-        """Tokens that may stand in front of a medium's placeholders, and behind them."""
-        return {words.opener, *self.openers}, {words.closer, *self.closers}
-
-    def chat_template(self, template: str | None, kinds: set[Kind]) -> str | None:
-        """Source of the chat template for a conversation with these kinds of media, given the checkpoint's."""
-        return template
-
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of the image processor."""
-        return dict(self.image_options)
+    def placeholders(self, tokenizer: Any) -> dict[Kind, str]:
+        """The placeholders of `visual_ids` as text, or a whole video in the chat template (``frames_as_images``)."""
+        words = {kind: token_string(tokenizer, token) for kind, token in self.visual_ids.items()}
+        if self.frames_as_images:
+            words["video"] = getattr(tokenizer, "video_token", None) or "<video>"
+        return words
 
     def prepare_images(self, run: Callable[[Any], Features], images: Sequence[Any]) -> list[Features]:
         """Prepare all images of one row."""
         return [run([image]) for image in images]
 
-    def expand_image(self, words: Marks, features: Features) -> str:
-        """The text of one image, from the image processor's output."""
-        return words.image * self.count("image", features)
+    def expand_image(self, token: str, features: Features) -> str:
+        """The text of one image with this placeholder, from the image processor's output."""
+        return self.image_text.format(token * self.count("image", features))
 
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> Sequence[int]:
@@ -233,19 +206,27 @@ class Family(ABC):
         """Forward arguments of a video, or of each of its frames (``frames_as_images``)."""
         raise NotImplementedError  # only families with video_defaults are called, and define it
 
-    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
-        """The text of one video, given the result of `video_tensors`."""
-        return (words.video or "") * self.count("video", tensors[0])
+    def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+        """The text of one video with this placeholder (an image's for frames), from the result of `video_tensors`."""
+        return token * self.count("video", tensors[0])
 
-    @abstractmethod
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         """Cut the visual tensors of a batch into single images, then single videos, in batch order without padding."""
+        if "pixel_values" in tensors:
+            yield from self.cut_images(tensors["pixel_values"], tensors, rows)
+        for frames in tensors.get("pixel_values_videos", ()):
+            yield self.medium("video", {"pixel_values_videos": frames[None]})
+
+    def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
+        """As of `cut`, the images alone, whose ``pixel_values`` are ``pixels``."""
+        for image in pixels:
+            yield self.medium("image", {"pixel_values": image[None]})
 
     def split(self, rows: Sequence[Sequence[int]], tensors: Tensors) -> list[Prompt]:
         """Prompts of a batch."""
-        queues = {"image": list[MediumTensors](), "video": list[MediumTensors]()}
-        for piece in self.cut(tensors, rows):
-            queues[piece.kind].append(piece)
+        queues = {"image": list[Medium](), "video": list[Medium]()}
+        for medium in self.cut(tensors, rows):
+            queues[medium.kind].append(medium)
         prompts = []
         for number, ids in enumerate(rows):
             media: list[tuple[int, Medium]] = []
@@ -253,7 +234,7 @@ class Family(ABC):
                 places = [i for i, t in enumerate(ids) if t == token]
                 filled = 0
                 while filled < len(places) and queues[kind]:
-                    medium = self.medium(kind, queues[kind].pop(0).tensors)
+                    medium = queues[kind].pop(0)
                     media.append((places[filled], medium))
                     filled += medium.n_tokens
                 if filled != len(places):
@@ -288,11 +269,19 @@ class Family(ABC):
 
     def tiles(self, medium: Medium) -> int:
         """Number of square grids of features of an image."""
-        return medium.tensors["pixel_values"].shape[0]
+        return medium.tensors["pixel_values"].shape[self.join_dim]
 
     def grid(self, medium: Medium) -> Grid | None:
-        """Grid of a medium's tokens; None where they lie on no single grid."""
-        return None if "pixel_values" not in medium.tensors else square_grid(medium, self.tiles(medium))
+        """Grid of a medium's tokens; None where they lie on no single grid.
+
+        That of equal squares may have one token more, a newline or a class token.
+        """
+        if medium.kind == "image" and (self.unpads or "pixel_values" not in medium.tensors):
+            return None
+        frames = self.tiles(medium) if medium.kind == "image" else medium.tensors["pixel_values_videos"].shape[1]
+        side = math.isqrt(medium.n_tokens // frames)
+        fits = frames * side * side <= medium.n_tokens <= frames * side * side + 1
+        return (frames, side, side) if fits else None
 
     def picture(self, medium: Medium) -> Tensor:
         """Normalised pixels ``[3, H, W]`` of a whole image, or of a video's middle frame."""
@@ -304,11 +293,7 @@ class Family(ABC):
                 f"Captions from pictures need a family whose image tensors are known, not {self.name}; let the drafter "
                 "caption for itself."
             )
-        return self.image_pixels(medium)
-
-    def image_pixels(self, medium: Medium) -> Tensor:
-        """Normalised pixels ``[3, H, W]`` of a whole image."""
-        return medium.tensors["pixel_values"][0]
+        return medium.tensors["pixel_values"].flatten(0, -4)[self.whole_tile]
 
     def halved(self, medium: Medium) -> Medium:
         """A medium at half its height and width, rounded up to whole visual tokens; a video keeps its frames.
@@ -360,36 +345,6 @@ def padded(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
 def side_of(vision: Any) -> int:
     """Patches along one side of the square that a vision tower takes."""
     return int(vision.image_size) // int(vision.patch_size)
-
-
-def class_token(config: Any) -> int:
-    """1 when the tower's class token is kept, -1 when a patch is dropped in its place, else 0."""
-    has = not config.vision_config.model_type.startswith("siglip")
-    return int(has) - int(config.vision_feature_select_strategy == "default")
-
-
-def square_grid(medium: Medium, frames: int) -> Grid | None:
-    """A medium's grid of equal squares, with at most one token beside it (a newline or class token); else None."""
-    side = math.isqrt(medium.n_tokens // frames)
-    fits = frames * side * side <= medium.n_tokens <= frames * side * side + 1
-    return (frames, side, side) if fits else None
-
-
-BICUBIC = int(Image.Resampling.BICUBIC)
-LANCZOS = int(Image.Resampling.LANCZOS)
-SQUARE_384: Mapping[str, Any] = MappingProxyType(
-    {"size": {"height": 384, "width": 384}, "resample": BICUBIC}
-    | {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
-)
-"""Settings of `square_frames` where a checkpoint has none."""
-
-
-def square_frames(frames: Frames, settings: Mapping[str, Any]) -> Tensor:
-    """Frames resized to ``size`` and normalised (LLaVA-OneVision, InternVL): ``[T, 3, H, W]``."""
-    size = settings["size"]
-    if "height" not in size or "width" not in size:
-        raise ModelError(f"The video processor's size is {dict(size)}; expected height and width.")
-    return normalise(resize_frames(frames, size["height"], size["width"], settings), settings)
 
 
 def resize_frames(frames: Frames, height: int, width: int, settings: Mapping[str, Any]) -> Frames:

@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
 
 from saccade.inputs.families.family import (
-    LANCZOS,
     Family,
     Features,
     Kind,
-    Marks,
     Medium,
-    MediumTensors,
     PoolPoint,
     Tensors,
     mismatch,
@@ -39,37 +37,33 @@ class Idefics3(Family):
     is_tested = True
     join_dim = 1
     padded_keys = ("pixel_values", "pixel_attention_mask")
-    openers = ("<fake_token_around_image>", "<global-img>")
+    openers = (
+        "<fake_token_around_image>",
+        "<global-img>",
+        *(f"<row_{row}_col_{column}>" for row in range(1, 21) for column in range(1, 21)),  # no image has more
+    )
     closers = ("<fake_token_around_image>",)
     image_options = MappingProxyType({"return_row_col_info": True})
+    whole_tile = -1
     pool_point = PoolPoint("connector.modality_projection")
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
         side = side_of(self.config.vision_config)
         return tensors["pixel_values"].shape[1] * int(side**2 / self.config.scale_factor**2)
 
-    def wrappers(self, words: Marks) -> tuple[set[str], set[str]]:
-        openers, closers = super().wrappers(words)
-        tiles = range(1, 21)  # no image has more rows or columns
-        return openers | {f"<row_{row}_col_{column}>" for row in tiles for column in tiles}, closers
-
-    def expand_image(self, words: Marks, features: Features) -> str:
+    def expand_image(self, token: str, features: Features) -> str:
         """Every tile behind its row and column, then the whole image."""
         rows, columns = (int(features[k][0][0]) for k in ("rows", "cols"))
-        tile = words.image * (self.count("image", features) // (rows * columns + 1))
-        whole = f"{words.opener}<global-img>{tile}{words.opener}"
+        opener = self.openers[0]
+        tile = token * (self.count("image", features) // (rows * columns + 1))
+        whole = f"{opener}<global-img>{tile}{opener}"
         if not rows and not columns:
             return whole
-        lines = (
-            "".join(f"{words.opener}<row_{r}_col_{c}>{tile}" for c in range(1, columns + 1)) for r in range(1, rows + 1)
-        )
+        lines = ("".join(f"{opener}<row_{r}_col_{c}>{tile}" for c in range(1, columns + 1)) for r in range(1, rows + 1))
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+    def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         """Each image's last tile shows all of it, behind a tag of its own: that of the row's last tile."""
-        if "pixel_values" not in tensors:
-            return
-        pixels = tensors["pixel_values"]
         mask = tensors.get("pixel_attention_mask")
         if len(pixels) != len(rows):
             raise mismatch(f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}")
@@ -83,10 +77,10 @@ class Idefics3(Family):
                 if mask is not None:
                     piece["pixel_attention_mask"] = mask[b : b + 1, start:number]
                 if piece["pixel_values"].shape[1]:
-                    yield MediumTensors("image", piece)
+                    yield self.medium("image", piece)
                 start = number
             if bool(pixels[b, start:].any()):
-                yield MediumTensors("image", {"pixel_values": pixels[b : b + 1, start:]})
+                yield self.medium("image", {"pixel_values": pixels[b : b + 1, start:]})
 
     def collate(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
         """``[B, tiles, ...]``: rows of fewer or smaller tiles, or none, are filled with empty ones."""
@@ -99,12 +93,6 @@ class Idefics3(Family):
             out[name] = torch.cat(padded([empty if t is None else t for t in tensors], 0))
         return out
 
-    def tiles(self, medium: Medium) -> int:
-        return medium.tensors["pixel_values"].shape[1]
-
-    def image_pixels(self, medium: Medium) -> Tensor:
-        return medium.tensors["pixel_values"][0, -1]
-
 
 class SmolVLM(Idefics3):
     """SmolVLM2: Idefics3 with videos, every frame one tile behind its time."""
@@ -114,7 +102,7 @@ class SmolVLM(Idefics3):
         {
             "size": {"longest_edge": 4 * 364},
             "max_image_size": {"longest_edge": 364},
-            "resample": LANCZOS,
+            "resample": Image.Resampling.LANCZOS,
             "image_mean": IMAGENET_STANDARD_MEAN,
             "image_std": IMAGENET_STANDARD_STD,
         }
@@ -160,8 +148,8 @@ class SmolVLM(Idefics3):
         mask = torch.ones(1, 1, *pixels.shape[-2:], dtype=torch.long)
         return [{"pixel_values": frame[None, None], "pixel_attention_mask": mask} for frame in pixels]
 
-    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
-        frame = self.expand_image(words, {**tensors[0], "rows": [[0]], "cols": [[0]]})
+    def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+        frame = self.expand_image(token, {**tensors[0], "rows": [[0]], "cols": [[0]]})
         stamps = ((int(t // 60), int(t % 60)) for t in video.timestamps)
         return (
             f"You are provided the following series of {number_words(len(tensors))} frames from a "

@@ -8,31 +8,54 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+from saccade.errors import ModelError
 from saccade.inputs.families.family import (
-    SQUARE_384,
     Family,
     Features,
     Grid,
     Kind,
-    Marks,
     Medium,
-    MediumTensors,
     PoolPoint,
     Tensors,
-    class_token,
     half,
     mismatch,
     need,
+    normalise,
     resample,
+    resize_frames,
     runs_of,
     side_of,
-    square_frames,
-    square_grid,
-    token_string,
 )
 from saccade.inputs.media import Video, wanted_frames
+
+_SQUARE_384: Mapping[str, Any] = MappingProxyType(
+    {
+        "size": {"height": 384, "width": 384},
+        "resample": Image.Resampling.BICUBIC,
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
+    }
+)
+"""Settings of `_square_frames` where a checkpoint has none."""
+
+
+def _square_frames(video: Video, settings: Mapping[str, Any]) -> Tensor:
+    """Frames resized to ``size`` and normalised: ``[T, 3, H, W]``."""
+    size = settings["size"]
+    if "height" not in size or "width" not in size:
+        raise ModelError(f"The video processor's size is {dict(size)}; expected height and width.")
+    return normalise(resize_frames(video.frames, size["height"], size["width"], settings), settings)
+
+
+def _class_token(config: Any) -> int:
+    """1 when the tower's class token is kept, -1 when a patch is dropped in its place, else 0."""
+    has = not config.vision_config.model_type.startswith("siglip")
+    return int(has) - int(config.vision_feature_select_strategy == "default")
 
 
 class Llava(Family):
@@ -45,11 +68,7 @@ class Llava(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         pixels = tensors["pixel_values"]
         patch = int(self.config.vision_config.patch_size)
-        return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + class_token(self.config)
-
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        for pixels in tensors.get("pixel_values", ()):
-            yield MediumTensors("image", {"pixel_values": pixels[None]})
+        return (pixels.shape[-2] // patch) * (pixels.shape[-1] // patch) + _class_token(self.config)
 
 
 class Gemma3(Llava):
@@ -60,6 +79,8 @@ class Gemma3(Llava):
     bidirectional_images = True
     openers = ("<start_of_image>",)
     closers = ("<end_of_image>",)
+    slot = "<start_of_image>"
+    image_text = "\n\n<start_of_image>{}<end_of_image>\n\n"
     types = "token_type_ids"
     image_options = MappingProxyType({"do_convert_rgb": True, "do_pan_and_scan": False})
     pool_point = PoolPoint("multi_modal_projector.avg_pool", at_output=True)
@@ -68,15 +89,6 @@ class Gemma3(Llava):
         patches = side_of(self.config.vision_config)
         window = patches // int(self.config.mm_tokens_per_image**0.5)
         return tensors["pixel_values"].shape[0] * (patches // window) ** 2  # a square, unlike the configured number
-
-    def words(self, tokenizer: Any) -> Marks:
-        config = self.config
-        opener, closer = (token_string(tokenizer, i) for i in (config.boi_token_index, config.eoi_token_index))
-        return Marks(token_string(tokenizer, config.image_token_id), None, opener, opener, closer)
-
-    def expand_image(self, words: Marks, features: Features) -> str:
-        run = words.image * self.count("image", features)
-        return f"\n\n{words.opener}{run}{words.closer}\n\n"
 
 
 class LlavaNext(Family):
@@ -91,28 +103,17 @@ class LlavaNext(Family):
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
         height, width = (int(n) for n in tensors["image_sizes"][0])
-        base = side_of(self.config.vision_config) ** 2 + class_token(self.config)
+        base = side_of(self.config.vision_config) ** 2 + _class_token(self.config)
         if tensors["pixel_values"].shape[1] == 1:
             return base + 1
         rows, columns = self.unpadded(height, width)
         return base + rows * columns + rows  # one newline per row of patches
 
     def tile_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles: the resolution that keeps most of the image, then wastes least."""
-
-        def fit(resolution: tuple[int, int]) -> tuple[int, int]:
-            scale = min(resolution[1] / width, resolution[0] / height)
-            kept = min(int(width * scale) * int(height * scale), width * height)
-            return kept, kept - resolution[0] * resolution[1]
-
-        best = max(((int(h), int(w)) for h, w in self.config.image_grid_pinpoints), key=fit)
+        """Rows and columns of tiles, without the one that shows the whole image."""
+        best = select_best_resolution((height, width), self.config.image_grid_pinpoints)
         tile = int(self.config.vision_config.image_size)
         return best[0] // tile, best[1] // tile
-
-    def tile_count(self, height: int, width: int) -> int:
-        """Tiles of an image of that size, the base tile included."""
-        rows, columns = self.tile_grid(height, width)
-        return rows * columns + 1
 
     def unpadded(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches of the tiles without their padding."""
@@ -124,11 +125,8 @@ class LlavaNext(Family):
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
         return rows, columns
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        if "pixel_values" not in tensors:
-            return
+    def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         sizes = need(tensors, "image_sizes", "pixel_values")
-        pixels = tensors["pixel_values"]
         together = tensors.get("batch_num_images")
         groups = [1] * len(pixels) if together is None else [n for n in together.tolist() for _ in range(n)]
         if len(groups) != len(pixels) or len(sizes) != len(pixels):
@@ -136,18 +134,11 @@ class LlavaNext(Family):
                 f"pixel_values has {len(pixels)} images, image_sizes {len(sizes)} and batch_num_images {len(groups)}"
             )
         for i, group in enumerate(groups):
-            height, width = sizes[i].tolist()
-            tiles = self.tile_count(height, width) if group == 1 else 1
+            tiles = 1 if group > 1 else math.prod(self.tile_grid(*sizes[i].tolist())) + 1
             piece = {"pixel_values": pixels[i : i + 1, :tiles], "image_sizes": sizes[i : i + 1]}
             if together is not None:
                 piece["batch_num_images"] = torch.tensor([group])
-            yield MediumTensors("image", piece)
-
-    def grid(self, medium: Medium) -> Grid | None:
-        return None
-
-    def image_pixels(self, medium: Medium) -> Tensor:
-        return medium.tensors["pixel_values"][0, 0]
+            yield self.medium("image", piece)
 
 
 class LlavaOnevision(LlavaNext):
@@ -155,7 +146,7 @@ class LlavaOnevision(LlavaNext):
 
     names = MappingProxyType({"llava_onevision": "LLaVA-OneVision"})
     image_options = MappingProxyType({})
-    video_defaults = SQUARE_384
+    video_defaults = _SQUARE_384
     video_sampling = MappingProxyType({"num_frames": 32})
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
@@ -169,11 +160,6 @@ class LlavaOnevision(LlavaNext):
         most = int(self.config.vision_aspect_ratio.removeprefix("anyres_max_"))
         ratio = math.sqrt(rows * columns / (most * side_of(self.config.vision_config) ** 2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
-
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        yield from super().cut(tensors, rows)
-        for video in tensors.get("pixel_values_videos", ()):
-            yield MediumTensors("video", {"pixel_values_videos": video[None]})
 
     def join_tensors(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         if name != "batch_num_images":
@@ -207,12 +193,7 @@ class LlavaOnevision(LlavaNext):
         return [i * total // count for i in range(count)]
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        return [{"pixel_values_videos": square_frames(video.frames, settings)[None]}]
-
-    def grid(self, medium: Medium) -> Grid | None:
-        if medium.kind == "image":
-            return None
-        return square_grid(medium, medium.tensors["pixel_values_videos"].shape[1])
+        return [{"pixel_values_videos": _square_frames(video, settings)[None]}]
 
 
 class InternVL(Family):
@@ -222,31 +203,27 @@ class InternVL(Family):
     is_tested = True
     openers = ("<img>",)
     closers = ("</img>",)
+    image_text = "<img>{}</img>"
     image_options = MappingProxyType({"crop_to_patches": True})
-    video_defaults = SQUARE_384
+    video_defaults = _SQUARE_384
     video_sampling = MappingProxyType({"num_frames": 8})
     frames_as_images = True
+    whole_tile = -1
     pool_point = PoolPoint("multi_modal_projector")
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return tensors["pixel_values"].shape[0] * int(self.config.image_seq_length)
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+    def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         """An image is as many squares as its unbroken run of placeholders holds."""
-        if "pixel_values" not in tensors:
-            return
-        pixels = tensors["pixel_values"]
         start = 0
         for ids in rows:
             for first, last in runs_of(ids, self.visual_ids["image"]):
                 squares = (last - first) // int(self.config.image_seq_length)
-                yield MediumTensors("image", {"pixel_values": pixels[start : start + squares]})
+                yield self.medium("image", {"pixel_values": pixels[start : start + squares]})
                 start += squares
         if start < len(pixels):
-            yield MediumTensors("image", {"pixel_values": pixels[start:]})
-
-    def expand_image(self, words: Marks, features: Features) -> str:
-        return f"{words.opener}{words.image * self.count('image', features)}{words.closer}"
+            yield self.medium("image", {"pixel_values": pixels[start:]})
 
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
@@ -257,14 +234,11 @@ class InternVL(Family):
         return torch.arange(start, total, total / count).int().tolist()
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        return [{"pixel_values": frame[None]} for frame in square_frames(video.frames, settings)]
+        return [{"pixel_values": frame[None]} for frame in _square_frames(video, settings)]
 
-    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
-        frame = self.expand_image(words, tensors[0])
+    def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+        frame = self.expand_image(token, tensors[0])
         return "\n".join(f"Frame{i}: {frame}" for i in range(1, len(tensors) + 1))
-
-    def image_pixels(self, medium: Medium) -> Tensor:
-        return medium.tensors["pixel_values"][-1]
 
 
 class Pixtral(Family):
@@ -276,48 +250,38 @@ class Pixtral(Family):
     padded_keys = ("pixel_values",)
     closers = ("[IMG_END]",)
 
-    @property
-    def _step(self) -> int:
-        """Pixels along the side of a token."""
-        return int(self.config.vision_config.patch_size) * int(getattr(self.config, "spatial_merge_size", 1))
+    def __init__(self, config: Any, name: str) -> None:
+        super().__init__(config, name)
+        # pixels along the side of a token
+        self._step = int(config.vision_config.patch_size) * int(getattr(config, "spatial_merge_size", 1))
+        self.image_options = {"patch_size": self._step}
 
-    def _rows_and_columns(self, image_sizes: Tensor) -> tuple[int, int]:
-        height, width = (int(n) for n in image_sizes[0])
+    def _rows_and_columns(self, tensors: Tensors) -> tuple[int, int]:
+        height, width = (int(n) for n in tensors["image_sizes"][0])
         return height // self._step, width // self._step
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
-        rows, columns = self._rows_and_columns(tensors["image_sizes"])
-        return rows * columns
+        return math.prod(self._rows_and_columns(tensors))
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
-        if "pixel_values" not in tensors:
-            return
+    def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         sizes = need(tensors, "image_sizes", "pixel_values")
-        if len(sizes) != len(tensors["pixel_values"]):
-            raise mismatch(f"pixel_values has {len(tensors['pixel_values'])} images but image_sizes {len(sizes)}")
-        for pixels, size in zip(tensors["pixel_values"], sizes, strict=True):
+        if len(sizes) != len(pixels):
+            raise mismatch(f"pixel_values has {len(pixels)} images but image_sizes {len(sizes)}")
+        for image, size in zip(pixels, sizes, strict=True):
             height, width = size.tolist()
-            yield MediumTensors("image", {"pixel_values": pixels[None, :, :height, :width], "image_sizes": size[None]})
+            yield self.medium("image", {"pixel_values": image[None, :, :height, :width], "image_sizes": size[None]})
 
-    def settings(self) -> dict[str, Any]:
-        return {"patch_size": self._step}
-
-    def expand_image(self, words: Marks, features: Features) -> str:
-        rows, columns = self._rows_and_columns(features["image_sizes"])
-        return "[IMG_BREAK]".join([words.image * columns] * rows) + words.closer
+    def expand_image(self, token: str, features: Features) -> str:
+        rows, columns = self._rows_and_columns(features)
+        return "[IMG_BREAK]".join([token * columns] * rows) + "[IMG_END]"
 
     def grid(self, medium: Medium) -> Grid:
-        return (1, *self._rows_and_columns(medium.tensors["image_sizes"]))
-
-    def image_pixels(self, medium: Medium) -> Tensor:
-        height, width = (int(n) for n in medium.tensors["image_sizes"][0])
-        return medium.tensors["pixel_values"][0, :, :height, :width]
+        return (1, *self._rows_and_columns(medium.tensors))
 
     def halved(self, medium: Medium) -> Medium:
-        sizes = medium.tensors["image_sizes"]
-        rows, columns = (half(n) for n in self._rows_and_columns(sizes))
+        rows, columns = (half(n) for n in self._rows_and_columns(medium.tensors))
         if rows * columns == 1 and self.name == "mistral3":
             return medium  # transformers 5.23 fails on a single visual token: `get_image_features` squeezes it away
         pixels = resample(medium.tensors["pixel_values"], rows * self._step, columns * self._step)
-        sizes = sizes.new_tensor([pixels.shape[-2:]])
+        sizes = medium.tensors["image_sizes"].new_tensor([pixels.shape[-2:]])
         return self.medium("image", {**medium.tensors, "pixel_values": pixels, "image_sizes": sizes})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers.image_utils import (
     IMAGENET_STANDARD_MEAN,
@@ -19,13 +19,10 @@ from transformers.image_utils import (
 
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families.family import (
-    BICUBIC,
     Family,
     Grid,
     Kind,
-    Marks,
     Medium,
-    MediumTensors,
     Tensors,
     half,
     mismatch,
@@ -39,7 +36,7 @@ from saccade.inputs.media import ASSUMED_FPS, Frames, Video
 _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 )
-_VIDEO = {"temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768, "resample": BICUBIC}
+_VIDEO = {"temporal_patch_size": 2, "merge_size": 2, "min_frames": 4, "max_frames": 768}
 
 
 class Qwen2VL(Family):
@@ -56,6 +53,7 @@ class Qwen2VL(Family):
     video_defaults = MappingProxyType(
         {
             **_VIDEO,
+            "resample": Image.Resampling.BICUBIC,
             "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
             "patch_size": 14,
             "max_video_tokens": 128_000,
@@ -68,7 +66,7 @@ class Qwen2VL(Family):
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return int(tensors[_KEYS[kind][1]].prod()) // int(self.config.vision_config.spatial_merge_size) ** 2
 
-    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[MediumTensors]:
+    def cut(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
         for kind, (pixels, grids) in _KEYS.items():
             if pixels not in tensors:
                 continue
@@ -81,7 +79,7 @@ class Qwen2VL(Family):
                 piece = {pixels: patches, grids: thw[i : i + 1]}
                 if seconds is not None:
                     piece["second_per_grid_ts"] = seconds[i : i + 1]
-                yield MediumTensors(kind, piece)
+                yield self.medium(kind, piece)
 
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
@@ -103,22 +101,28 @@ class Qwen2VL(Family):
         patch, merge, step = (int(settings[k]) for k in ("patch_size", "merge_size", "temporal_patch_size"))
         frames = _until_multiple(video.frames, step)
         count = max(len(video.frames), step)
-        height, width = self.frame_size((count, *frames.shape[1:]), settings)
+        height, width = frames.shape[1:3]
+        try:
+            height, width = self.frame_size(count, height, width, settings)
+        except ValueError:
+            raise InputError(
+                f"The video's frames are {width}x{height} pixels, more than 200 times longer than wide; crop them."
+            ) from None
         frames = resize_frames(frames, height, width, settings)
         patches, grid = cut_patches(normalise(frames, settings), patch, merge, step)
         return [{"pixel_values_videos": patches, "video_grid_thw": grid}]
 
     @staticmethod
-    def frame_size(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
-        """Height and width as multiples of the merged patch, each frame's area within bounds, for ``[T, H, W, 3]``."""
-        count, height, width = shape[:3]
-        factor = _factor(settings)
-        step = int(settings["temporal_patch_size"])
-        least, most = _bounds(settings)
+    def frame_size(count: int, height: int, width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
+        """Height and width as multiples of the merged patch, each frame's area within bounds."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        factor, step, least, most = _sizes(settings)
         if settings.get("cap_pixels_per_frame"):
             tokens = int(settings["max_video_tokens"])
             most = max(min(most, int(tokens * factor * factor * 0.9) * step // count), int(least * 1.05))
-        return _fitted(shape, height, width, factor, (1, 1), (least, most))
+        height, width = smart_resize(height, width, factor, least, most)
+        return height, width
 
     def grid(self, medium: Medium) -> Grid:
         frames, rows, columns = (int(n) for n in medium.tensors[_KEYS[medium.kind][1]].flatten())
@@ -169,6 +173,7 @@ class Qwen3VL(Qwen2VL):
     video_defaults = MappingProxyType(
         {
             **_VIDEO,
+            "resample": Image.Resampling.BICUBIC,
             "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
             "patch_size": 16,
             "fps": 2,
@@ -189,24 +194,20 @@ class Qwen3VL(Qwen2VL):
         return [int(i) for i in np.linspace(0, total - 1, count).round()]
 
     @staticmethod
-    def frame_size(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
-        count, height, width = shape[:3]
-        factor = _factor(settings)
-        step = int(settings["temporal_patch_size"])
-        least, most = _bounds(settings)
+    def frame_size(count: int, height: int, width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        factor, step, least, most = _sizes(settings)
         if settings.get("cap_pixels_per_frame"):
             tokens = int(settings["max_video_tokens"])
             most = count * max(min(tokens * factor * factor, most // count), int(least * 1.05))
-        if height < factor or width < factor:
-            scale = max(factor / height, factor / width)
-            height = int(height * scale)
-            width = int(width * scale)
-        return _fitted(shape, height, width, factor, (count, round(count / step) * step), (least, most))
+        height, width = smart_resize(count, height, width, step, factor, least, most)
+        return height, width
 
-    def expand_video(self, words: Marks, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
+    def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         times = _patch_times(video, int(settings["temporal_patch_size"]))
-        run = (words.video or "") * (self.count("video", tensors[0]) // len(times))
-        return "".join(f"<{t:.1f} seconds>{words.opener}{run}{words.closer}" for t in times)
+        run = token * (self.count("video", tensors[0]) // len(times))
+        return "".join(f"<{t:.1f} seconds>" + self.raw.format(run) for t in times)
 
 
 def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tensor, Tensor]:
@@ -227,40 +228,18 @@ def join_patches(patches: Tensor, grid: Tensor, patch: int, merge: int, channels
     return blocks.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, channels, h * patch, w * patch)
 
 
-def _fitted(
-    shape: tuple[int, ...], height: int, width: int, factor: int, frames: tuple[int, int], bounds: tuple[int, int]
-) -> tuple[int, int]:
-    """Height and width as multiples of ``factor``, shape kept as far as possible."""
-    if max(height, width) / min(height, width) > 200:
-        raise InputError(
-            f"The video's frames are {shape[2]}x{shape[1]} pixels, more than 200 times longer than wide; crop them."
-        )
-    (count, rounded) = frames
-    (least, most) = bounds
-    new = (round(height / factor) * factor, round(width / factor) * factor)
-    if rounded * new[0] * new[1] > most:
-        beta = math.sqrt(count * height * width / most)
-        height, width = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
-        return height, width
-    if rounded * new[0] * new[1] < least:
-        beta = math.sqrt(least / (count * height * width))
-        return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
-    return new
+def _sizes(settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Pixels along a merged patch, frames of a temporal patch, and the fewest and most pixels.
 
-
-def _factor(settings: Mapping[str, Any]) -> int:
-    """Pixels along the side of a merged patch."""
-    return int(settings["patch_size"]) * int(settings["merge_size"])
-
-
-def _bounds(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Fewest and most pixels; older checkpoints name them ``min_pixels`` and ``max_pixels``."""
+    Older checkpoints name the last two ``min_pixels`` and ``max_pixels``.
+    """
     size = settings["size"]
     least = settings.get("min_pixels") or size.get("shortest_edge")
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not least or not most:
         raise ModelError(f"The video processor's size is {dict(size)}; expected shortest_edge and longest_edge.")
-    return int(least), int(most)
+    factor = int(settings["patch_size"]) * int(settings["merge_size"])
+    return factor, int(settings["temporal_patch_size"]), int(least), int(most)
 
 
 def _until_multiple(frames: Frames, step: int) -> Frames:
