@@ -1,4 +1,4 @@
-"""Method `auto` beside plain decoding where drafting cannot pay: its time over any 200 tokens of a row.
+"""Method `auto` beside plain decoding where drafting cannot pay: its time over any 500 tokens of a row.
 
 Plain decoding, `auto` and plain decoding again answer every prompt (or group of prompts) step by step in turn, in an
 order that rotates. The answers of a setting are joined into one course per method: the clock by the number of tokens.
@@ -15,7 +15,6 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from benchmarks import pocket_pair
-from benchmarks.clock import CLOCKS, Clock
-from benchmarks.pocket_pair import FIRST_TASKS, bootstrap, load
+from benchmarks.pocket_pair import CLOCKS, Clock, load
 from saccade import methods
+from saccade.bench.metrics import Array, Estimate, bootstrap
 from saccade.draft.drafter import Drafter
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
@@ -33,6 +32,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
 from saccade.methods.compositions import Models
 from saccade.target_model.adapter import Target
+from tools.pocket.world import FIRST_TASKS
 
 BOUND = 1.02
 """Times of plain decoding that `auto` may take over any window."""
@@ -73,7 +73,7 @@ class Course:
     seconds: list[float] = field(default_factory=lambda: [0.0])
     tokens: list[int] = field(default_factory=lambda: [0])
 
-    def windows(self, size: int) -> np.ndarray:
+    def windows(self, size: int) -> Array:
         """Seconds of every window of ``size`` tokens, between steps by interpolation."""
         starts = np.arange(0, self.tokens[-1] - size + 1, _STRIDE)
         at = np.interp(np.concatenate([starts, starts + size]), self.tokens, self.seconds)
@@ -82,11 +82,9 @@ class Course:
 
 @dataclass
 class Measured:
-    """Courses of plain decoding, `auto`, and plain decoding again, one of each per repeat."""
+    """Courses of plain decoding, `auto`, and plain decoding ``again``, one of each per repeat."""
 
-    plain: list[Course] = field(default_factory=list)
-    auto: list[Course] = field(default_factory=list)
-    again: list[Course] = field(default_factory=list)
+    courses: list[dict[str, Course]] = field(default_factory=list)
     unequal: int = 0  # answers of `auto` whose tokens are not plain decoding's
     drafted: int = 0
     accepted: int = 0
@@ -118,7 +116,8 @@ def generate(
         course = courses[name]
         course.seconds.append(course.seconds[-1] + spent[name])
         course.tokens.append(course.tokens[-1] + emitted)
-        tokens[name], spent[name] = tokens[name] + emitted, 0.0
+        tokens[name] += emitted
+        spent[name] = 0.0
     return {name: run.outputs for name, run in runs.items()}
 
 
@@ -134,50 +133,47 @@ def measure(
     for number in range(repeats + 1):
         engine, first = make(setting.drafters[0])
         _, second = make(setting.drafters[1])
-        engines = {"plain": Engine(engine.target), "auto": engine}
-        engines["again"] = engines["plain"]
-        courses = {name: Course() for name in engines}
+        plain = Engine(engine.target)
+        engines = [("plain", plain), ("auto", engine), ("again", plain)]
+        courses = {name: Course() for name, _ in engines}
         for index, prompts in enumerate(groups if number else groups[:1]):
             engine.drafter = first if 2 * index < len(groups) else second
             turn = (index + number) % len(engines)
-            names = [*engines][turn:] + [*engines][:turn]
             gc.collect()
-            outputs = generate({n: engines[n] for n in names}, prompts, setting.new_tokens, clock, courses)
+            outputs = generate(dict(engines[turn:] + engines[:turn]), prompts, setting.new_tokens, clock, courses)
             if number:
-                pairs = zip(outputs["auto"], outputs["plain"], strict=True)
-                measured.unequal += sum(ours.tokens != plain.tokens for ours, plain in pairs)
-                measured.drafted += sum(o.stats.drafted_tokens for o in outputs["auto"])
-                measured.accepted += sum(o.stats.accepted_tokens for o in outputs["auto"])
+                for ours, expected in zip(outputs["auto"], outputs["plain"], strict=True):
+                    measured.unequal += ours.tokens != expected.tokens
+                    measured.drafted += ours.stats.drafted_tokens
+                    measured.accepted += ours.stats.accepted_tokens
         if number:
-            for name, course in courses.items():
-                getattr(measured, name).append(course)
+            measured.courses.append(courses)
     return measured
 
 
 def line(name: str, measured: Measured, rows: int) -> list[str]:
     """Cells of one setting."""
     plain, auto, again = (
-        np.stack([c.windows(WINDOW * rows) for c in courses])
-        for courses in (measured.plain, measured.auto, measured.again)
+        np.stack([courses[method].windows(WINDOW * rows) for courses in measured.courses])
+        for method in ("plain", "auto", "again")
     )
-    totals = [
-        2 * auto.seconds[-1] / (plain.seconds[-1] + again.seconds[-1])
-        for plain, auto, again in zip(measured.plain, measured.auto, measured.again, strict=True)
-    ]
+    ends = [{method: course.seconds[-1] for method, course in courses.items()} for courses in measured.courses]
+    totals = np.array([2 * end["auto"] / (end["plain"] + end["again"]) for end in ends])
+    tokens = [courses["auto"].tokens[-1] for courses in measured.courses]
 
-    def worst(ratios: np.ndarray) -> tuple[float, float, float]:
-        return bootstrap(ratios, lambda drawn: np.median(drawn, axis=1).max(1))
+    def worst(ratios: Array) -> Estimate:
+        return bootstrap(lambda drawn: np.median(ratios[drawn], axis=1).max(1), len(ratios))
 
-    def interval(values: tuple[float, float, float]) -> str:
-        return f"{values[0]:.3f} ({values[1]:.3f}-{values[2]:.3f})"
+    def interval(ratio: Estimate) -> str:
+        return f"{ratio.value:.3f}" + ("" if ratio.low is None else f" ({ratio.low:.3f}-{ratio.high:.3f})")
 
     top = worst(2 * auto / (plain + again))
     return [
-        *(name, str(measured.auto[0].tokens[-1])),
-        interval(bootstrap(totals, lambda drawn: np.median(drawn, axis=1))),
-        f"{interval(top)}{'' if top[0] <= BOUND else ' OVER'}",
+        *(name, str(tokens[0])),
+        interval(bootstrap(lambda drawn: np.median(totals[drawn], axis=1), len(totals))),
+        f"{interval(top)}{'' if top.value <= BOUND else ' OVER'}",
         interval(worst(again / plain)),
-        f"{measured.drafted / max(1, sum(c.tokens[-1] for c in measured.auto)):.2f}",
+        f"{measured.drafted / max(1, sum(tokens)):.2f}",
         f"{measured.accepted / max(1, measured.drafted):.2f}",
         str(measured.unequal),
     ]
@@ -206,20 +202,17 @@ def drafters(options: argparse.Namespace) -> Callable[[str], Target]:
 def main() -> None:
     """Measure and print the table."""
     parser = pocket_pair.parser(__doc__)
-    pocket_pair.add_options(parser)
     parser.set_defaults(target_dtype="float32", threads=1)
     parser.add_argument("--repeats", type=int, default=5, help="courses of each method (default: 5)")
     parser.add_argument("--clock", default="cpu", choices=CLOCKS, help="(default: cpu)")
-    parser.add_argument("--settings", nargs="+", metavar="NAME", help=f"some of {', '.join(SETTINGS)} (default: all)")
-    options = parser.parse_args()
-    names = pocket_pair.chosen(parser, options.settings, list(SETTINGS), "settings")
-    pocket_pair.prepare(options)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="NAME")
+    options = pocket_pair.options_of(parser)
     target = Target(load(options.target, options.target_dtype, options.device))
-    find, processor = drafters(options), InputProcessor.load(str(options.target))
-    clock = Clock(options.clock, target.device)
+    draft_model, processor = drafters(options), InputProcessor.load(str(options.target))
+    clock = pocket_pair.clocks(options)()
 
     def make(name: str) -> tuple[Engine, Drafter]:
-        engine = methods.build("auto", Models(target, find(name)))
+        engine = methods.build("auto", Models(target, draft_model(name)))
         assert engine.drafter is not None
         return engine, engine.drafter
 
@@ -227,12 +220,11 @@ def main() -> None:
     head = ["setting", "tokens", *ratios, "drafted per token", "of these accepted", "unequal answers"]
     print("\n".join(pocket_pair.table(head)), flush=True)
     content: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}}
-    for name in names:
+    for name in options.settings:
         setting = SETTINGS[name]
         samples = pocket_pair.samples(range(setting.answers), tasks=setting.tasks)
         prompts = [processor.prompt(sample.messages()) for sample in samples]
-        cuts = [*range(0, len(prompts), setting.rows), len(prompts)]
-        groups = [prompts[a:b] for a, b in pairwise(cuts)]
+        groups = [prompts[at : at + setting.rows] for at in range(0, len(prompts), setting.rows)]
         content[name] = measured = measure(setting, make, groups, clock, options.repeats)
         print(f"| {' | '.join(line(name, measured, setting.rows))} |", flush=True)
     pocket_pair.write_json(options.json, content)

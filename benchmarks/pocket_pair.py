@@ -1,20 +1,23 @@
-"""The pair of models, the prompts, options, tables and intervals that all measurements share."""
+"""The pair of models, the prompts, clocks, options and tables that all measurements share."""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from PIL import Image
+from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
-from benchmarks.clock import CLOCKS
 from saccade import VLM
 from saccade.cpu import suitable_dtype
 from saccade.inputs.families import join, type_ids
@@ -24,60 +27,74 @@ from tools.pocket.world import FIRST_TASKS
 
 FIRST_SEED = 300_000
 """Pictures are drawn from here on; training and evaluation use other seeds."""
-LOADS = (0.5, 1.5, 4.0)
-"""Arrival rates, as multiples of what one request after the other can serve."""
+MIXED_TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 Inputs = Mapping[str, torch.Tensor]
 
 
+class Clock:
+    """Seconds of wall time or of processor time since its start, all work on the device done; it can jump ahead."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._read, self._device = CLOCKS[name], device
+        self._zero = self._read()
+
+    def __call__(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._read() - self._zero
+
+    def jump(self, to: float) -> None:
+        """Leave out idle time."""
+        self._zero -= max(to - self(), 0.0)
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring as it is."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that choose models, number formats and threads."""
-    parser.add_argument("--target", type=Path, default=target_path(), help="model folder (default: the pocket's)")
-    parser.add_argument("--draft", type=Path, default=draft_path(), help="model folder (default: the pocket's)")
-    best = str(suitable_dtype(torch.bfloat16)).removeprefix("torch.")
-    parser.add_argument(
+    """A parser that shows a module's docstring, with the options that choose models, number formats and threads."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--target", type=Path, default=target_path(), help="model folder (default: the pocket's)")
+    made.add_argument("--draft", type=Path, default=draft_path(), help="model folder (default: the pocket's)")
+    made.add_argument(
         "--target-dtype",
-        default=best,
-        choices=("bfloat16", "float32"),
+        default=str(suitable_dtype(torch.bfloat16)).removeprefix("torch."),
+        choices=("bfloat16", "float16", "float32"),
         help="default: bfloat16 where this processor computes in it, else float32",
     )
-    parser.add_argument("--draft-dtype", default="float32", choices=("bfloat16", "float32"))
-    parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
-    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+    made.add_argument("--draft-dtype", default="float32", choices=("bfloat16", "float32"))
+    made.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's choice)")
+    made.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
+    made.add_argument("--json", type=Path, help="also write everything measured to this file")
+    return made
 
 
-def add_batch_options(parser: argparse.ArgumentParser, only: Sequence[str]) -> None:
-    """The options of measurements of the running batch, in float32 on one thread by default."""
-    add_options(parser)
-    parser.set_defaults(target_dtype="float32", threads=1)
-    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
-    parser.add_argument("--gamma", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--clock", default="wall", choices=CLOCKS)
-    parser.add_argument("--only", choices=only, help="one of the measurements alone")
+def batch_parser(description: str | None) -> argparse.ArgumentParser:
+    """The parser of a measurement of the running batch, in float32 on one thread by default."""
+    made = parser(description)
+    made.set_defaults(target_dtype="float32", threads=1)
+    made.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
+    made.add_argument("--gamma", type=int, default=5)
+    made.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
+    made.add_argument("--new-tokens", type=int, default=96)
+    made.add_argument("--rows", type=int, default=8)
+    made.add_argument("--chunk", type=int, default=256, help="prompt tokens per step (default: 256)")
+    made.add_argument("--clock", default="wall", choices=CLOCKS)
+    return made
 
 
-def prepare(options: argparse.Namespace) -> None:
-    """Set the number of threads, and silence transformers."""
+def clocks(options: argparse.Namespace) -> Callable[[], Clock]:
+    """Starts a clock of the options."""
+    return partial(Clock, options.clock, torch.device(options.device))
+
+
+def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, set the number of threads, and silence transformers."""
+    options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
-
-
-def chosen(parser: argparse.ArgumentParser, names: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
-    """The names of an option, all known ones without any; others are refused."""
-    if unknown := set(names or ()) - set(known):
-        parser.error(f"unknown {what} {sorted(unknown)}; expected some of {list(known)}")
-    return [name for name in known if not names or name in names]
+    return options
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -89,8 +106,6 @@ def write_json(path: Path | None, content: Any) -> None:
 
 def load(folder: Path, dtype: str, device: str) -> Any:
     """A model of the pair, fresh from disk."""
-    from transformers import AutoModelForImageTextToText
-
     if not folder.is_dir():
         raise SystemExit(f"There is no model folder {folder}; train one with `python -m tools.pocket train`.")
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -122,17 +137,11 @@ def stock_inputs(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tenso
     }
 
 
-def bootstrap(
-    values: ArrayLike, statistic: Callable[[np.ndarray], np.ndarray], draws: int = 2000
-) -> tuple[float, float, float]:
-    """A statistic of values `[N, ...]`, with its 95 % bootstrap interval over the first axis.
-
-    It takes `[draws, N, ...]` to `[draws]`.
-    """
-    array = np.asarray(values)
-    picked = np.random.default_rng(0).integers(0, len(array), (draws, len(array)))
-    low, high = np.percentile(statistic(array[picked]), [2.5, 97.5])
-    return float(statistic(array[None])[0]), float(low), float(high)
+def data_uri(picture: Image.Image) -> str:
+    """A picture as a PNG in a data URI."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> Iterator[str]:

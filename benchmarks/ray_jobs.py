@@ -16,34 +16,64 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 from PIL import Image
 
-COMMAND = [sys.executable, "-c", "from saccade.cli import main; main()", "batch"]
+from saccade.pocket import draft_path
+
+SACCADE = [sys.executable, "-c", "from saccade.cli import main; main()"]
 
 
-def draw(folder: Path, count: int) -> None:
-    """Pictures of random rectangles, and a broken one in place of every hundredth."""
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of a trial on Ray, with the model that it runs."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--target", default=str(draft_path()), help="checkpoint (default: the built-in draft model)")
+    return made
+
+
+def picture(number: int) -> Image.Image:
+    """A picture of random rectangles."""
+    rng = random.Random(number)
+
+    def colour() -> tuple[int, ...]:
+        return tuple(rng.randrange(256) for _ in range(3))
+
+    drawn = Image.new("RGB", (56, 56), colour())
+    for _ in range(4):
+        x, y = rng.randrange(40), rng.randrange(40)
+        drawn.paste(colour(), (x, y, x + rng.randrange(4, 16), y + rng.randrange(4, 16)))
+    return drawn
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    """Write pictures, and a broken one in place of every hundredth."""
     folder.mkdir()
     for number in range(count):
-        path, rng = folder / f"{number:06d}.png", random.Random(number)
+        path = folder / f"{number:06d}.png"
         if number % 100 == 50:
             path.write_bytes(b"no picture")
-            continue
-        picture = Image.new("RGB", (56, 56), tuple(rng.randrange(256) for _ in range(3)))
-        for _ in range(4):
-            x, y = rng.randrange(40), rng.randrange(40)
-            box = (x, y, x + rng.randrange(4, 16), y + rng.randrange(4, 16))
-            picture.paste(tuple(rng.randrange(256) for _ in range(3)), box)
-        picture.save(path)
+        else:
+            picture(number).save(path)
 
 
 def command(pictures: Path, out: Path, options: argparse.Namespace, *more: str) -> list[str]:
     """Command line of the job."""
-    words = [*COMMAND, str(pictures), "-p", "Describe the picture.", "-t", options.target, "--dtype", "float32"]
+    words = [
+        *SACCADE,
+        "batch",
+        str(pictures),
+        "-p",
+        "Describe the picture.",
+        "-t",
+        options.target,
+        "--dtype",
+        "float32",
+    ]
     words += ["-n", str(options.max_new_tokens), "--rows", str(options.rows), "--workers", "1", "--threads", "1"]
     return [*words, "-o", str(out), *more]
 
@@ -54,30 +84,14 @@ def records(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def below(process: int) -> Iterator[int]:
-    """Processes that a process has started, and those that these have."""
-    for folder in Path("/proc").glob(f"{process}/task/*/children"):
-        for child in map(int, folder.read_text().split()):
-            yield child
-            yield from below(child)
-
-
-def named_below(process: int, *names: bytes) -> list[int]:
+def named_below(process: int, name: str) -> list[int]:
     """Processes below a process whose names begin so, the oldest first."""
-    found = []
-    for child in below(process):
-        try:
-            name = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if name.startswith(names):
-            found.append(child)
-    return sorted(found)
-
-
-def actors(process: int) -> list[int]:
-    """Actors of a command."""
-    return named_below(process, b"ray::EngineActor")
+    named = []
+    for child in psutil.Process(process).children(recursive=True):
+        with suppress(psutil.Error):
+            if " ".join(child.cmdline()).startswith(name):
+                named.append(child.pid)
+    return sorted(named)
 
 
 def interrupted(words: Sequence[str], out: Path, count: int, kills: Sequence[tuple[float, str]]) -> int:
@@ -88,7 +102,7 @@ def interrupted(words: Sequence[str], out: Path, count: int, kills: Sequence[tup
         while process.poll() is None:
             if left and records(out) >= left[0][0] * count:
                 _, whom = left.pop(0)
-                victims = actors(process.pid) if whom == "actor" else [process.pid]
+                victims = [process.pid] if whom == "command" else named_below(process.pid, "ray::EngineActor")
                 for victim in victims[:1]:
                     os.kill(victim, signal.SIGKILL)
                     met += 1
@@ -111,19 +125,17 @@ def check(out: Path, whole: Path, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    weights = Path(__file__).parents[1] / "src" / "saccade" / "pocket" / "weights" / "draft"
-    parser.add_argument("--target", default=str(weights), help="checkpoint (default: the built-in draft model)")
-    parser.add_argument("--pictures", type=int, default=2000)
-    parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=8)
-    parser.add_argument("--kills", type=int, default=3, help="of the command, and as many of an actor (default: 3)")
-    options = parser.parse_args()
+    trial = parser(__doc__)
+    trial.add_argument("--pictures", type=int, default=2000)
+    trial.add_argument("--actors", type=int, default=2)
+    trial.add_argument("--rows", type=int, default=8)
+    trial.add_argument("--max-new-tokens", type=int, default=8)
+    trial.add_argument("--kills", type=int, default=3, help="of the command, and as many of an actor (default: 3)")
+    options = trial.parse_args()
     count, kills = options.pictures, options.kills
     with TemporaryDirectory() as name:
         folder = Path(name)
-        draw(folder / "pictures", count)
+        write_pictures(folder / "pictures", count)
         on_ray = ("--actors", str(options.actors), "--ray")
         ways = {
             "one-process": ([], ()),

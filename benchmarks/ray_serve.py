@@ -12,13 +12,10 @@ and without its end, an update lost something, or less than the aim was reached.
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,13 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import openai
-from PIL import Image
 
-from benchmarks.ray_jobs import named_below
+from benchmarks.pocket_pair import data_uri
+from benchmarks.ray_jobs import SACCADE, named_below, parser, picture
 
 PORT = 8731
 AIM = 0.8
@@ -43,9 +39,8 @@ AIM = 0.8
 @contextmanager
 def serving(options: argparse.Namespace) -> Iterator[tuple[openai.OpenAI, int]]:
     """A client of two replicas, and the process of the command."""
-    words = [sys.executable, "-c", "from saccade.cli import main; main()", "serve", "-t", options.target, "--ray"]
-    words += ["--replicas", "2", "--name", "m", "--port", str(PORT), "--max-rows", str(options.rows), "--threads", "1"]
-    words += ["--max-queue", str(options.queue)]
+    words = [*SACCADE, "serve", "-t", options.target, "--ray", "--replicas", "2", "--name", "m", "--port", str(PORT)]
+    words += ["--max-rows", str(options.rows), "--threads", "1", "--max-queue", str(options.queue)]
     process = subprocess.Popen(words)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=300)
     try:
@@ -69,12 +64,10 @@ def replicas_in(client: openai.OpenAI) -> list[str]:
     return [line.split('"')[1] for line in text.splitlines() if line.startswith("saccade:engine_steps_total{")]
 
 
-def picture(number: int) -> dict[str, Any]:
-    """A part of a message with a picture of its own."""
-    rng, file = random.Random(number), io.BytesIO()
-    Image.new("RGB", (56, 56), tuple(rng.randrange(256) for _ in range(3))).save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
+def question(number: int, text: str) -> dict[str, Any]:
+    """A message with a picture of its own."""
+    shown = {"type": "image_url", "image_url": {"url": data_uri(picture(number))}}
+    return {"role": "user", "content": [shown, {"type": "text", "text": text}]}
 
 
 # -- follow-up questions -----------------------------------------------------------------------------------
@@ -94,20 +87,20 @@ def converse(client: openai.OpenAI, number: int, turns: int, at_random: bool) ->
     """Several questions about a picture, one after the other."""
     rng = random.Random(number)
     messages: list[Any] = []
-    found = []
+    answered = []
     for turn in range(turns):
-        text = {"type": "text", "text": f"What is in the corner number {turn}?"}
-        messages.append({"role": "user", "content": [picture(number), text] if not turn else [text]})
+        text = f"What is in the corner number {turn}?"
+        messages.append({"role": "user", "content": text} if turn else question(number, text))
         headers = {"x-saccade-affinity": str(rng.random())} if at_random else {}
         response = client.chat.completions.with_raw_response.create(
             model="m", messages=messages, max_tokens=8, temperature=0, extra_headers=headers
         )
         answer = response.parse()
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-        cached = answer.usage.prompt_tokens_details.cached_tokens
-        name = response.headers["x-saccade-replica"]
-        found.append(Turn(name, answer.usage.prompt_tokens, cached, messages[-1]["content"]))
-    return found
+        usage: Any = answer.usage
+        name, cached = response.headers["x-saccade-replica"], usage.prompt_tokens_details.cached_tokens
+        answered.append(Turn(name, usage.prompt_tokens, cached, messages[-1]["content"]))
+    return answered
 
 
 def follow_up(
@@ -140,76 +133,73 @@ class Stream:
     error: str = ""
 
 
-def stream(client: openai.OpenAI, number: int, tokens: int, found: Stream) -> None:
+def stream(client: openai.OpenAI, number: int, tokens: int, answer: Stream) -> None:
     """Read one answer."""
-    messages: list[Any] = [{"role": "user", "content": [picture(number), {"type": "text", "text": "Describe it."}]}]
+    messages: list[Any] = [question(number, "Describe it.")]
+    sampling: dict[str, Any] = {"temperature": 0, "extra_body": {"min_tokens": tokens}}
     try:
-        answer = client.chat.completions.create(
-            model="m",
-            messages=messages,
-            max_tokens=tokens,
-            temperature=0,
-            stream=True,
-            extra_body={"min_tokens": tokens},
+        chunks = client.chat.completions.create(
+            model="m", messages=messages, max_tokens=tokens, stream=True, **sampling
         )
-        for chunk in answer:
+        for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:
-                found.text += chunk.choices[0].delta.content
-                found.tokens += 1
+                answer.text += chunk.choices[0].delta.content
+                answer.tokens += 1
             if chunk.choices and chunk.choices[0].finish_reason:
-                found.end = "whole"
+                answer.end = "whole"
     except openai.APIError as problem:
-        found.end, found.error = "error", problem.message
+        answer.end, answer.error = "error", problem.message
 
 
 def replicas_of(process: int) -> list[int]:
     """Processes of the replicas, the oldest first."""
-    return named_below(process, b"ray::ServeReplica:saccade:Replica")
+    return named_below(process, "ray::ServeReplica:saccade:Replica")
 
 
 def begin_streams(
     client: openai.OpenAI, options: argparse.Namespace
 ) -> tuple[list[Stream], list[Stream], list[threading.Thread]]:
     """Answers one after the other, and the same ones at once by threads, half of which have begun."""
-    expected, found = [Stream() for _ in range(options.streams)], [Stream() for _ in range(options.streams)]
+    expected, answers = [Stream() for _ in range(options.streams)], [Stream() for _ in range(options.streams)]
     for number, each in enumerate(expected):
         stream(client, number, options.tokens, each)
     threads = [
         threading.Thread(target=stream, args=(client, number, options.tokens, each))
-        for number, each in enumerate(found)
+        for number, each in enumerate(answers)
     ]
     for thread in threads:
         thread.start()
-    while sum(each.tokens > 0 for each in found) < options.streams // 2:
+    while sum(each.tokens > 0 for each in answers) < options.streams // 2:
         time.sleep(0.01)
-    return expected, found, threads
+    return expected, answers, threads
+
+
+def whole_and_equal(answers: list[Stream], expected: list[Stream]) -> int:
+    """Number of answers that reached their end and are as before."""
+    return sum(each.end == "whole" and each.text == e.text for each, e in zip(answers, expected, strict=True))
 
 
 def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
     """Kill a replica once half of the streams have begun; the ends of all, and the times of recovery."""
-    expected, found, threads = begin_streams(client, options)
-    victim, begun = replicas_of(process)[0], [each.tokens > 0 for each in found]
+    expected, answers, threads = begin_streams(client, options)
+    victim, begun = replicas_of(process)[0], sum(each.tokens > 0 for each in answers)
     os.kill(victim, signal.SIGKILL)
     killed = time.perf_counter()
     stream(client, 10_000, 1, Stream())
     answered = time.perf_counter() - killed
     for thread in threads:
         thread.join()
-    while True:
-        if victim not in replicas_of(process) and len(replicas_in(client)) == 2:
-            break
+    while victim in replicas_of(process) or len(replicas_in(client)) != 2:
         time.sleep(0.2)
-    back = time.perf_counter() - killed
-    right = sum(each.end == "whole" and each.text == e.text for each, e in zip(found, expected, strict=True))
     return {
-        "whole and equal to before": right,
-        "ended by an error event": sum(each.end == "error" for each in found),
-        "of these without output": sum(each.end == "error" and not each.tokens for each in found),
-        "cut without an error": sum(each.end == "cut" for each in found),
-        "with output at the kill": sum(begun),
-        "error": next((each.error for each in found if each.error), ""),
+        "whole and equal to before": whole_and_equal(answers, expected),
+        "ended by an error event": sum(each.end == "error" for each in answers),
+        "of these without output": sum(each.end == "error" and not each.tokens for each in answers),
+        "cut without an error": sum(each.end == "cut" for each in answers),
+        "with output at the kill": begun,
+        "error": next((each.error for each in answers if each.error), ""),
         "seconds to the next answer": round(answered, 2),
-        "seconds to two replicas": round(back, 1),
+        "seconds to two replicas": round(time.perf_counter() - killed, 1),
     }
 
 
@@ -218,8 +208,8 @@ def kill_under_streams(client: openai.OpenAI, process: int, options: argparse.Na
 
 def update_under_streams(client: openai.OpenAI, process: int, options: argparse.Namespace) -> dict[str, Any]:
     """Replace all replicas once half of the streams have begun, and ask questions until that is done."""
-    expected, found, threads = begin_streams(client, options)
-    old, questions = set(replicas_of(process)), []
+    expected, answers, threads = begin_streams(client, options)
+    old, questions = set(replicas_of(process)), list[Stream]()
     os.kill(process, signal.SIGHUP)
     begin = time.perf_counter()
     while old & set(replicas_of(process)) or len(replicas_of(process)) < len(old):
@@ -231,12 +221,10 @@ def update_under_streams(client: openai.OpenAI, process: int, options: argparse.
     for thread in threads:
         thread.join()
     return {
-        "streams whole and equal to before": sum(
-            each.end == "whole" and each.text == e.text for each, e in zip(found, expected, strict=True)
-        ),
+        "streams whole and equal to before": whole_and_equal(answers, expected),
         "questions meanwhile": len(questions),
         "of these answered": sum(each.end == "whole" for each in questions),
-        "error": next((each.error for each in [*found, *questions] if each.error), ""),
+        "error": next((each.error for each in [*answers, *questions] if each.error), ""),
         "seconds to new replicas": round(seconds, 1),
     }
 
@@ -261,18 +249,16 @@ def flood(client: openai.OpenAI, count: int) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    weights = Path(__file__).parents[1] / "src" / "saccade" / "pocket" / "weights" / "draft"
-    parser.add_argument("--target", default=str(weights), help="checkpoint (default: the built-in draft model)")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--conversations", type=int, default=24)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--clients", type=int, default=2, help="conversations at once")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--queue", type=int, default=8, help="requests that may wait")
-    parser.add_argument("--flood", type=int, default=40, help="requests at once, more than can wait")
-    parser.add_argument("--tokens", type=int, default=100, help="of every stream")
-    options = parser.parse_args()
+    trial = parser(__doc__)
+    trial.add_argument("--rows", type=int, default=2)
+    trial.add_argument("--conversations", type=int, default=24)
+    trial.add_argument("--turns", type=int, default=4)
+    trial.add_argument("--clients", type=int, default=2, help="conversations at once")
+    trial.add_argument("--streams", type=int, default=8)
+    trial.add_argument("--queue", type=int, default=8, help="requests that may wait")
+    trial.add_argument("--flood", type=int, default=40, help="requests at once, more than can wait")
+    trial.add_argument("--tokens", type=int, default=100, help="of every stream")
+    options = trial.parse_args()
     count = options.conversations
     begin = time.perf_counter()
     with serving(options) as (client, process):
@@ -288,20 +274,20 @@ def main() -> None:
         print("rolling update:\n" + "\n".join(f"  {key}: {value}" for key, value in update.items()), flush=True)
         taken = flood(client, options.flood)
         print(f"{options.flood} requests at once: {taken}", flush=True)
-    if update["streams whole and equal to before"] != options.streams:
-        raise SystemExit("A stream was lost by a rolling update.")
-    if update["questions meanwhile"] != update["of these answered"]:
-        raise SystemExit("A question was lost by a rolling update.")
-    if taken.keys() != {"answered", "refused with 503"}:
-        raise SystemExit("Requests beyond the queue must be refused with 503, and all others answered.")
-    if again != texts[:4]:
-        raise SystemExit("The answers depend on the replica.")
-    if shares["same replica"] < AIM:
-        raise SystemExit(f"Fewer than {AIM:.0%} of the follow-up questions found their replica.")
-    if ends["of these without output"] or ends["cut without an error"]:
-        raise SystemExit("Streams were lost that should have been repeated, or ended without a word.")
-    if ends["whole and equal to before"] + ends["ended by an error event"] != options.streams:
-        raise SystemExit("A repeated answer differs.")
+    ended = ends["whole and equal to before"] + ends["ended by an error event"]
+    lost = ends["of these without output"] or ends["cut without an error"]
+    faults = {
+        "A stream was lost by a rolling update.": update["streams whole and equal to before"] != options.streams,
+        "A question was lost by a rolling update.": update["questions meanwhile"] != update["of these answered"],
+        "Requests beyond the queue must be refused with 503, and all others answered.": taken.keys()
+        != {"answered", "refused with 503"},
+        "The answers depend on the replica.": again != texts[:4],
+        f"Fewer than {AIM:.0%} of the follow-up questions found their replica.": shares["same replica"] < AIM,
+        "Streams were lost that should have been repeated, or ended without a word.": lost,
+        "A repeated answer differs.": ended != options.streams,
+    }
+    if any(faults.values()):
+        raise SystemExit(" ".join(sentence for sentence, holds in faults.items() if holds))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,8 @@ from math import inf, nan
 from statistics import median, quantiles
 from typing import Any
 
-import torch
-
 from benchmarks import pocket_pair
-from benchmarks.clock import Clock, Now
-from benchmarks.pocket_pair import FIRST_SEED, LOADS, load, stock_inputs
+from benchmarks.pocket_pair import FIRST_SEED, MIXED_TASKS, Clock, load, stock_inputs
 from saccade import VLM
 from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.costs import LONGEST_STEP
@@ -35,7 +32,8 @@ from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draw
 
-TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
+LOADS = (0.5, 1.5, 4.0)
+"""Arrival rates, as multiples of what one request after the other can serve."""
 LATER = 5
 """How many other requests arrive between the first question about a picture and the second."""
 
@@ -85,33 +83,35 @@ def questions(vlm: VLM, count: int, seed: int) -> list[Arrival]:
     """Pictures, every fifth a video; on every fourth picture a second question, `LATER` requests after the first."""
     rng, made = random.Random(seed), list[Arrival]()
     number, later = 0, list[tuple[int, Arrival]]()
+
+    def add(task: str) -> list[Any]:
+        turns = draw(FIRST_SEED + 10_000 * seed + number, task).messages()
+        made.append(Arrival(vlm.processor.prompt(turns[:1])))
+        return turns
+
     while len(made) < count:
         if later and len(made) >= later[0][0]:
             made.append(later.pop(0)[1])
             continue
         number += 1
-        at = FIRST_SEED + 10_000 * seed + number
         if number % 5 == 0:
-            sample = draw(at, "video")
-            made.append(Arrival(vlm.processor.prompt(sample.messages())))
-            continue
-        if number % 4 == 0:
-            sample = draw(at, "followup")
-            turns = sample.messages()
-            made.append(Arrival(vlm.processor.prompt(turns[:1])))
+            add("video")
+        elif number % 4 == 0:
+            turns = add("followup")
             later.append((len(made) + LATER, Arrival(vlm.processor.prompt(turns), follows=True)))
-            continue
-        made.append(Arrival(vlm.processor.prompt(draw(at, rng.choice(TASKS)).messages())))
+        else:
+            add(rng.choice(MIXED_TASKS))
     return made[:count]
 
 
-Serve = Callable[[list[Arrival], Now, int], None]
+Serve = Callable[[list[Arrival], Clock, int], None]
+Start = Callable[[], Clock]
 
 
 def running(vlm: VLM, rows: int, chunk: int) -> Serve:
     """The running batch."""
 
-    def serve(requests: list[Arrival], now: Now, new_tokens: int) -> None:
+    def serve(requests: list[Arrival], now: Clock, new_tokens: int) -> None:
         waiting = sorted(requests, key=lambda r: r.arrives)
         tickets: dict[int, Arrival] = {}
         with vlm.batch(rows, prefill_chunk=chunk) as batch:
@@ -130,53 +130,56 @@ def running(vlm: VLM, rows: int, chunk: int) -> Serve:
     return serve
 
 
-def closed(vlm: VLM, rows: int) -> Serve:
-    """Whatever has arrived runs as one batch to its end; with one row, one request after the other."""
+def in_groups(chosen: Callable[[list[Arrival]], list[Arrival]], answer: Callable[..., None]) -> Serve:
+    """Some of the requests that have arrived run together to their end, then some of the others."""
 
-    def serve(requests: list[Arrival], now: Now, new_tokens: int) -> None:
+    def serve(requests: list[Arrival], now: Clock, new_tokens: int) -> None:
         waiting = sorted(requests, key=lambda r: r.arrives)
         while waiting:
             now.jump(waiting[0].arrives)
-            group = [r for r in waiting if r.arrives <= now()][:rows]
-            del waiting[: len(group)]
-            for chunk in vlm.stream([r.prompt for r in group], max_new_tokens=new_tokens):
-                for arrival, tokens in zip(group, chunk.tokens, strict=True):
-                    if tokens:
-                        arrival.chunks.append((now(), len(tokens)))
+            group = chosen([r for r in waiting if r.arrives <= now()])
+            waiting = [r for r in waiting if r not in group]
+            answer(group, now, new_tokens)
 
     return serve
+
+
+def closed(vlm: VLM, rows: int) -> Serve:
+    """Whatever has arrived runs as one batch to its end; with one row, one request after the other."""
+
+    def answer(group: list[Arrival], now: Clock, new_tokens: int) -> None:
+        for chunk in vlm.stream([r.prompt for r in group], max_new_tokens=new_tokens):
+            for arrival, tokens in zip(group, chunk.tokens, strict=True):
+                if tokens:
+                    arrival.chunks.append((now(), len(tokens)))
+
+    return in_groups(lambda arrived: arrived[:rows], answer)
 
 
 def stock(model: Any, rows: int) -> Serve:
     """Hugging Face's `generate` on whatever has arrived, padded on the left."""
 
-    def serve(requests: list[Arrival], now: Now, new_tokens: int) -> None:
-        waiting = sorted(requests, key=lambda r: r.arrives)
-        while waiting:
-            now.jump(waiting[0].arrives)
-            group = of_one_length([r for r in waiting if r.arrives <= now()])[:rows]
-            waiting = [r for r in waiting if r not in group]
-            inputs = stock_inputs(model, [r.prompt for r in group])
-            ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-            ended = now()
-            ends = model.generation_config.eos_token_id
-            for arrival, row in zip(group, ids[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-                count = row.index(ends) + 1 if ends in row else len(row)
-                arrival.chunks += [(ended, count)]
+    def answer(group: list[Arrival], now: Clock, new_tokens: int) -> None:
+        inputs = stock_inputs(model, [r.prompt for r in group])
+        ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+        ended = now()
+        ends = model.generation_config.eos_token_id
+        for arrival, row in zip(group, ids[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            arrival.chunks.append((ended, row.index(ends) + 1 if ends in row else len(row)))
 
-    return serve
+    return in_groups(lambda arrived: of_one_length(arrived)[:rows], answer)
 
 
 def of_one_length(requests: Sequence[Arrival]) -> list[Arrival]:
     """The first request and all whose videos have as many frames as its own, or as the first video; `generate` takes no
     others at once."""
-    found, frames = list[Arrival](), None
+    chosen, frames = list[Arrival](), None
     for arrival in requests:
         shapes = {m.tensors["pixel_values_videos"].shape[1] for m in arrival.prompt.media if m.kind == "video"}
         if len(shapes) <= 1 and (not shapes or frames in (None, *shapes)):
             frames = next(iter(shapes), frames)
-            found.append(arrival)
-    return found
+            chosen.append(arrival)
+    return chosen
 
 
 def arrivals(requests: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
@@ -190,7 +193,7 @@ def arrivals(requests: Sequence[Arrival], rate: float, seed: int) -> list[Arriva
 
 
 def kept_full(
-    vlm: VLM, model: Any, requests: Sequence[Arrival], clock: Clock, tokens: int, chunk: int
+    vlm: VLM, model: Any, requests: Sequence[Arrival], start: Start, tokens: int, chunk: int
 ) -> dict[str, Any]:
     """Tokens per second with 1, 4 and 8 requests at a time, as multiples of `generate` alone."""
     ways: dict[str, Serve] = {"generate": stock(model, 1)}
@@ -204,7 +207,7 @@ def kept_full(
     parts = [list(requests[at : at + 16]) for at in range(0, len(requests), 16)]
     for part in parts:  # interleaved, so that the machine's moods fall on all
         for name, serve in ways.items():
-            mine, now = [Arrival(r.prompt) for r in part], Now(clock)
+            mine, now = [Arrival(r.prompt) for r in part], start()
             serve(mine, now, tokens)
             seconds[name] += now()
             counts[name] += sum(r.tokens for r in mine)
@@ -212,13 +215,13 @@ def kept_full(
     return {n: (counts[n] / s, counts[n] / s / alone) for n, s in seconds.items()}
 
 
-def beside_a_video(vlm: VLM, clock: Clock, tokens: int, chunk: int) -> dict[str, float]:
+def beside_a_video(vlm: VLM, start: Start, tokens: int, chunk: int) -> dict[str, float]:
     """95th percentiles of the gap between a row's chunks: four rows quiet, and with videos being read beside them."""
-    found = {}
+    results = {}
     prompts = [vlm.processor.prompt(draw(FIRST_SEED + 77 + i, "detail").messages()) for i in range(12)]
     films = [vlm.processor.prompt(draw(FIRST_SEED + 177 + i, "video-question").messages()) for i in range(6)]
     for name in ("quiet", "beside videos"):
-        now, gaps, last = Now(clock), list[float](), dict[int, float]()
+        now, gaps, last = start(), list[float](), dict[int, float]()
         with vlm.batch(5, prefill_chunk=chunk, media_cache=0) as batch:
             left, reading = list(prompts), list(films)
             mine: list[Any] = []
@@ -233,52 +236,52 @@ def beside_a_video(vlm: VLM, clock: Clock, tokens: int, chunk: int) -> dict[str,
                         if id(ticket) in last:
                             gaps.append(now() - last[id(ticket)])
                         last[id(ticket)] = now()
-        found[name] = _spread(gaps)[1]
-    return {**found, "ratio": found["beside videos"] / found["quiet"]}
+        results[name] = _spread(gaps)[1]
+    return {**results, "ratio": results["beside videos"] / results["quiet"]}
 
 
-def beside_a_prompt(vlm: VLM, clock: Clock, count: int) -> dict[str, dict[str, float]]:
+def beside_a_prompt(vlm: VLM, start: Start, count: int) -> dict[str, dict[str, float]]:
     """Steps of a row without and beside a new prompt of 1,821 tokens of text, by the limit on a step's length.
 
     The step that admits the prompt is left out: caches grow in it.
     """
     words = " ".join(f"The {word} square is left of circle {i}." for i in range(100) for word in ("red", "blue"))
     text = vlm.processor.encode(words)[:1820]
-    found = {}
+
+    def add(batch: RunningBatch, prompt: Prompt, tokens: int) -> Row:
+        (row,) = plan(vlm.target, [prompt], max_new_tokens=tokens).rows
+        return batch.add(Request(prompt, prompt), replace(row, eos=frozenset()))
+
+    def steps(batch: RunningBatch, row: Row, tokens: int) -> list[float]:
+        spent = []
+        while len(row.output) < tokens:
+            now = start()
+            batch.step()
+            spent.append(now())
+        return spent
+
+    results = {}
     for longest in (inf, LONGEST_STEP):
         measured = []
         for number in range(count):
             batch = vlm.engine.open(2, longest_step=longest)
-
-            def add(prompt: Prompt, tokens: int, batch: RunningBatch = batch) -> Row:
-                (row,) = plan(vlm.target, [prompt], max_new_tokens=tokens).rows
-                return batch.add(Request(prompt, prompt), replace(row, eos=frozenset()))
-
-            def steps(row: Row, tokens: int, batch: RunningBatch = batch) -> list[float]:
-                spent = []
-                while len(row.output) < tokens:
-                    now = Now(clock)
-                    batch.step()
-                    spent.append(now())
-                return spent
-
-            neighbour = add(vlm.processor.prompt(draw(FIRST_SEED + 277 + number, "prose").messages()), 900)
-            ordinary = median(steps(neighbour, 60)[-8:])
-            _, *beside = steps(add(Prompt((100 + number, *text)), 8), 1)
+            neighbour = vlm.processor.prompt(draw(FIRST_SEED + 277 + number, "prose").messages())
+            ordinary = median(steps(batch, add(batch, neighbour, 900), 60)[-8:])
+            _, *beside = steps(batch, add(batch, Prompt((100 + number, *text)), 8), 1)
             measured.append((ordinary, _spread(beside)[1] / ordinary, max(beside) / ordinary, sum(beside)))
             batch.close()
         names = ("ordinary step", "p95 in steps", "longest in steps", "first token")
-        found[f"{longest:g}"] = dict(zip(names, map(median, zip(*measured, strict=True)), strict=True))
-    return found
+        results[f"{longest:g}"] = dict(zip(names, map(median, zip(*measured, strict=True)), strict=True))
+    return results
 
 
-def followed(vlm: VLM, clock: Clock, tokens: int, count: int) -> dict[str, tuple[float, float]]:
+def followed(vlm: VLM, start: Start, tokens: int, count: int) -> dict[str, tuple[float, float]]:
     """Seconds to the first token of a question about something new, and of a second one in the same conversation."""
-    found = {}
+    results = {}
     with vlm.batch(8) as batch:
 
         def first_token(prompt: Prompt) -> tuple[float, str]:
-            now, at = Now(clock), None
+            now, at = start(), None
             ticket = batch.add(prompt, max_new_tokens=tokens)
             while not ticket.done:
                 parts = batch.step()
@@ -291,21 +294,17 @@ def followed(vlm: VLM, clock: Clock, tokens: int, count: int) -> dict[str, tuple
             for number in range(count):
                 turns = draw(FIRST_SEED + 5000 + number, task).messages()
                 fresh, answer = first_token(vlm.processor.prompt(turns))
-                turns = [
-                    *turns,
-                    {"role": "assistant", "content": answer},
-                    {"role": "user", "content": "And what else?"},
-                ]
+                turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And what else?"}]
                 times.append((fresh, first_token(vlm.processor.prompt(turns))[0]))
-            found[task] = (median(a for a, _ in times), median(b for _, b in times))
-    return found
+            results[task] = (median(a for a, _ in times), median(b for _, b in times))
+    return results
 
 
 def serve_loads(
-    vlm: VLM, model: Any, requests: Sequence[Arrival], clock: Clock, options: argparse.Namespace
+    vlm: VLM, model: Any, requests: Sequence[Arrival], start: Start, options: argparse.Namespace
 ) -> dict[str, dict[str, Figures]]:
     """Every way to serve, at every load."""
-    now = Now(clock)
+    now = start()
     closed(vlm, 1)([Arrival(r.prompt) for r in requests], now, options.new_tokens)
     rate = len(requests) / now()
     print(f"\none after the other: {rate:.2f} requests/s of the clock")
@@ -322,7 +321,7 @@ def serve_loads(
         measured[str(load_)] = {}
         for name, serve in ways.items():
             mine = arrivals(requests, load_ * rate, 3)
-            serve(mine, Now(clock), options.new_tokens)
+            serve(mine, start(), options.new_tokens)
             figures = measured[str(load_)][name] = Figures.of(mine)
             row = (figures.throughput, *figures.first_token, *figures.between, figures.followup)
             print(f"{name:22}" + "".join(f"{value:13.3f}" for value in row), flush=True)
@@ -330,36 +329,34 @@ def serve_loads(
 
 
 def main() -> None:
-    parser = pocket_pair.parser(__doc__)
-    pocket_pair.add_batch_options(parser, ("full", "arrivals", "video", "prompt", "follow"))
-    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens a step reads (default: 256)")
-    options = parser.parse_args()
-    pocket_pair.prepare(options)
+    parser = pocket_pair.batch_parser(__doc__)
+    parser.add_argument("--only", choices=("full", "arrivals", "video", "prompt", "follow"), help="one of them alone")
+    options = pocket_pair.options_of(parser)
     model = load(options.target, options.target_dtype, options.device)
     vlm = pocket_pair.load_pair(options)
-    clock = Clock(options.clock, torch.device(options.device))
+    start, tokens, chunk = pocket_pair.clocks(options), options.new_tokens, options.chunk
     requests = questions(vlm, options.requests, 1)
-    closed(vlm, 1)([Arrival(r.prompt) for r in requests[:2]], Now(clock), 8)  # warm
+    closed(vlm, 1)([Arrival(r.prompt) for r in requests[:2]], start(), 8)  # warm
     measured: dict[str, Any] = {}
     if options.only in (None, "full"):
-        measured["full"] = kept_full(vlm, model, requests, clock, options.new_tokens, options.chunk)
+        measured["full"] = kept_full(vlm, model, requests, start, tokens, chunk)
         print(f"{'at a time':22}{'tokens/s':>10}{'x generate':>12}")
         for name, (speed, ratio) in measured["full"].items():
             print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
     if options.only in (None, "video"):
-        measured["video"] = video = beside_a_video(vlm, clock, options.new_tokens, options.chunk)
+        measured["video"] = video = beside_a_video(vlm, start, tokens, chunk)
         print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
     if options.only in (None, "prompt"):
-        measured["prompt"] = beside_a_prompt(vlm, clock, 5)
+        measured["prompt"] = beside_a_prompt(vlm, start, 5)
         for longest, values in measured["prompt"].items():
             print(f"longest step {longest:4}", ", ".join(f"{n} {v:.3f}" for n, v in values.items()))
     if options.only in (None, "follow"):
-        measured["follow"] = followed(vlm, clock, options.new_tokens, 12)
+        measured["follow"] = followed(vlm, start, tokens, 12)
         print("\nseconds to the first token   new     known   ratio")
         for task, (fresh, known) in measured["follow"].items():
             print(f"{task:25}{fresh:8.3f}{known:8.3f}{fresh / known:8.2f}")
     if options.only in (None, "arrivals"):
-        measured["arrivals"] = serve_loads(vlm, model, requests, clock, options)
+        measured["arrivals"] = serve_loads(vlm, model, requests, start, options)
     pocket_pair.write_json(options.json, measured)
 
 

@@ -21,17 +21,37 @@ import torch
 import transformers
 
 from benchmarks import pocket_pair
-from benchmarks.pocket_pair import Inputs, bootstrap, load
+from benchmarks.pocket_pair import Inputs, load
+from saccade.bench.metrics import median_estimate
 from saccade.hf import Speculation, speculate
 from saccade.inputs.processor import InputProcessor
 
 BASELINE = "hf generate"
-CONSTANT = {
+_CONSTANT = {
     "num_assistant_tokens": 5,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0,
 }
-HEURISTIC = {**CONSTANT, "num_assistant_tokens_schedule": "heuristic"}
+STOCK: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    "hf assisted 5, blind": {"sees": False, **_CONSTANT},
+    "hf assisted 5": {"sees": True, **_CONSTANT},
+    "hf assisted heuristic": {"sees": True, **_CONSTANT, "num_assistant_tokens_schedule": "heuristic"},
+    "hf assisted default": {"sees": True},
+    "hf prompt lookup": {"prompt_lookup_num_tokens": 10},
+}
+"""Settings of Hugging Face's `generate`; with ``sees`` the draft model assists."""
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
+    "auto": ("auto", {}),
+    "chain 3": ("chain", {"gamma": 3}),
+    "chain 5": ("chain", {"gamma": 5}),
+    "chain 7": ("chain", {"gamma": 7}),
+    "static tree": ("static-tree", {}),
+    "dynamic tree 20": ("dynamic-tree", {"top": 4, "max_depth": 5, "total": 20}),
+    "prompt lookup": ("prompt-lookup", {}),
+}
+"""Methods with their options."""
 
 
 @dataclass
@@ -85,8 +105,9 @@ def assistant(draft: Any, inputs: Inputs, *, sees: bool, **settings: Any) -> Ite
 class Stock:
     """`generate` of a stock model, its target passes counted."""
 
-    def __init__(self, model: Any, draft: Any = None, **settings: Any) -> None:
-        self._model, self._draft, self._settings = model, draft, settings
+    def __init__(self, model: Any, draft: Any, settings: dict[str, Any]) -> None:
+        self.model, self._settings = model, settings
+        self._draft = draft if "sees" in settings else None
         self._calls = 0
         model.get_output_embeddings().register_forward_hook(self._count)
 
@@ -99,7 +120,7 @@ class Stock:
             nullcontext(self._settings) if self._draft is None else assistant(self._draft, inputs, **self._settings)
         ) as options:
             started = time.perf_counter()
-            sequences = self._model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **options)
+            sequences = self.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **options)
             (ids,) = sequences.tolist()  # waits for the device
             seconds = time.perf_counter() - started
         if measured is not None:
@@ -112,11 +133,11 @@ class Ours:
     """`generate` with `custom_generate`."""
 
     def __init__(self, model: Any, speculation: Speculation) -> None:
-        self._model, self._speculation = model, speculation
+        self.model, self._speculation = model, speculation
 
     def __call__(self, inputs: Inputs, new_tokens: int, measured: Measured | None) -> None:
         started = time.perf_counter()
-        self._model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, custom_generate=self._speculation)
+        self.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, custom_generate=self._speculation)
         seconds = time.perf_counter() - started
         if measured is not None:
             (output,) = self._speculation.outputs
@@ -132,29 +153,18 @@ Contestant = Callable[[Inputs, int, Measured | None], None]
 
 
 def contestants(options: argparse.Namespace) -> dict[str, Contestant]:
-    """Everything that can be compared, by name. Hugging Face and Saccade have a target and a drafter each."""
+    """Those that are compared, by name. Hugging Face and Saccade have a target and a drafter each."""
     stock, target = (load(options.target, options.target_dtype, options.device) for _ in range(2))
     stock_draft, draft = (load(options.draft, options.draft_dtype, options.device) for _ in range(2))
-
-    def ours(drafter: Any, method: str, **settings: Any) -> Ours:
-        return Ours(target, speculate(drafter, method, **settings))
-
-    return {
-        BASELINE: Stock(stock),
-        "hf assisted 5, blind": Stock(stock, stock_draft, sees=False, **CONSTANT),
-        "hf assisted 5": Stock(stock, stock_draft, sees=True, **CONSTANT),
-        "hf assisted heuristic": Stock(stock, stock_draft, sees=True, **HEURISTIC),
-        "hf assisted default": Stock(stock, stock_draft, sees=True),
-        "hf prompt lookup": Stock(stock, prompt_lookup_num_tokens=10),
-        "plain": ours(None, "plain"),
-        "auto": ours(draft, "auto"),
-        "chain 3": ours(draft, "chain", gamma=3),
-        "chain 5": ours(draft, "chain", gamma=5),
-        "chain 7": ours(draft, "chain", gamma=7),
-        "static tree": ours(draft, "static-tree"),
-        "dynamic tree 20": ours(draft, "dynamic-tree", top=4, max_depth=5, total=20),
-        "prompt lookup": ours(None, "prompt-lookup"),
-    }
+    chosen: dict[str, Contestant] = {}
+    for name, settings in STOCK.items():
+        if name in (BASELINE, *options.methods):
+            chosen[name] = Stock(stock, stock_draft, settings)
+    for name, (method, settings) in OURS.items():
+        if name in options.methods:
+            drafter = None if method in ("plain", "prompt-lookup") else draft
+            chosen[name] = Ours(target, speculate(drafter, method, **settings))
+    return chosen
 
 
 def measure(
@@ -172,52 +182,47 @@ def measure(
     return results
 
 
-def ratio(slow: Measured, fast: Measured, repeats: int = 1) -> tuple[float, float, float]:
-    """Median of per-prompt ratios of seconds per token, with its 95 % bootstrap interval over prompts."""
-    ratios = np.median((np.array(slow.per_token) / np.array(fast.per_token)).reshape(repeats, -1), axis=0)
-    return bootstrap(ratios, lambda drawn: np.median(drawn, axis=1))
-
-
-def table(results: dict[str, Measured], repeats: int = 1) -> list[str]:
-    """Markdown lines; ``repeats`` as in `ratio`. Decoding is tokens a second after prefill, by sums."""
+def table(results: dict[str, Measured], repeats: int) -> Iterator[str]:
+    """Markdown lines; decoding is tokens a second after prefill, by sums."""
     base, plain = results[BASELINE], results.get("plain")
     assisted = [m for name, m in results.items() if name.startswith("hf assisted")]
     best = min(assisted, key=lambda m: median(m.per_token), default=None)
+
+    def ratio(slow: Measured | None, fast: Measured) -> str:
+        """Median of per-prompt ratios, of a prompt's repeats the median, with its interval over prompts."""
+        if slow is None:
+            return "-"
+        ratios = np.array(slow.per_token) / np.array(fast.per_token)
+        found = median_estimate(np.median(ratios.reshape(repeats, -1), axis=0).tolist())
+        assert found is not None
+        return f"{found.value:.2f}" + ("" if found.low is None else f" ({found.low:.2f}-{found.high:.2f})")
+
     rows = []
     for name, one in results.items():
-        ratios = [ratio(other, one, repeats) if other else None for other in (base, best)]
         decoding = "-"
         if plain is not None and one.stages:
             rates = [contestant.decoded / contestant.stages["decode"] for contestant in (one, plain)]
             decoding = f"{rates[0] / rates[1]:.2f}"
         equal = sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
-        rows.append(
-            [
-                *(name, f"{1 / median(one.per_token):.1f}"),
-                *("-" if r is None else f"{r[0]:.2f} ({r[1]:.2f}-{r[2]:.2f})" for r in ratios),
-                *(decoding, f"{one.tokens_per_pass:.2f}", f"{equal}/{len(base.tokens)}"),
-            ]
-        )
+        cells = [name, f"{1 / median(one.per_token):.1f}", ratio(base, one), ratio(best, one), decoding]
+        rows.append([*cells, f"{one.tokens_per_pass:.2f}", f"{equal}/{len(base.tokens)}"])
     head = ["method", "tokens/s", "x hf generate (95 %)", "x best hf assisted (95 %)", "decoding, x plain"]
-    return list(pocket_pair.table([*head, "tokens per pass", "equal tokens"], rows))
+    return pocket_pair.table([*head, "tokens per pass", "equal tokens"], rows)
 
 
 def main() -> None:
     """Measure, print the table, and write JSON on request."""
     parser = pocket_pair.parser(__doc__)
-    pocket_pair.add_options(parser)
     parser.add_argument("--prompts", type=int, default=24, help="prompts that count (default: 24)")
     parser.add_argument("--repeats", type=int, default=1, help="answers per prompt and method (default: 1)")
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument("--grammar", default="dense", choices=("dense", "verbose"))
-    parser.add_argument("--methods", nargs="+", help=f"names from the table; {BASELINE} always runs (default: all)")
-    options = parser.parse_args()
-    pocket_pair.prepare(options)
-    running = contestants(options)
-    names = pocket_pair.chosen(parser, options.methods, list(running), "methods")
-    running = {n: c for n, c in running.items() if n == BASELINE or n in names}
+    names = [*STOCK, *OURS]
+    parser.add_argument("--methods", nargs="+", default=names, choices=names, help=f"{BASELINE} always runs")
+    options = pocket_pair.options_of(parser)
+    running: dict[str, Any] = contestants(options)
     processor = InputProcessor.load(str(options.target))
-    model = running[BASELINE]._model
+    model = running[BASELINE].model
     prompts = [
         pocket_pair.stock_inputs(model, [processor.prompt(sample.messages())])
         for sample in pocket_pair.samples(range(options.prompts + 1), options.grammar)

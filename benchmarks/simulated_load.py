@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import inf
-from statistics import mean, median_low, quantiles
+from statistics import mean, median_low
 from typing import Any
 
-import torch
+import numpy as np
 
 from benchmarks import pocket_pair
-from benchmarks.clock import Clock
-from benchmarks.running_batch import LOADS, Arrival, Now, arrivals, closed, questions, running
+from benchmarks.pocket_pair import Clock
+from benchmarks.running_batch import LOADS, Arrival, arrivals, closed, questions, running
 from saccade import VLM
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
@@ -84,21 +84,21 @@ class Served:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """Figures of a load."""
+    """Figures of a load; seconds are from arrival, median and 95th percentile."""
 
     throughput: float  # tokens a second, from the first arrival to the last token
-    first_token: tuple[float, float]  # median and 95th percentile of the seconds from arrival to the first token
-    answer: tuple[float, float]  # the same to the last token
+    first_token_p50: float
+    first_token_p95: float
+    answer_p50: float  # to the last token
+    answer_p95: float
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> LoadSummary:
         """Summarise finished requests."""
         begin, end = min(s.job.arrival for s in served), max(s.end for s in served)
-        return cls(
-            throughput=sum(s.tokens for s in served) / (end - begin),
-            first_token=_percentiles([s.first - s.job.arrival for s in served]),
-            answer=_percentiles([s.end - s.job.arrival for s in served]),
-        )
+        first = np.percentile([s.first - s.job.arrival for s in served], [50, 95])
+        answer = np.percentile([s.end - s.job.arrival for s in served], [50, 95])
+        return cls(sum(s.tokens for s in served) / (end - begin), *map(float, (*first, *answer)))
 
 
 def simulate_load(
@@ -159,7 +159,7 @@ def replicas_for(jobs: Sequence[Job], costs: StepCosts, *, answer_p95: float, mo
             for place in range(min(count, len(ordered)))
             for one in simulate_load(ordered[place::count], costs, **{"seed": place, **options})
         ]
-        if LoadSummary.of(served).answer[1] <= answer_p95:
+        if LoadSummary.of(served).answer_p95 <= answer_p95:
             return count
     raise InputError(
         f"{most} replicas do not bring the 95th percentile of answers below {answer_p95:g} s; raise the aim, shorten "
@@ -185,16 +185,10 @@ def _on_lines(known: Mapping[int, float], at: int) -> float:
     return max(0.0, known[low] + (known[high] - known[low]) / (high - low) * (at - low))
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float, float]:
-    """Median and 95th percentile."""
-    cuts = quantiles([*values, *values] if len(values) == 1 else values, n=20, method="inclusive")
-    return cuts[9], cuts[18]
-
-
-def prefill_costs(vlm: VLM, asked: Sequence[Prompt], chunk: int, clock: Clock) -> dict[int, float]:
+def prefill_costs(vlm: VLM, prompts: Sequence[Prompt], chunk: int, clock: Clock) -> dict[int, float]:
     """Mean seconds of prompts by their number of tokens, prompts of nearly the same length together."""
     spent = defaultdict[int, list[tuple[int, float]]](list)
-    for prompt in asked:
+    for prompt in prompts:
         with vlm.batch(1, prefill_chunk=chunk) as batch:
             started = clock()
             batch.add(prompt, max_new_tokens=1)
@@ -205,14 +199,14 @@ def prefill_costs(vlm: VLM, asked: Sequence[Prompt], chunk: int, clock: Clock) -
 
 
 def decode_costs(
-    vlm: VLM, asked: Sequence[Prompt], new_tokens: int, clock: Clock
+    vlm: VLM, prompts: Sequence[Prompt], new_tokens: int, clock: Clock
 ) -> tuple[dict[int, float], list[int]]:
     """Mean seconds of a step by the number of rows that decode, and how often 0, 1, ... tokens were accepted."""
-    seconds, histogram = defaultdict[int, list[float]](list), defaultdict[int, int](int)
+    seconds, histogram = defaultdict[int, list[float]](list), Counter[int]()
     for rows in _ROWS:
-        for start in range(0, len(asked) - rows + 1, max(rows, 2)):
+        for start in range(0, len(prompts) - rows + 1, max(rows, 2)):
             with vlm.batch(rows, prefill_chunk=4096) as batch:
-                tickets = [batch.add(prompt, max_new_tokens=new_tokens) for prompt in asked[start : start + rows]]
+                tickets = [batch.add(prompt, max_new_tokens=new_tokens) for prompt in prompts[start : start + rows]]
                 decoding = set[int]()
                 while not batch.is_idle:
                     started, active = clock(), len(decoding)
@@ -225,73 +219,61 @@ def decode_costs(
                         if part.finished:
                             decoding.discard(id(ticket))
                 for ticket in tickets:
-                    for accepted, count in enumerate(ticket.result().stats.accepted_histogram):
-                        histogram[accepted] += count
+                    histogram.update(dict(enumerate(ticket.result().stats.accepted_histogram)))
     counts = [histogram[n] for n in range(max(histogram, default=0) + 1)]
-    return {rows: mean(spent) for rows, spent in sorted(seconds.items()) if len(spent) >= 5}, counts or [1]
+    return {rows: mean(spent) for rows, spent in sorted(seconds.items()) if len(spent) >= 5}, counts
 
 
-def figures(summary: LoadSummary) -> dict[str, float]:
-    """Figures of a load by name."""
-    return {
-        "tokens/s": summary.throughput,
-        "first token p50": summary.first_token[0],
-        "first token p95": summary.first_token[1],
-        "answer p50": summary.answer[0],
-        "answer p95": summary.answer[1],
-    }
+def compare(
+    vlm: VLM, costs: StepCosts, accepted: Sequence[int], start: Callable[[], Clock], options: Any
+) -> dict[str, Any]:
+    """Serve the load's requests, simulate them, and print the figures of both."""
+    requests = [r for r in questions(vlm, 2 * options.requests, 1) if not r.follows][: options.requests]
+    now = start()
+    closed(vlm, 1)([Arrival(r.prompt) for r in requests], now, options.new_tokens)
+    rate = len(requests) / now()
+    print(f"one after the other: {rate:.2f} requests/s\n")
+    print("\n".join(pocket_pair.table(["load", "", "measured", "simulated", "ratio"])))
+    loads = {}
+    for share in LOADS:
+        mine = arrivals(requests, share * rate, 3)
+        running(vlm, options.rows, options.chunk)(mine, start(), options.new_tokens)
+        jobs = [Job(r.arrives, len(r.prompt), r.tokens) for r in mine]
+        simulated = simulate_load(
+            jobs,
+            costs,
+            accepted=accepted,
+            max_rows=options.rows,
+            prefill_chunk=options.chunk,
+            steps_ahead=_AHEAD[vlm.method],
+        )
+        served = [Served(job, r.chunks[0][0], r.chunks[-1][0], r.tokens) for job, r in zip(jobs, mine, strict=True)]
+        ours, theirs = asdict(LoadSummary.of(served)), asdict(LoadSummary.of(simulated))
+        loads[share] = {"measured": ours, "simulated": theirs}
+        for name in ours:
+            print(f"| {share} | {name} | {ours[name]:.3f} | {theirs[name]:.3f} | {theirs[name] / ours[name]:.2f} |")
+    return {"costs": costs, "accepted": accepted, "rate": rate, "loads": loads}
 
 
 def main() -> None:
     """Measure, simulate and print both."""
-    parser = pocket_pair.parser(__doc__)
-    pocket_pair.add_batch_options(parser, ())
+    parser = pocket_pair.batch_parser(__doc__)
     parser.set_defaults(new_tokens=64, clock="cpu")
-    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per step (default: 256)")
-    options = parser.parse_args()
-    pocket_pair.prepare(options)
-    chain = pocket_pair.load_pair(options)
-    clock = Clock(options.clock, torch.device(options.device))
+    options = pocket_pair.options_of(parser)
+    chain, start = pocket_pair.load_pair(options), pocket_pair.clocks(options)
     content: dict[str, Any] = {}
-    costs, counts = dict[str, StepCosts](), dict[str, list[int]]()
     for method, vlm in (("plain", chain.using("plain")), ("chain", chain)):
         others = [r.prompt for r in questions(vlm, 32, _SEED) if not r.follows][:16]
-        prefill_costs(vlm, others[:2], options.chunk, clock)  # warm
-        prefill = prefill_costs(vlm, others, options.chunk, clock)
-        decode, counts[method] = decode_costs(vlm, others, options.new_tokens, clock)
-        costs[method] = StepCosts(decode, prefill)
-        steps = ", ".join(f"{n}: {1e3 * costs[method].step(n):.1f}" for n in _ROWS)
-        print(
-            f"\n{method}: ms of a step by rows {steps}; of a prompt by tokens "
-            + ", ".join(f"{n}: {1e3 * s:.0f}" for n, s in sorted(prefill.items()))
-        )
-        asked = [r for r in questions(vlm, 2 * options.requests, 1) if not r.follows][: options.requests]
-        now = Now(clock)
-        closed(vlm, 1)([Arrival(r.prompt) for r in asked], now, options.new_tokens)
-        rate = len(asked) / now()
-        print(
-            f"one after the other: {rate:.2f} requests/s\n\n"
-            "| load | | measured | simulated | ratio |\n|---|---|---|---|---|"
-        )
-        content[method] = {"costs": costs[method], "accepted": counts[method], "rate": rate, "loads": {}}
-        for share in LOADS:
-            mine = arrivals(asked, share * rate, 3)
-            running(vlm, options.rows, options.chunk)(mine, Now(clock), options.new_tokens)
-            jobs = [Job(r.arrives, len(r.prompt), r.tokens) for r in mine]
-            simulated = simulate_load(
-                jobs,
-                costs[method],
-                accepted=counts[method],
-                max_rows=options.rows,
-                prefill_chunk=options.chunk,
-                steps_ahead=_AHEAD[method],
-            )
-            served = [Served(job, r.chunks[0][0], r.chunks[-1][0], r.tokens) for job, r in zip(jobs, mine, strict=True)]
-            ours, theirs = figures(LoadSummary.of(served)), figures(LoadSummary.of(simulated))
-            content[method]["loads"][share] = {"measured": ours, "simulated": theirs}
-            for name in ours:
-                print(f"| {share} | {name} | {ours[name]:.3f} | {theirs[name]:.3f} | {theirs[name] / ours[name]:.2f} |")
-    gains = batched_speedup(costs["plain"], costs["chain"], counts["chain"], _ROWS)
+        prefill_costs(vlm, others[:2], options.chunk, start())  # warm
+        prefill = prefill_costs(vlm, others, options.chunk, start())
+        decode, accepted = decode_costs(vlm, others, options.new_tokens, start())
+        costs = StepCosts(decode, prefill)
+        steps = ", ".join(f"{n}: {1e3 * costs.step(n):.1f}" for n in _ROWS)
+        prompts = ", ".join(f"{n}: {1e3 * s:.0f}" for n, s in sorted(prefill.items()))
+        print(f"\n{method}: ms of a step by rows {steps}; of a prompt by tokens {prompts}")
+        content[method] = compare(vlm, costs, accepted, start, options)
+    plain, drafted = (content[method]["costs"] for method in ("plain", "chain"))
+    gains = batched_speedup(plain, drafted, content["chain"]["accepted"], _ROWS)
     print("\nchain over plain by rows: " + ", ".join(f"{n}: {gain:.2f}" for n, gain in gains.items()))
     pocket_pair.write_json(options.json, content)
 

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, sqrt
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -40,114 +38,99 @@ FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 """Number formats of written weights by name."""
 
 
-class _Source:
-    """Tensors of the small checkpoint by name, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
-        if not self._files:
-            raise ModelError(f"{folder} has no safetensors files; give a folder that `from_pretrained` can load.")
-        self.names = list(self._files)
-        stems = [name.removesuffix("embed_tokens.weight") for name in self.names if "embed_tokens.weight" in name]
-        if len(stems) != 1:
-            raise ModelError(f"{folder} has {len(stems)} embedding tables; expected one language model.")
-        self.language = stems[0]
-        self.head = next((name for name in self.names if name.endswith("lm_head.weight")), "lm_head.weight")
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == self.head and name not in self._files:  # tied to the embedding
-            return self[f"{self.language}embed_tokens.weight"]
-        return self.untouched(name).float()
-
-    def untouched(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+def _weights(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """Tensors of the small checkpoint by name, a tied output head included, and the prefix of its language model."""
+    weights = {
+        name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+    if not weights:
+        raise ModelError(f"{folder} has no safetensors files; give a folder that `from_pretrained` can load.")
+    stems = [name.removesuffix("embed_tokens.weight") for name in weights if "embed_tokens.weight" in name]
+    if len(stems) != 1:
+        raise ModelError(f"{folder} has {len(stems)} embedding tables; expected one language model.")
+    if not any(name.endswith("lm_head.weight") for name in weights):
+        weights["lm_head.weight"] = weights[f"{stems[0]}embed_tokens.weight"]
+    return weights, stems[0]
 
 
-def _tensors(source: _Source, text: Any, shape: Shape, widths: Widths, fill: Filler) -> Iterator[tuple[str, Tensor]]:
+def _tensors(folder: Path, small: Shape, shape: Shape, widths: Widths, fill: Filler) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the wide checkpoint, one at a time."""
-    live, wide, stem = widths.live, widths.wide, source.language
+    weights, stem = _weights(folder)
+    live, wide, rows = widths.live, widths.wide, rotary_rows(small, shape)
 
     def stream(rows: Tensor) -> Tensor:
         """Vectors `[..., d]` of the small stream as vectors of the wide one."""
         out = torch.zeros(*rows.shape[:-1], wide)
-        out[..., :live] = rows.repeat(*[1] * (rows.dim() - 1), widths.copies)
+        out[..., :live] = rows.float().repeat(*[1] * (rows.dim() - 1), widths.copies)
         return out
 
-    yield f"{stem}embed_tokens.weight", stream(source[f"{stem}embed_tokens.weight"])
-    head = fill(text.vocab_size, wide)
-    head[:, :live] = 0
-    head[:, : widths.small] = source[source.head].to(head.dtype)
-    yield source.head, head
-    yield f"{stem}norm.weight", widths.norm(source[f"{stem}norm.weight"])
+    yield f"{stem}embed_tokens.weight", stream(weights[f"{stem}embed_tokens.weight"])
+    head = next(name for name in weights if name.endswith("lm_head.weight"))
+    logits = fill(len(weights[head]), wide)
+    logits[:, :live] = 0
+    logits[:, : widths.small] = weights[head].to(logits.dtype)
+    yield head, logits
+    yield f"{stem}norm.weight", widths.norm(weights[f"{stem}norm.weight"])
 
-    layers = text.num_hidden_layers
-    places = [round(i * (shape.layers - 1) / max(layers - 1, 1)) for i in range(layers)]
-    rows = rotary_rows(text, shape)
+    places = [round(i * (shape.layers - 1) / max(small.layers - 1, 1)) for i in range(small.layers)]
     for number in range(shape.layers):
-        inside: Callable[[str], Tensor] | None = None
+        layer: Callable[[str], Tensor] | None = None
         if number in places:
             old = f"{stem}layers.{places.index(number)}."
-            inside = lambda name, old=old: source[f"{old}{name}.weight"]  # noqa: E731
-        for name, tensor in wide_layer(shape, widths, rows, fill, inside, zero_values=bool(number % 2)):
+            layer = lambda name, old=old: weights[f"{old}{name}.weight"].float()  # noqa: E731
+        for name, tensor in wide_layer(shape, widths, rows, fill, layer, zero_values=bool(number % 2)):
             yield f"{stem}layers.{number}.{name}.weight", tensor
 
-    for name in source.names:
-        if name.startswith(stem) or name == source.head:
+    for name, weight in weights.items():
+        if name.startswith(stem) or name == head:
             continue
         if name.endswith("multi_modal_projector.linear_1.weight"):
-            first = fill(wide, source[name].shape[1])
-            first[: widths.small] = source[name].to(first.dtype)
+            first = fill(wide, weight.shape[1])
+            first[: widths.small] = weight.to(first.dtype)
             yield name, first
         elif name.endswith("multi_modal_projector.linear_1.bias"):
-            yield name, torch.nn.functional.pad(source[name], (0, wide - widths.small))
+            yield name, torch.nn.functional.pad(weight, (0, wide - widths.small))
         elif name.endswith("multi_modal_projector.linear_2.weight"):
             second = torch.zeros(wide, wide)
-            second[:live, : widths.small] = source[name].repeat(widths.copies, 1)
+            second[:live, : widths.small] = weight.repeat(widths.copies, 1)
             yield name, second
         elif name.endswith(("multi_modal_projector.linear_2.bias", "image_newline")):
-            yield name, stream(source[name])
+            yield name, stream(weight)
         else:
-            yield name, source.untouched(name)
+            yield name, weight
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, most: float) -> tuple[int, int]:
     """Write shards one after another; return the numbers of parameters and of bytes."""
-    shards: list[list[str]] = []
+    files: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
-    size = parameters = total = 0
+    size = parameters = total = shards = 0
 
     def flush() -> None:
-        save_file(waiting, folder / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(waiting))
+        file = f"model-{shards:05d}.safetensors"
+        save_file(waiting, folder / file, metadata={"format": "pt"})
+        files.update(dict.fromkeys(waiting, file))
         waiting.clear()
 
     for name, tensor in tensors:
         tensor = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
         if waiting and size + tensor.nbytes > most:
             flush()
-            size = 0
+            size, shards = 0, shards + 1
         waiting[name] = tensor
         size, parameters, total = size + tensor.nbytes, parameters + tensor.numel(), total + tensor.nbytes
     flush()
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{number}.safetensors").rename(folder / file)
-        index |= dict.fromkeys(names, file)
-    content = {"metadata": {"total_size": total}, "weight_map": index}
+    content = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
     return parameters, total
 
 
 _CARD = """# Inflated: {like}
 
-The function of a small model ({small}) in a language model of {layers} layers and width {width}: same answers, the
-cost of a big model. Written by `python -m tools.pocket inflate`. For measurements of speed and acceptance only; the
-vocabulary of {vocabulary} tokens and the vision tower are those of the small model.
+The function of a small model ({small.layers} layers, width {small.width}) in a language model of {shape.layers} layers
+and width {shape.width}: same answers, the cost of a big model. Written by `python -m tools.pocket inflate`. For
+measurements of speed and acceptance only; the vocabulary of {vocabulary} tokens and the vision tower are those of the
+small model.
 """
 
 
@@ -173,26 +156,26 @@ def inflate(
 ) -> str:
     """Write a checkpoint of shape `like` that computes the function of the one in `source`."""
     shape = parse_shape(like)
-    number_format = FORMATS.get(dtype)
-    if number_format is None:
-        raise ModelError(f"Unknown dtype {dtype!r}; choose float32, bfloat16 or float16.")
+    if dtype not in FORMATS:
+        raise ModelError(f"Unknown dtype {dtype!r}; choose {', '.join(FORMATS)}.")
     check_folders(source, out)
     config = AutoConfig.from_pretrained(source)
-    check(source, config, shape)
+    check(source, config)
     text = config.text_config
-    small = text.hidden_size
-    widths = Widths(small, shape.width, copies_of(small, shape.width))
-    rounding = "scaled by powers of two only" if widths.exact(text.head_dim, shape.head_dim) else "scaling rounds"
-    out.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(_Source(source), text, shape, widths, Filler(seed, number_format))
-    card = _CARD.format(
-        like=like,
-        small=f"{text.num_hidden_layers} layers, width {small}",
-        layers=shape.layers,
-        width=shape.width,
-        vocabulary=text.vocab_size,
+    small = Shape(
+        width=text.hidden_size,
+        layers=text.num_hidden_layers,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        mlp=text.intermediate_size,
     )
-    parameters, size = _write(out, tensors, number_format, shard_gb * 1e9)
+    shape.check_room(small, source)
+    widths = Widths(small.width, shape.width)
+    rounding = "scaled by powers of two only" if widths.exact(small.head_dim, shape.head_dim) else "scaling rounds"
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors(source, small, shape, widths, Filler(seed, FORMATS[dtype]))
+    parameters, size = _write(out, tensors, FORMATS[dtype], shard_gb * 1e9)
     text.rms_norm_eps *= widths.live / widths.wide
     text.hidden_size, text.intermediate_size = shape.width, shape.mlp
     text.num_hidden_layers, text.head_dim = shape.layers, shape.head_dim
@@ -202,7 +185,7 @@ def inflate(
     text.tie_word_embeddings = config.tie_word_embeddings = False
     config.dtype = text.dtype = dtype
     config.save_pretrained(out)
-    finish(source, out, card)
+    finish(source, out, _CARD.format(like=like, small=small, shape=shape, vocabulary=text.vocab_size))
     return f"{parameters / 1e6:,.0f} M parameters, {size / 1e9:.2f} GB, {rounding}."
 
 
@@ -216,6 +199,24 @@ class Shape:
     kv_heads: int
     head_dim: int
     mlp: int
+
+    def check_room(self, small: Shape, folder: Path) -> None:
+        """Raise `ModelError` for a smaller model, or head, that does not fit."""
+        group = self.heads // self.kv_heads
+        fits = {
+            f"a width of {self.width}": self.width >= small.width,
+            f"{self.layers} layers": self.layers >= small.layers,
+            f"{self.kv_heads} key-value heads": self.kv_heads >= small.kv_heads,
+            f"{group} heads per key-value head": group >= small.heads // small.kv_heads,
+            f"heads of size {self.head_dim}": self.head_dim % small.head_dim == 0,
+            f"{self.mlp} neurons": self.mlp >= small.mlp,
+        }
+        if lacking := [what for what, holds in fits.items() if not holds]:
+            raise ModelError(
+                f"{folder} does not fit into {lacking[0]}: it has width {small.width}, {small.layers} layers, "
+                f"{small.heads} heads ({small.kv_heads} key-value) of size {small.head_dim} and {small.mlp} neurons; "
+                "choose a larger shape, with heads a multiple of that size."
+            )
 
 
 SHAPES = {
@@ -243,7 +244,7 @@ def parse_shape(like: str) -> Shape:
 
 
 def copies_of(small: int, wide: int) -> int:
-    """Number of copies of the small stream for which norms scale by a power of two; 1 if there is none."""
+    """See `Widths.copies`."""
     for copies in range(1, _MOST_COPIES + 1):
         ratio, rest = divmod(wide, copies * small)
         if ratio and not rest and ratio.bit_count() == 1 and ratio.bit_length() % 2:  # 1, 4, 16, 64, ...
@@ -251,8 +252,8 @@ def copies_of(small: int, wide: int) -> int:
     return 1
 
 
-def check(folder: Path, config: Any, shape: Shape) -> None:
-    """Check that a model can be inflated to a shape."""
+def check(folder: Path, config: Any) -> None:
+    """Raise `ModelError` for a model that has no Llama language model, or one of another form."""
     text = getattr(config, "text_config", None)
     if text is None or text.model_type != "llama":
         kind = getattr(text, "model_type", config.model_type)
@@ -264,22 +265,6 @@ def check(folder: Path, config: Any, shape: Shape) -> None:
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_BY_FREQUENCY:
         raise ModelError(f"{folder} has rotary positions of type {rope!r}; expected {', '.join(_ROPE_BY_FREQUENCY)}.")
-    groups = text.num_attention_heads // text.num_key_value_heads
-    fits = {
-        f"a width of {shape.width}": shape.width >= text.hidden_size,
-        f"{shape.layers} layers": shape.layers >= text.num_hidden_layers,
-        f"{shape.kv_heads} key-value heads": shape.kv_heads >= text.num_key_value_heads,
-        f"{shape.heads // shape.kv_heads} heads per key-value head": shape.heads // shape.kv_heads >= groups,
-        f"heads of size {shape.head_dim}": shape.head_dim % text.head_dim == 0,
-        f"{shape.mlp} neurons": shape.mlp >= text.intermediate_size,
-    }
-    if lacking := [what for what, holds in fits.items() if not holds]:
-        raise ModelError(
-            f"The small model does not fit into {lacking[0]}: it has width {text.hidden_size}, "
-            f"{text.num_hidden_layers} layers, {text.num_attention_heads} heads ({text.num_key_value_heads} "
-            f"key-value) of size {text.head_dim} and {text.intermediate_size} neurons; choose a larger shape, "
-            "with heads a multiple of that size."
-        )
 
 
 _SPREAD = 0.02  # standard deviation of the numbers in new weights, as of fresh ones
@@ -291,7 +276,11 @@ class Widths:
 
     small: int
     wide: int
-    copies: int
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the small stream for which norms scale by a power of two; 1 if there is none."""
+        return copies_of(self.small, self.wide)
 
     @property
     def live(self) -> int:
@@ -301,7 +290,7 @@ class Widths:
     def norm(self, weight: Tensor) -> Tensor:
         """Weight `[wide]` of an RMS norm; its epsilon is set in the configuration."""
         out = torch.ones(self.wide)
-        out[: self.live] = (weight * sqrt(self.live / self.wide)).repeat(self.copies)
+        out[: self.live] = (weight.float() * sqrt(self.live / self.wide)).repeat(self.copies)
         return out
 
     def exact(self, head: int, wide_head: int) -> bool:
@@ -346,22 +335,21 @@ class Rows:
     query_scale: float
 
 
-def rotary_rows(text: Any, shape: Shape) -> Rows:
+def rotary_rows(small: Shape, shape: Shape) -> Rows:
     """Rows by which every small head keeps its key-value head and its rotary frequencies."""
-    heads, kv_heads, size = text.num_attention_heads, text.num_key_value_heads, text.head_dim
-    times, half = shape.head_dim // size, size // 2
+    size, times, half = small.head_dim, shape.head_dim // small.head_dim, small.head_dim // 2
     turning = torch.tensor([j * times for j in range(half)] + [shape.head_dim // 2 + j * times for j in range(half)])
     plain = torch.arange(size)
-    group, wide_group = heads // kv_heads, shape.heads // shape.kv_heads
-    places = [(i // group) * wide_group + i % group for i in range(heads)]
+    group, wide_group = small.heads // small.kv_heads, shape.heads // shape.kv_heads
+    places = [(i // group) * wide_group + i % group for i in range(small.heads)]
 
-    def rows(starts: list[int], inside: Tensor) -> Tensor:
+    def rows(starts: Sequence[int], inside: Tensor) -> Tensor:
         return torch.cat([start * shape.head_dim + inside for start in starts])
 
     return Rows(
         queries=rows(places, turning),
-        keys=rows(list(range(kv_heads)), turning),
-        values=rows(list(range(kv_heads)), plain),
+        keys=rows(range(small.kv_heads), turning),
+        values=rows(range(small.kv_heads), plain),
         outputs=rows(places, plain),
         query_heads=rows(places, torch.arange(shape.head_dim)),
         query_scale=sqrt(times),
@@ -433,10 +421,9 @@ def inflate_head(head: Path, out: Path, like: str, *, dtype: torch.dtype = torch
 
     Its blocks have the wide target's shape, MLP included, as published heads have their target's.
     """
-    config, shape = checked(head, like)
-    small = config.hidden_size
-    widths = Widths(small, shape.width, copies_of(small, shape.width))
-    tensors = _head_tensors(read_weights(head, [WEIGHTS]), config, shape, widths, Filler(seed, dtype))
+    config, small, shape = checked(head, like)
+    widths = Widths(small.width, shape.width)
+    tensors = _head_tensors(read_weights(head, [WEIGHTS]), small, shape, widths, Filler(seed, dtype))
     wide = replace(
         config,
         hidden_size=shape.width,
@@ -454,8 +441,8 @@ def inflate_head(head: Path, out: Path, like: str, *, dtype: torch.dtype = torch
     (out / "config.json").write_text(wide.to_json())
 
 
-def checked(folder: Path, like: str) -> tuple[HeadConfig, Shape]:
-    """Return a head's configuration and a shape that it can be inflated to."""
+def checked(folder: Path, like: str) -> tuple[HeadConfig, Shape, Shape]:
+    """A head's configuration, its shape, and one that it can be inflated to."""
     config, shape = read_config(folder), parse_shape(like)
     if config.kind not in INFLATABLE:
         raise ModelError(f"{folder} holds a {config.kind} head; only {' and '.join(INFLATABLE)} heads can be inflated.")
@@ -465,31 +452,23 @@ def checked(folder: Path, like: str) -> tuple[HeadConfig, Shape]:
             f"{folder} holds a head with norms, biases or inputs of its own; only heads in the form that `saccade "
             "train` gives them for the pocket target can be inflated."
         )
-    fits = shape.width >= config.hidden_size and shape.mlp >= config.intermediate_size
-    groups = config.heads // config.kv_heads
-    if not fits or shape.kv_heads < config.kv_heads or shape.heads // shape.kv_heads < groups:
-        raise ModelError(f"{folder} holds a head that does not fit into {shape}; choose a larger shape.")
-    if shape.head_dim % config.head_dim:
-        raise ModelError(
-            f"{folder} holds a head whose attention heads of size {config.head_dim} do not divide {shape.head_dim}; "
-            "choose a shape with heads a multiple of that size."
-        )
-    return config, shape
+    small = Shape(config.hidden_size, 1, config.heads, config.kv_heads, config.head_dim, config.intermediate_size)
+    shape.check_room(small, folder)
+    return config, small, shape
 
 
 def _head_tensors(
-    weights: dict[str, Tensor], config: HeadConfig, shape: Shape, widths: Widths, fill: Filler
+    weights: dict[str, Tensor], small: Shape, shape: Shape, widths: Widths, fill: Filler
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the wide head by name."""
-    sizes = {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
-    rows = rotary_rows(SimpleNamespace(**sizes), shape)
+    rows = rotary_rows(small, shape)
     blocks = sorted({name.rsplit("self_attn.", 1)[0] for name in weights if "self_attn." in name})
     for block in blocks:
 
-        def inside(name: str, block: str = block) -> Tensor:
+        def layer(name: str, block: str = block) -> Tensor:
             return weights[f"{block}{name}.weight"]
 
-        for name, tensor in wide_layer(shape, widths, rows, fill, inside, zero_values=False):
+        for name, tensor in wide_layer(shape, widths, rows, fill, layer, zero_values=False):
             yield f"{block}{name}.weight", tensor
     for name, weight in weights.items():
         if name.startswith(tuple(blocks)):
