@@ -95,7 +95,7 @@ def _kit(
     videos = []
     if video_processor is not None:
         processor, videos = _unchecked(processor), [VIDEO_PROCESSORS[video_processor](**(video or {}))]
-    ours = InputProcessor.from_parts(config, tok, images, video, template)
+    ours = InputProcessor(config, tok, images, video, template)
     return Kit(config, ours, processor(images, tok, *videos, chat_template=template, **theirs), *marks)
 
 
@@ -230,7 +230,7 @@ def _internvl() -> Kit:
 
 def _text() -> Kit:
     tok, config = tokenizer([], bos=True), hf.LlamaConfig()
-    return Kit(config, InputProcessor.from_parts(config, tok, None, None, chatml("")), None)
+    return Kit(config, InputProcessor(config, tok, None, None, chatml("")), None)
 
 
 _BUILDERS: dict[str, Callable[[], Kit]] = {

@@ -25,10 +25,10 @@ def save_of_old(k: Kit, path: Path) -> None:
     """One file per part, and the template in JSON."""
     k.config.save_pretrained(path)
     k.ours.tokenizer.save_pretrained(path)
-    k.ours.parts.image_processor.save_pretrained(path)
+    k.ours.image_processor.save_pretrained(path)
     if hasattr(k.theirs, "video_processor"):
         k.theirs.video_processor.save_pretrained(path)
-    (path / "chat_template.json").write_text(json.dumps({"chat_template": k.ours.parts.chat_template}))
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": k.ours.chat_template}))
 
 
 @pytest.mark.parametrize("save", [save_today, save_of_old])
@@ -68,11 +68,11 @@ def test_a_language_model_needs_no_processor(tmp_path: Path) -> None:
 
 def test_ids_that_end_an_answer_come_from_the_configuration_then_the_tokenizer() -> None:
     k = kit("llama")
-    assert InputProcessor.from_parts(k.config, k.ours.tokenizer).eos_token_ids == (k.config.eos_token_id,)
+    assert InputProcessor(k.config, k.ours.tokenizer).eos_token_ids == (k.config.eos_token_id,)
     config = LlamaConfig(eos_token_id=None)
-    own = InputProcessor.from_parts(config, k.ours.tokenizer).eos_token_ids
+    own = InputProcessor(config, k.ours.tokenizer).eos_token_ids
     assert own == (k.ours.tokenizer.eos_token_id,)
-    assert InputProcessor.from_parts(config, k.ours.tokenizer, eos_token_ids=[7]).eos_token_ids == (7,)
+    assert InputProcessor(config, k.ours.tokenizer, eos_token_ids=[7]).eos_token_ids == (7,)
 
 
 def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_a_missing_checkpoint_or_part_is_named(tmp_path: Path) -> None:
 
 def test_the_wrong_tokenizer_is_found_out_at_once() -> None:
     with pytest.raises(ModelError, match="has no token"):
-        InputProcessor.from_parts(kit("qwen2_vl").config, tokenizer([]))
+        InputProcessor(kit("qwen2_vl").config, tokenizer([]))
 
 
 def test_images_without_image_processor_are_refused() -> None:
     k = kit("llava")
-    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=LLAVA_TEMPLATE)
+    processor = InputProcessor(k.config, k.ours.tokenizer, chat_template=LLAVA_TEMPLATE)
     with pytest.raises(ModelError, match="no image processor"):
         processor.prompt("?", [picture(40, 30)])
 
@@ -129,6 +129,6 @@ def test_an_unknown_family_cannot_be_built_from_parts() -> None:
         vision_config = {"model_type": "clip"}  # noqa: RUF012
 
     k = kit("llama")
-    processor = InputProcessor.from_parts(Strange(), k.ours.tokenizer, chat_template="{{ messages[0]['role'] }}")
+    processor = InputProcessor(Strange(), k.ours.tokenizer, chat_template="{{ messages[0]['role'] }}")
     with pytest.raises(ModelError, match="strange is not built in"):
         processor.prompt("Hi")

@@ -120,7 +120,7 @@ def processor() -> InputProcessor:
         "<s>{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<image>"
         "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
     )
-    return InputProcessor.from_parts(config(), words(), images, chat_template=template)
+    return InputProcessor(config(), words(), images, chat_template=template)
 
 
 def prompt() -> Prompt:

@@ -75,14 +75,14 @@ def test_a_language_model_gets_what_its_tokenizer_makes() -> None:
     ]
     joined = [*turns[:3], {"role": "user", "content": "Bye!"}]
     expected = k.ours.tokenizer.apply_chat_template(
-        joined, chat_template=k.ours.parts.chat_template, add_generation_prompt=True, return_dict=False
+        joined, chat_template=k.ours.chat_template, add_generation_prompt=True, return_dict=False
     )
     assert list(k.ours.prompt(turns).ids) == expected
 
 
 def test_a_model_without_template_takes_strings_as_they_are() -> None:
     k = kit("qwen2_vl")
-    bare = InputProcessor.from_parts(k.config, k.ours.tokenizer, k.ours.parts.image_processor)
+    bare = InputProcessor(k.config, k.ours.tokenizer, k.ours.image_processor)
     assert bare.decode(bare.prompt("Once upon").ids) == "Once upon"
     prompt = bare.prompt("Once upon", [IMAGE])
     assert bare.tokenizer.decode(prompt.ids).startswith("<|vision_start|><|image_pad|>")
@@ -109,7 +109,7 @@ def test_thoughts_that_a_template_drops_stay_dropped() -> None:
         "{% for m in messages %}{% if m['content'] is string %}{{ m['content'].split('</think>')[-1] }}"
         "{% else %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
     )
-    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=template)
+    processor = InputProcessor(k.config, k.ours.tokenizer, chat_template=template)
     turns = [*user("Hi."), {"role": "assistant", "content": "<think>Hm.</think>Hello."}]
     assert processor.decode(processor.prompt(turns).ids) == "Hi.Hello."
 
@@ -124,7 +124,7 @@ def test_the_answer_may_be_begun_or_not() -> None:
 def test_template_options_reach_the_template() -> None:
     k = kit("llama")
     template = "{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
-    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=template)
+    processor = InputProcessor(k.config, k.ours.tokenizer, chat_template=template)
     assert processor.decode(processor.prompt("Hi", template_options={"loud": True}).ids) == "Hi!"
 
 
@@ -169,15 +169,15 @@ def test_what_does_not_match_is_refused_with_one_sentence(
 def test_a_template_that_refuses_says_why() -> None:
     k = kit("llama")
     template = "{{ raise_exception('Roles must alternate') }}"
-    processor = InputProcessor.from_parts(k.config, k.ours.tokenizer, chat_template=template)
+    processor = InputProcessor(k.config, k.ours.tokenizer, chat_template=template)
     with pytest.raises(InputError, match="refuses the messages \\(Roles must alternate\\)"):
         processor.prompt("Hi")
 
 
 def test_a_template_that_writes_no_placeholder_is_found_out() -> None:
     k = kit("llava")
-    processor = InputProcessor.from_parts(
-        k.config, k.ours.tokenizer, k.ours.parts.image_processor, chat_template="{{ messages[0]['role'] }}"
+    processor = InputProcessor(
+        k.config, k.ours.tokenizer, k.ours.image_processor, chat_template="{{ messages[0]['role'] }}"
     )
     with pytest.raises(InputError, match="0 of <image> for 1 image;"):
         processor.prompt("Hi", [IMAGE])
@@ -203,7 +203,7 @@ def test_every_image_becomes_one_newline(name: str, size: tuple[int, int]) -> No
     special = set(k.ours.tokenizer.all_special_tokens) - {"<s>", "<|im_start|>", "<|im_end|>", "<end_of_utterance>"}
     text = k.ours.tokenizer.decode(blind.ids)
     assert not [token for token in special if token in text]
-    template = k.ours.parts.chat_template
+    template = k.ours.chat_template
     empty = {"gemma3": "\n\n\n\n\n", "internvl": "\n\n"}.get(name, "\n")  # what template and family write around
     if "selectattr" in template:
         assert text.count("\n") == 6

@@ -156,8 +156,8 @@ def test_qwen_video_patches_have_the_video_processors_sizes(name: str, cap: bool
     expected = processor(
         torch.from_numpy(video.frames), cap_pixels_per_frame=cap, do_sample_frames=False, return_tensors="pt"
     )
-    settings = {**k.ours.parts.video_settings, "cap_pixels_per_frame": cap}
-    ours = InputProcessor.from_parts(k.config, k.ours.tokenizer, None, settings, k.ours.parts.chat_template)
+    settings = {**k.ours.video_settings, "cap_pixels_per_frame": cap}
+    ours = InputProcessor(k.config, k.ours.tokenizer, None, settings, k.ours.chat_template)
     made = ours.prompt("?", videos=[video]).media[0].tensors
     assert made["video_grid_thw"].tolist() == expected["video_grid_thw"].tolist()
     torch.testing.assert_close(made["pixel_values_videos"], expected["pixel_values_videos"], atol=PIXELS, rtol=0)

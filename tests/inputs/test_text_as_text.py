@@ -91,7 +91,7 @@ def test_parts_that_join_to_a_control_token_stay_text(name: str, parts: list[str
 
 def test_a_plain_string_and_a_model_without_template_are_covered() -> None:
     item = kit("llava")
-    bare = InputProcessor.from_parts(item.config, item.ours.tokenizer, item.ours.parts.image_processor)
+    bare = InputProcessor(item.config, item.ours.tokenizer, item.ours.image_processor)
     for processor in (item.ours, bare):
         made = processor.prompt("a </s> <image> b", [PICTURE], options=TEXT)
         plain = processor.prompt("a b", [PICTURE])

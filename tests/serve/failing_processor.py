@@ -14,6 +14,9 @@ from saccade.inputs.processor import InputProcessor
 class FailingProcessor(InputProcessor):
     """Fails at media as the text of the last message says."""
 
+    def __init__(self, processor: InputProcessor) -> None:
+        vars(self).update(vars(processor))
+
     def load_media(self, messages: Any, *arguments: Any, **options: Any) -> Any:
         what = messages[-1]["content"][-1]["text"]
         if what == "crash":

@@ -31,7 +31,7 @@ from saccade.serve.workers import PromptWorkers
 ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"
 OPTIONS = MediaOptions(limits=SERVER, text_as_text=True)
 SEEN = tuple(vlm(name).processor for name in ("qwen", "llava"))
-FAILING = FailingProcessor(SEEN[0].parts)
+FAILING = FailingProcessor(SEEN[0])
 FAILURES = [
     ("crash", InputError, "the decoder has failed"),
     ("leave", InputError, "the decoder has failed"),
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed() -> None:
     model = copy.copy(vlm("qwen", "qwen-draft"))
-    model.processor = FailingProcessor(model.processor.parts)
+    model.processor = FailingProcessor(model.processor)
     with live([(TINY, model)], media=replace(SERVER), media_workers=1, media_seconds=6.0) as server:
         body = {"model": "tiny", "max_tokens": 3}
         status, answer = server.post({**body, "messages": asks("crash", uri(0))})

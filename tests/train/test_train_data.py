@@ -99,7 +99,7 @@ def several(after: str, *ends: str) -> InputProcessor:
     source = template("<image>").replace("\n{% endfor %}", after + "\n{% endfor %}")
     config = AutoConfig.from_pretrained(ready("llama"))
     ids = [int(tok.convert_tokens_to_ids(end)) for end in ends]
-    return InputProcessor.from_parts(config, tok, chat_template=source, eos_token_ids=ids)
+    return InputProcessor(config, tok, chat_template=source, eos_token_ids=ids)
 
 
 @pytest.mark.parametrize(

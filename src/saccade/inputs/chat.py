@@ -9,7 +9,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -78,14 +78,12 @@ def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dic
     ]
 
 
-def as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Join lists of text parts into strings, for the templates of language models."""
-    return [
-        {**m, "content": "".join(part["text"] for part in m["content"])}
-        if isinstance(m.get("content"), list)
-        else {**m}
-        for m in messages
-    ]
+def as_text(message: Message) -> dict[str, Any]:
+    """Join a list of text parts into a string, for the templates of language models."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message}
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def render(
@@ -157,7 +155,6 @@ _PASSES = 8
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
 class Controls:
     """Control tokens of one tokenizer and chat template.
 
@@ -165,32 +162,17 @@ class Controls:
     writes, such as ``<think>`` or ``<tool_call>``. The last keep their meaning in messages of the assistant.
     """
 
-    tokenizer: Any  # a Hugging Face tokenizer
-    template: str | None  # source of the chat template; None without one
-    words: tuple[str, ...]  # placeholders and wrappers of media
-
-    @cached_property
-    def special(self) -> dict[str, int | None]:
-        """Ids of special tokens and media words; None for words that are no token."""
-        ids: dict[str, int | None] = {word: None for word in self.words if word.strip()}
-        return ids | {token.content: i for i, token in self._added.items() if token.special or token.content in ids}
-
-    @cached_property
-    def all(self) -> dict[str, int | None]:
-        """Ids of all control tokens."""
-        template = self.template or ""
-        written = {token.content: i for i, token in self._added.items() if token.content in template}
-        return {**written, **self.special}
-
-    @cached_property
-    def heads(self) -> frozenset[str]:
-        """Proper beginnings of control tokens."""
-        return frozenset(word[:n] for word in self.all for n in range(1, len(word)))
-
-    @cached_property
-    def tails(self) -> frozenset[str]:
-        """Proper ends of control tokens."""
-        return frozenset(word[n:] for word in self.all for n in range(1, len(word)))
+    def __init__(self, tokenizer: Any, template: str | None, words: Iterable[str]) -> None:
+        self.tokenizer = tokenizer  # a Hugging Face tokenizer
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        # ids of special tokens and media words; None for words that are no token
+        self.special: dict[str, int | None] = {word: None for word in words if word.strip()}
+        self.special |= {t.content: i for i, t in added.items() if t.special or t.content in self.special}
+        written = {token.content: i for i, token in added.items() if token.content in (template or "")}
+        self.all = {**written, **self.special}  # ids of all control tokens
+        self.heads = frozenset(word[:n] for word in self.all for n in range(1, len(word)))  # proper beginnings
+        self.tails = frozenset(word[n:] for word in self.all for n in range(1, len(word)))  # proper ends
+        self._copies: dict[int, Tokenizer] = {}
 
     def dropping(self, mark: str) -> Iterator[Tokenizer]:
         """Copies of the tokenizer that drop a mark after the search for added tokens.
@@ -207,25 +189,17 @@ class Controls:
     def _copy(self, mark: str, number: int) -> Tokenizer:
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())
         content |= {"truncation": None, "padding": None}
-        pattern = {"String": mark}
         if number == 0:
-            drop = {"type": "Replace", "pattern": pattern, "content": ""}
-            rest = content["normalizer"]
-            content["normalizer"] = {"type": "Sequence", "normalizers": [drop, *([rest] if rest else [])]}
+            step = "normalizer"
+            change: dict[str, Any] = {"type": "Replace", "content": ""}
             content["added_tokens"] = [{**token, "normalized": False} for token in content["added_tokens"]]
         else:
-            divide = {"type": "Split", "pattern": pattern, "behavior": "Removed", "invert": False}
-            rest = content["pre_tokenizer"]
-            content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [divide, *([rest] if rest else [])]}
+            step = "pre_tokenizer"
+            change = {"type": "Split", "behavior": "Removed", "invert": False}
+        change["pattern"] = {"String": mark}
+        rest = [content[step]] if content[step] else []
+        content[step] = {"type": "Sequence", f"{step.replace('_', '')}s": [change, *rest]}
         return Tokenizer.from_str(json.dumps(content))
-
-    @cached_property
-    def _copies(self) -> dict[int, Tokenizer]:
-        return {}
-
-    @cached_property
-    def _added(self) -> dict[int, Any]:
-        return {i: t for i, t in self.tokenizer.added_tokens_decoder.items() if t.content.strip()}
 
 
 class LiteralText:
@@ -266,18 +240,18 @@ class LiteralText:
             if any(_covers(span, breaks) for span in _find(clean, self._controls.all)):
                 raise self._refusal(clean)
             return list(self._tokenizer(clean, add_special_tokens=add_special_tokens)["input_ids"])
-        made = self._tokenizer(clean, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        if self._has_control(clean, made["input_ids"], made["offset_mapping"], breaks):
+        encoding = self._tokenizer(clean, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        if self._has_control(clean, encoding["input_ids"], encoding["offset_mapping"], breaks):
             return list(self._encoding(text, add_special_tokens).ids)
-        return list(made["input_ids"])
+        return list(encoding["input_ids"])
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         """Encoding of a marked text by a tokenizer that drops the marks."""
         breaks = [(place, place + 1) for place in self._places(text)]
         for backend in self._controls.dropping(self.character):
-            made = backend.encode(text, add_special_tokens=add_special_tokens)
-            if not self._has_control(text, made.ids, made.offsets, breaks):
-                return made
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+            if not self._has_control(text, encoding.ids, encoding.offsets, breaks):
+                return encoding
         raise self._refusal(text)
 
     def _places(self, text: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +32,6 @@ from saccade.inputs.chat import (
 from saccade.inputs.families import Unknown, family_of, media_spans, without_media
 from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
 from saccade.inputs.media import LOCAL, MediaLimits, load_image, load_video
-from saccade.inputs.parts import ProcessorParts, clean_video_settings, load_parts, read_eos, save_parts, settings_digest
 from saccade.wording import count, first_line
 
 Messages = Sequence[Mapping[str, Any]]
@@ -69,43 +70,83 @@ DEFAULT_MEDIA = MediaOptions()
 class InputProcessor:
     """Maker of one model's prompts, token for token those of its Hugging Face processor, without torchvision."""
 
-    def __init__(self, parts: ProcessorParts) -> None:
-        self.config = parts.config  # the model's Hugging Face configuration
-        self.tokenizer = parts.tokenizer  # the model's tokenizer
-        self.eos_token_ids: tuple[int, ...] = read_eos(parts)  # ids that end an answer
-        self.parts = parts  # everything in the checkpoint besides the weights
-        self._family = family_of(parts.config)
-        self._placeholders: dict[Kind, str] = self._family.placeholders(parts.tokenizer)
-        for kind in KINDS if self._family.is_composite else ():
-            self._placeholders[kind] = str(getattr(parts.composite, f"{kind}_token", None) or "")
-        slot = self._family.slot
-        self._slots = {**self._placeholders, "image": slot} if slot else self._placeholders  # in the chat template
-        self._known_controls: dict[str | None, Controls] = {}
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of image and video settings and chat template."""
-        return settings_digest(self.parts)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
-        """Read tokenizer, image and video settings and chat template of a checkpoint."""
-        return cls(load_parts(os.fspath(path)))
-
-    @classmethod
-    def from_parts(
-        cls,
+    def __init__(
+        self,
         config: Any,
         tokenizer: Any,
         image_processor: Any = None,
         video_settings: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-    ) -> InputProcessor:
-        """Build from loaded parts."""
-        eos = None if eos_token_ids is None else tuple(eos_token_ids)
-        video = clean_video_settings(video_settings or {})
-        return cls(ProcessorParts(config, tokenizer, image_processor, video, chat_template, eos))
+        eos_token_ids: int | Sequence[int] | None = None,
+        composite: Any = None,
+    ) -> None:
+        self.config = config  # the model's Hugging Face configuration
+        self.tokenizer = tokenizer  # its tokenizer
+        self.image_processor = image_processor  # None for language models
+        self.video_settings = _video_settings(video_settings or {})  # content of its video configuration file
+        self.chat_template = chat_template  # Jinja source, where it is not the tokenizer's own
+        self.eos_token_ids = _ids(eos_token_ids) or self._configured_eos()  # ids that end an answer
+        self.composite = composite  # its whole Hugging Face processor, for families outside the registry only
+        self._family = family_of(config)
+        self._placeholders: dict[Kind, str] = self._family.placeholders(tokenizer)
+        for kind in KINDS if self._family.is_composite else ():
+            self._placeholders[kind] = str(getattr(composite, f"{kind}_token", None) or "")
+        slot = self._family.slot
+        self._slots = {**self._placeholders, "image": slot} if slot else self._placeholders  # in the chat template
+        self._known_controls: dict[str | None, Controls] = {}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
+        """Read tokenizer, image and video settings and chat template of a checkpoint.
+
+        Raises:
+            ModelError: When a part is missing or cannot be read.
+        """
+        from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+        path = os.fspath(path)
+        if not path:
+            raise ModelError("The model does not say which checkpoint it is from; make its InputProcessor from parts.")
+        config = _loaded(AutoConfig, path, "configuration")
+        tokenizer = _loaded(AutoTokenizer, path, "tokenizer")
+        family = family_of(config)
+        images = composite = None
+        if family.is_composite:
+            composite = _loaded(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
+        elif family.reads_images:
+            images = _loaded(AutoImageProcessor, path, "image processor", config=config)
+        settings = _json(path, "processor_config.json")
+        files = (_VIDEO_FILE, "preprocessor_config.json") if family.video_defaults is not None else ()
+        video = settings.get("video_processor") if files else None
+        for name in files:
+            video = video or _json(path, name)
+        file = _file(path, _TEMPLATE_FILE)  # the processor's template may differ from the tokenizer's
+        if file is not None:
+            template: Any = file.read_text(encoding="utf-8")
+        else:
+            template = _json(path, "chat_template.json").get("chat_template") or settings.get("chat_template")
+        template = template if isinstance(template, str) else None
+        eos = _json(path, "generation_config.json").get("eos_token_id")
+        return cls(config, tokenizer, images, video, template, eos, composite)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write all files that `load` reads except the two configurations, for a model with the same inputs."""
+        self.tokenizer.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
+        if self.video_settings:
+            (Path(folder) / _VIDEO_FILE).write_text(json.dumps(self.video_settings, indent=2), encoding="utf-8")
+        if self.chat_template is not None:
+            (Path(folder) / _TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of image and video settings and chat template."""
+        processors = [getattr(self.composite, f"{kind}_processor", None) for kind in KINDS]
+        image, *others = (_plain({} if p is None else p.to_dict()) for p in (self.image_processor, *processors))
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
+        content = json.dumps([image, _plain(self.video_settings), template, *others], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def prompt(
         self,
@@ -127,7 +168,7 @@ class InputProcessor:
         messages, slots = normalise(conversation)
         check_unicode(messages)
         slots = self._loaded(_fill(slots, images, videos), options)
-        template = self.parts.chat_template or getattr(self.tokenizer, "chat_template", None)
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # several by name
             template = template.get("default")
         literal = LiteralText(self._controls(template), messages) if options.text_as_text else None
@@ -137,7 +178,7 @@ class InputProcessor:
             text = self._bare(text_or_messages, literal, slots)
         else:
             if not self._family.reads_images:
-                messages = as_text(messages)
+                messages = [as_text(message) for message in messages]
             text = render(self.tokenizer, template, messages, add_generation_prompt, template_options or {})
         bos = getattr(self.tokenizer, "bos_token", None)
         # the template may write the special tokens itself; those of language models are taken to do so always
@@ -166,7 +207,7 @@ class InputProcessor:
             return load_video(source, limits=options.limits)
         if family.video_defaults is None:
             return source
-        settings = family.video_settings(self.parts.video_settings, options.sampling)
+        settings = family.video_settings(self.video_settings, options.sampling)
         return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings), options.limits)
 
     def encode(self, text: str, *, text_as_text: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -185,17 +226,19 @@ class InputProcessor:
         """The prompt for a drafter without vision: one newline for every image or video (the T view of TABED)."""
         return without_media(self.config, self.tokenizer, prompt)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all files that `load` reads except the configuration, for a model with the same inputs."""
-        save_parts(self.parts, Path(folder))
-
     def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
         """Mean and standard deviation of the three colours, by which an ``image`` or a ``video`` is scaled."""
-        parts = self.parts
         if kind == "video" and self._family.video_defaults is not None:
-            settings = {**self._family.video_defaults, **parts.video_settings}
+            settings = {**self._family.video_defaults, **self.video_settings}
             return settings["image_mean"], settings["image_std"]
-        return parts.image_processor.image_mean, parts.image_processor.image_std
+        return self.image_processor.image_mean, self.image_processor.image_std
+
+    def _configured_eos(self) -> tuple[int, ...]:
+        """Ids that end an answer: the model's configuration's, else the tokenizer's."""
+        for owner in (self.config, self.config.get_text_config(decoder=True), self.tokenizer):
+            if (ids := _ids(getattr(owner, "eos_token_id", None))) is not None:
+                return ids
+        return ()
 
     def _loaded(self, slots: Sequence[Slot], options: MediaOptions) -> list[Slot]:
         """Load the images of a conversation and the sampled frames of its videos, unless the model takes none."""
@@ -208,7 +251,7 @@ class InputProcessor:
                 raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
             if family.video_defaults is None and "video" in kinds:
                 raise InputError(f"The model {name} takes images but no videos; give single frames as images.")
-            if self.parts.image_processor is None and "image" in kinds:
+            if self.image_processor is None and "image" in kinds:
                 raise ModelError(f"The checkpoint has no image processor; load {name} from a complete checkpoint.")
         if len(slots) > limits.media:
             raise InputError(
@@ -280,7 +323,7 @@ class InputProcessor:
                 media.append(family.medium("image", tensors))
                 continue
             video = next(videos)
-            settings = family.video_settings(self.parts.video_settings, sampling)
+            settings = family.video_settings(self.video_settings, sampling)
             made = family.video_tensors(video, settings)
             word = token if family.frames_as_images else self._placeholders["video"]
             pieces[2 * i + 1] = family.expand_video(word, made, video, settings)
@@ -294,7 +337,7 @@ class InputProcessor:
     def _features(self, images: Any) -> Features:
         """Output of the image processor for images, in the nesting that the family wants."""
         try:
-            return dict(self.parts.image_processor(images, return_tensors="pt", **self._family.image_options))
+            return dict(self.image_processor(images, return_tensors="pt", **self._family.image_options))
         except (ValueError, ZeroDivisionError, TypeError, OSError) as error:
             if isinstance(error, SaccadeError):
                 raise
@@ -309,7 +352,7 @@ class InputProcessor:
     ) -> Prompt:
         """One row through the processor of a family outside the registry: all its images and videos are one medium."""
         family = self._family
-        processor = self.parts.composite
+        processor = self.composite
         assert isinstance(family, Unknown)
         if processor is None:
             raise ModelError(f"The family {family.name} is not built in; load its processor from a checkpoint.")
@@ -333,6 +376,59 @@ class InputProcessor:
         ids = tuple(made["input_ids"][0].tolist())
         tensors = {k: v for k, v in made.items() if k not in _TEXT_KEYS and hasattr(v, "shape")}
         return Prompt(ids, (family.whole_medium(ids, tensors),) if tensors else ())
+
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_VIDEO_FILE = "video_preprocessor_config.json"
+_CLASSES = ("image_processor_type", "video_processor_type", "feature_extractor_type", "processor_class")
+"""Settings that name classes, which change with the version of transformers and not with behaviour."""
+
+
+def _loaded(auto: Any, path: str, part: str, **options: Any) -> Any:
+    try:
+        return auto.from_pretrained(path, trust_remote_code=False, **options)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        reason = first_line(error).split(". ")[0].rstrip(".: ")[:300]
+        raise ModelError(
+            f"The {part} of {path} cannot be loaded ({reason}); give a complete checkpoint directory "
+            "or a model id that can be reached."
+        ) from error
+
+
+def _file(path: str, name: str) -> Path | None:
+    from transformers.utils import cached_file
+
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return Path(file) if file else None
+
+
+def _json(path: str, name: str) -> dict[str, Any]:
+    file = _file(path, name)
+    try:
+        content = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ModelError(f"{name} of {path} is not valid JSON; download the checkpoint again.") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _ids(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    return tuple(int(i) for i in value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _video_settings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a video configuration that are not None; SmolVLM has its sampling in a nested part."""
+    settings = {k: v for k, v in content.items() if v is not None}
+    sampling = settings.pop("video_sampling", None)
+    if sampling:
+        settings.update(num_frames=sampling["max_frames"], fps=sampling["fps"])
+        settings.setdefault("size", sampling["video_size"])
+    return settings
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None and name not in _CLASSES}
 
 
 def _listed(media: Iterable[Any], name: str) -> list[Any]:

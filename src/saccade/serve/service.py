@@ -39,7 +39,7 @@ class Service:
         self.config = config  # of the server
         limits = config.limits
         processors = [each for vlm in vlms for each in (vlm.processor, vlm.draft_processor) if each is not None]
-        sees = any(each.parts.image_processor is not None or each.parts.composite is not None for each in processors)
+        sees = any(each.image_processor is not None or each.composite is not None for each in processors)
         self._workers: PromptWorkers | None = None  # for media, where they are decoded in their own processes
         if sees and config.media.own_process and PromptWorkers.are_possible():
             self._workers = PromptWorkers(processors, limits.media_seconds, limits.media_memory_mib * MIB)
