@@ -163,5 +163,5 @@ def _describe(name: str, data: DataSet) -> None:
         screen.show(f"  source: columns are as read by {data.source}; not compared with the hub")
     for paper in data.papers:
         changes = ", ".join(f"{key} {value!r}" for key, value in catalogue.changes_of(data, paper).items())
-        parts = [part for part in (changes, catalogue.note_of(data, paper)) if part]
+        parts = [part for part in (changes, data.papers[paper].get("note")) if part]
         screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {'; '.join(parts)}")

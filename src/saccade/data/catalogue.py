@@ -20,7 +20,6 @@ PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE"
 PARTS = ("question", "images", "videos", "choices", "reference", "id", "category", "turns")
 """Parts of a question that a column can be named for."""
 _LISTS = ("images", "videos", "choices")
-_NOTE = "note"
 
 
 class Template:
@@ -169,12 +168,7 @@ def parse(table: Mapping[str, Any], name: str, where: str) -> DataSet:
 
 def changes_of(data: DataSet, paper: str) -> dict[str, Any]:
     """Fields of a data set that a paper changes."""
-    return {key: value for key, value in data.papers[paper].items() if key != _NOTE}
-
-
-def note_of(data: DataSet, paper: str) -> str:
-    """Remark on a paper's use of a data set; empty without one."""
-    return str(data.papers[paper].get(_NOTE, ""))
+    return {key: value for key, value in data.papers[paper].items() if key != "note"}
 
 
 @cache

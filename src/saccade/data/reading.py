@@ -19,17 +19,6 @@ from saccade.data.conversations import Messages
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 
-_BUILDERS = {
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".arrow": "arrow",
-}
-"""Readers of `datasets` for single files, by ending."""
 FILE = "prompts.jsonl"
 _ADVICE = "free some space or choose another folder"
 _ENDINGS = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
@@ -101,17 +90,11 @@ def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mappin
                 raise InputError(f"{path} has no split {data.split!r}; it has {', '.join(loaded)}.")
             loaded = loaded[data.split]
         loaded = loaded.to_iterable_dataset() if data.shuffle is None else loaded
-    elif path.is_file():
-        ending = path.suffix.lower()
-        if ending not in _BUILDERS:
-            raise InputError(f"{path} does not have the ending of a data set; expected one of {', '.join(_BUILDERS)}.")
-        options: dict[str, Any] = {"data_files": {data.split: str(path)}, "split": data.split}
-        if ending == ".tsv":
-            options["sep"] = "\t"
-        loaded = datasets.load_dataset(_BUILDERS[ending], streaming=data.shuffle is None, **options)
     else:
-        name = str(path) if path.is_dir() else data.path
-        loaded = datasets.load_dataset(name, subset, split=data.split, streaming=data.shuffle is None)
+        name = str(path.parent) if path.is_file() else str(path) if path.is_dir() else data.path
+        files = {data.split: escape(path.name)} if path.is_file() else None
+        streaming = data.shuffle is None
+        loaded = datasets.load_dataset(name, subset, data_files=files, split=data.split, streaming=streaming)
     if data.shuffle is not None:
         loaded = loaded.shuffle(seed=data.shuffle).to_iterable_dataset()
     rows: Iterable[Mapping[str, Any]] = loaded  # texts of JSON and CSV have no media to decode
