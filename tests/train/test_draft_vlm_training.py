@@ -377,6 +377,9 @@ def test_what_has_no_draft_vlm_is_refused_in_a_sentence(tmp_path: Path) -> None:
         learner("llava", recipe(**{"loss.tokens": 0.0}))
     with pytest.raises(TrainingError, match="give it with processor="):
         Trainer(vlm("llava").target, recipe(), source("llava"), tmp_path)
+    for option, words in (("begin", "does not begin with a head"), ("features", "reads no features of the target")):
+        with pytest.raises(TrainingError, match=f"A draft VLM {words}"):
+            trainer("llava", tmp_path, recipe(), **{option: tmp_path})
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])

@@ -22,9 +22,8 @@ from saccade.draft.heads.dream import Dream
 from saccade.errors import TrainingError
 from saccade.inputs.families import visual_mask
 from saccade.train import Recipe, Stage, Trainer
-from saccade.train import features as calibration_module
 from saccade.train.data import Listed, TrainingSample
-from saccade.train.features import Calibration, calibrate, read_features
+from saccade.train.features import calibrate, read_features
 from saccade.train.objectives import dream as dream_module
 from saccade.train.objectives.dream import (
     LAYERS,
@@ -209,28 +208,18 @@ def test_the_calibration_is_that_of_eager_attention(name: str) -> None:
     assert all(1 <= layer <= len(target(name).layers) for layer in layers)
 
 
-def test_a_prompt_is_calibrated_once_and_found_again_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = samples("llava", 2)
-    made = own(keep=0.5)
-    known = Calibration(target("llava"), made.pruning, tmp_path)
-    found = known.of(first.prompt)
-    assert not list(tmp_path.iterdir())
-    known.save()
-    known.save()
-    assert len((tmp_path / "0.jsonl").read_text().splitlines()) == 2  # an empty one, so that a cut one stays alone
-    with (tmp_path / "0.jsonl").open("a") as file:
-        file.write("\n" + json.dumps({"key": "half"})[:7])
+def test_a_prompt_is_calibrated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated: list[int] = []
 
-    def never(*_: Any) -> None:
-        raise AssertionError("calibrated twice")
+    def counted(target: Any, prompt: Any, pruning: Any) -> Any:
+        calibrated.append(len(prompt))
+        return calibrate(target, prompt, pruning)
 
-    again = Calibration(target("llava"), made.pruning, tmp_path, rank=1)
-    other = Calibration(target("llava"), own(keep=0.25).pruning, tmp_path)
-    monkeypatch.setattr(calibration_module, "calibrate", never)
-    assert known.of(first.prompt) == again.of(first.prompt) == found
-    for calibration, prompt in ((again, second.prompt), (other, first.prompt)):
-        with pytest.raises(AssertionError, match="twice"):
-            calibration.of(prompt)
+    monkeypatch.setattr(dream_module, "calibrate", counted)
+    made = feeder(own(keep=0.5))
+    for _ in range(2):
+        made.features(range(3))
+    assert len(calibrated) == 3
 
 
 # --------------------------------------------------------------------------- entries
@@ -315,13 +304,12 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe(**{**values, **changes})
 
 
-def test_a_run_learns_and_its_calibration_stays(tmp_path: Path) -> None:
+def test_a_run_learns(tmp_path: Path) -> None:
     outcome = Trainer(target("llava"), recipe(), listed("llava", 8), tmp_path, say=lambda _: None).run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
     assert {"states", "middle", "distribution"} <= set(lines[0])
-    assert (tmp_path / "calibration" / "0.jsonl").read_text().count("key") == 8
     assert (outcome.head / "model.safetensors").is_file()
 
 

@@ -164,20 +164,3 @@ def test_a_draft_vlm_is_forecast_for_targets_that_can_have_one(tmp_path: Path) -
     assert found.work.trained == 68_030_208 + projector + grown
     with pytest.raises(TrainingError, match="A draft VLM cannot be made for a Qwen2_5_VL"):
         forecast_of("qwen2.5-vl-7b", "draft-vlm", "24gb")
-
-
-def test_a_distillation_is_forecast_from_its_prompts(shell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    Image.new("RGB", (280, 140)).save(tmp_path / "images" / "a.png")
-    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Two."}]
-    rows = [{"id": "a", "image": "a.png", "conversations": turns}, {"id": "b", "conversations": turns[1:]}]
-    (tmp_path / "mix.json").write_text(json.dumps(rows, indent=1))
-    made = ["distill", tmp_path / "mix.json", "--media-root", tmp_path / "images", "-t", SHAPES / "qwen2.5-vl-7b"]
-    found = shell(*made, "-o", tmp_path / "out", "-n", "512", "--preset", "24gb", "--plan", "--on-bad-line", "skip")
-    assert found.code == 0, found.err
-    assert "Questions: 1 of 1 conversation" in found.out
-    assert "50 visual tokens" in found.out
-    assert "KV cache" in found.out
-    assert "line 2: it has no question" in found.err
-    assert not (tmp_path / "out").exists()
-    assert "line 2" in shell(*made, "-o", tmp_path / "out", "--preset", "24gb", "--plan").complaint

@@ -39,6 +39,7 @@ from saccade.train.objectives.heads import (
 from saccade.train.objectives.losses import Window, draft_loss, in_top, top_cross_entropy, unroll
 from saccade.train.recipe import Recipe, Stage, objective_of, read_recipe
 from saccade.train.trainer import Trainer
+from saccade.train.validate import EngineMeasure
 from saccade.train.warm_start import choose_vocabulary, new_head
 
 
@@ -221,11 +222,12 @@ def test_every_stack_guesses_the_answer_further_ahead(kind: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "vispec", "eagle3", "kangaroo"])
 def test_a_run_changes_every_weight_and_measures_the_head(kind: str, precision: str, tmp_path: Path) -> None:
-    stage = Stage(4, 1e-3, 1 if kind == "kangaroo" else 2)
-    sizes = {"batch_size": 2, "log_every": 1, "validation_samples": 1}
-    recipe = Recipe(kind=kind, stages=(stage,), precision=precision, **sizes)
+    stage = Stage(2, 1e-3, 1 if kind == "kangaroo" else 2)
+    recipe = Recipe(kind=kind, stages=(stage,), precision=precision, batch_size=2, validation_samples=1)
     before = new_head(target("llava"), recipe).state_dict()
-    outcome = Trainer(target("llava"), recipe, listed("llava", 12), tmp_path, say=lambda _: None).run()
+    measure = EngineMeasure(target("llava"), [prompt("llava", "image")], max_new_tokens=8)
+    source = listed("llava", 12)
+    outcome = Trainer(target("llava"), recipe, source, tmp_path, measure=measure, say=lambda _: None).run()
     assert outcome.efficiency is not None
     assert outcome.efficiency >= 1
     after = load_head(outcome.head, target("llava"))

@@ -325,9 +325,3 @@ def test_a_warm_run_goes_on_bit_for_bit_and_only_from_the_same_head(tmp_path: Pa
     )
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert not torch.equal(whole["w1.weight"], fresh["w1.weight"])
-
-
-def test_a_draft_vlm_begins_with_no_head(tmp_path: Path) -> None:
-    asked = Recipe(kind="draft-vlm", stages=(Stage(2, 1e-3),), head={"lm": "1x32"})
-    with pytest.raises(TrainingError, match="does not begin with a head"):
-        Trainer(target("llava"), asked, listed("llava", 24), tmp_path, begin="x", say=str)

@@ -47,9 +47,9 @@ def test_micro_batches_add_up_to_the_batch(whole: Path, tmp_path: Path) -> None:
     assert_close(whole, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis", "vispec", "dream", "medusa", "kangaroo"])
+@pytest.mark.parametrize("kind", ["hivis", "vispec", "dream", "medusa"])
 def test_an_answer_that_ends_at_once_is_learnt(tmp_path: Path, kind: str) -> None:
-    settings = {"batch_size": 2, "stage1.steps": 1, "stage1.draft_steps": 2 if kind != "kangaroo" else 1}
+    settings = {"batch_size": 2, "stage1.steps": 1, "stage1.draft_steps": 2}
     more = {"stage2.steps": 0, "loss.early_stop": False} if kind == "hivis" else {}
     chosen = read_recipe(kind).with_settings({**settings, **more})
     source = Listed((s.prompt, (7,)) for s in samples("llava", 2))
@@ -75,30 +75,29 @@ def test_a_lost_micro_batch_is_noticed(whole: Path, tmp_path: Path, monkeypatch:
 
 def test_only_the_head_is_trained_and_it_learns(tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in target("llava").model.named_parameters()}
-    chosen = Recipe(kind="eagle2", stages=(Stage(30, 5e-3, 3),), batch_size=4, log_every=1, validation_samples=2)
+    chosen = Recipe(kind="eagle2", stages=(Stage(16, 1e-2, 3),), batch_size=4, log_every=1, validation_samples=2)
     outcome = Trainer(target("llava"), chosen, listed("llava", 20), tmp_path, say=lambda _: None).run()
     for name, weight in target("llava").model.named_parameters():
         assert torch.equal(weight, before[name]), name
         assert weight.grad is None
     losses = [r["loss"] for r in map(json.loads, (tmp_path / "log.jsonl").open()) if "loss" in r]
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
     assert outcome.best is not None
     for folder in (outcome.head, outcome.best):
         assert load_head(folder, target("llava")).config.steps == 3
     assert json.loads((outcome.best / "validation.json").read_text())["block_efficiency"] == outcome.efficiency
 
 
-@pytest.mark.parametrize("more", [{"optimiser": "muon"}, {"precision": "bf16"}, {"feature_cache": "memory"}])
-def test_every_way_of_computing_trains(tmp_path: Path, more: dict[str, Any]) -> None:
-    run(tmp_path, replace(recipe(), **more))
+def test_muon_trains_in_bfloat16_from_cached_features(tmp_path: Path) -> None:
+    run(tmp_path, replace(recipe(), optimiser="muon", precision="bf16", feature_cache="memory"))
     losses = [r["loss"] for r in map(json.loads, (tmp_path / "log.jsonl").open()) if "loss" in r]
     assert losses[5] < losses[0]
 
 
 def test_without_residuals_they_stay_zero_and_without_stage_two_one_is_trained(tmp_path: Path) -> None:
-    run(tmp_path / "plain", recipe().with_settings({"residuals": False}))
+    run(tmp_path / "plain", recipe().with_settings({"residuals": False, "stage1.steps": 1, "stage2.steps": 2}))
     assert weights(tmp_path / "plain")["residuals"].abs().max() == 0
-    run(tmp_path / "one", recipe().with_settings({"stage2.steps": 0}))
+    run(tmp_path / "one", recipe().with_settings({"stage1.steps": 2, "stage2.steps": 0}))
     assert weights(tmp_path / "one")["residuals"].shape[0] == 1
 
 
@@ -125,16 +124,13 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_its_batch(tmp_path: Path, m
 def test_the_best_head_is_kept_though_later_ones_are_worse(tmp_path: Path) -> None:
     values = iter([1.5, 2.5, 2.0])
     run(tmp_path, measure=lambda _: next(values))
-    assert json.loads((tmp_path / "best" / "validation.json").read_text()) == {
-        "step": 8,
-        "block_efficiency": 2.5,
-    }
-    assert any(
-        not torch.equal(w, weights(tmp_path)[n]) for n, w in load_file(tmp_path / "best" / "model.safetensors").items()
-    )
+    about = json.loads((tmp_path / "best" / "validation.json").read_text())
+    assert about == {"step": 8, "block_efficiency": 2.5}
+    best, last = load_file(tmp_path / "best" / "model.safetensors"), weights(tmp_path)
+    assert not all(torch.equal(weight, last[name]) for name, weight in best.items())
 
 
-def test_too_few_answers_to_measure_on_are_told(tmp_path: Path) -> None:
+def test_too_few_answers_to_measure_on_are_reported(tmp_path: Path) -> None:
     said: list[str] = []
     chosen = replace(recipe(), batch_size=2, feature_cache="none", stages=(Stage(1, 1e-3),))
     outcome = Trainer(target("llama"), chosen, listed("llama", 9), tmp_path, say=said.append).run()
@@ -151,18 +147,14 @@ def test_too_few_answers_to_measure_on_are_told(tmp_path: Path) -> None:
     [
         ({"loss.k": 10**6}, r"loss.k is larger than the target's vocabulary; it must be at most \d+\."),
         ({"head.after_image": True}, r"head.after_image is True; expected str, such as 'text'"),
-        (
-            {"kind": "medusa", "loss": {}, "head.layers": "abc"},
-            r"head.layers is 'abc'; expected int, such as 1",
-        ),
+        ({"kind": "medusa", "loss": {}, "head.layers": "abc"}, r"head.layers is 'abc'; expected int, such as 1"),
     ],
 )
-def test_what_only_the_target_or_the_kind_of_head_can_tell_is_refused_at_once(
+def test_settings_that_only_the_target_or_the_kind_of_head_can_judge_are_refused_at_once(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    chosen = recipe().with_settings(settings)
     with pytest.raises(TrainingError, match=message):
-        Trainer(target("llama"), chosen, listed("llama", 24), tmp_path, say=lambda _: None)
+        Trainer(target("llama"), recipe().with_settings(settings), listed("llama", 24), tmp_path, say=str)
 
 
 def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> None:
@@ -176,16 +168,15 @@ def test_the_engine_measures_a_perfect_draft_and_leaves_the_head_as_it_is() -> N
 
 
 @pytest.mark.parametrize("fit", [True, False])
-def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counted(tmp_path: Path, fit: bool) -> None:
+def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counted(fit: bool) -> None:
     own, said = target("llama"), list[str]()
-    short, context = samples("llama", 3), own.traits.limits.context
+    context = own.traits.limits.context
     assert context is not None
+    fitting = [*(s.prompt for s in samples("llama", 3)), Prompt((5,) * (context - 128))] if fit else []
     full = [Prompt((5,) * n) for n in (context - 127, context, context + 1)]
-    prompts = [s.prompt for s in short] if fit else []
-    measure = EngineMeasure(own, [*prompts, *full, Prompt((5,) * (context - 128))][: 7 if fit else 3], say=said.append)
-    assert measure.prompts == ([*prompts, Prompt((5,) * (context - 128))] if fit else [])
+    assert EngineMeasure(own, [*full, *fitting], say=said.append).prompts == fitting
     [words] = said
-    assert words.startswith(f"3 of {7 if fit else 3} held-out prompts are not measured: they leave no 128 tokens")
+    assert words.startswith(f"3 of {len(fitting) + 3} held-out prompts are not measured: they leave no 128 tokens")
     assert f"context of {context}" in words
     assert ("no drafter is found to be the best" in words) != fit
 
@@ -193,7 +184,7 @@ def test_prompts_that_leave_no_room_for_an_answer_are_not_measured_on_and_counte
 def test_a_plan_says_what_would_be_trained_and_changes_nothing(tmp_path: Path) -> None:
     trainer = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "run", say=lambda _: None)
     before = {n: w.clone() for n, w in trainer.learner.module.state_dict().items()}
-    text = str(plan_of(trainer))
+    text = plan_of(trainer)
     trained = sum(w.numel() for w in trainer.learner.module.parameters())
     assert f"{trained:,} weights" in text
     assert "22 training samples, 2.2 epochs; 2 for validation" in text
@@ -251,58 +242,35 @@ def test_the_teachers_head_is_not_autocast() -> None:
     assert torch.equal(logits, target("llama").model.lm_head(states))
 
 
-class Preparing:
-    """Stands in for a learner."""
+def test_batches_come_in_order_from_another_thread_a_few_ahead_and_errors_with_theirs() -> None:
+    prepared, threads = list[int](), set[str]()
 
-    def __init__(self, bad: int = -1) -> None:
-        self.bad = bad
-        self.prepared: list[int] = []
-        self.threads: set[str] = set()
-
-    def prepare(self, indices: Sequence[int], step: int) -> list[int]:
-        self.threads.add(threading.current_thread().name)
-        if step == self.bad:
+    def prepare(step: int, indices: list[int]) -> list[int]:
+        threads.add(threading.current_thread().name)
+        if step == 8:
             raise TrainingError("planted")
-        self.prepared.append(step)
+        prepared.append(step)
         return [i + step for i in indices]
 
-
-def prefetching(learner: Preparing, steps: int) -> Prefetch:
-    batches = Prefetch(lambda step, indices: learner.prepare(indices, step))
-    batches.begin((step, [0, 1]) for step in range(steps))
-    return batches
-
-
-def test_batches_come_in_order_from_another_thread_and_a_few_ahead() -> None:
-    learner = Preparing()
-    batches = prefetching(learner, 9)
+    batches = Prefetch(prepare)
+    batches.begin((step, [0, 1]) for step in range(10))
     assert batches.take((0, [0, 1])) == [0, 1]
     batches.rest()
-    assert learner.prepared == list(range(1 + AHEAD))
-    assert [batches.take((step, [0, 1])) for step in range(1, 9)] == [[s, s + 1] for s in range(1, 9)]
-    batches.close()
-    assert learner.prepared == list(range(9))
-    assert threading.current_thread().name not in learner.threads
-
-
-def test_an_error_appears_with_the_batch_that_has_it() -> None:
-    batches = prefetching(Preparing(bad=2), 5)
-    for step in range(2):
-        batches.take((step, [0, 1]))
+    assert prepared == list(range(1 + AHEAD))
+    assert [batches.take((step, [0, 1])) for step in range(1, 8)] == [[s, s + 1] for s in range(1, 8)]
     batches.rest()
     with pytest.raises(TrainingError, match="planted"):
-        batches.take((2, [0, 1]))
+        batches.take((8, [0, 1]))
     batches.close()
+    assert threading.current_thread().name not in threads
 
 
 def test_a_run_ends_with_the_weights_of_one_that_prepares_nothing_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "ahead")
     monkeypatch.setattr(Prefetch, "begin", lambda self, work: None)
-    run(tmp_path / "plain")
-    one, other = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("ahead", "plain"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    run(tmp_path)
+    assert all(torch.equal(weight, weights(whole)[name]) for name, weight in weights(tmp_path).items())
 
 
 def test_nothing_is_prepared_while_the_target_measures(tmp_path: Path) -> None:
@@ -319,9 +287,9 @@ def test_nothing_is_prepared_while_the_target_measures(tmp_path: Path) -> None:
 
     def prepare(indices: Sequence[int], step: int) -> Any:
         busy.set()
-        found = plain(indices, step)
+        prepared = plain(indices, step)
         busy.clear()
-        return found
+        return prepared
 
     trainer.learner.prepare = prepare  # type: ignore[method-assign]
     trainer.run()

@@ -250,10 +250,8 @@ def distill(
         "reference", "Earlier answers of a conversation: the prompts' (`reference`) or the target's `own`."
     ),
     on_bad_line: str = option("stop", "`stop` at a line that cannot be used, or `skip` it."),
-    preset: str | None = option(None, "Settings for one GPU of this memory; --plan shows them.", metavar="24gb|80gb"),
-    plan: bool = option(
-        False, "Answer a few questions and estimate the run; with --preset compute memory and disk without weights."
-    ),
+    preset: str | None = option(None, "Questions per batch for one GPU of this memory.", metavar="24gb|80gb"),
+    plan: bool = option(False, "Answer a few questions and estimate the run."),
     batch: int | None = option(None, "Questions per batch; 8, or the preset's.", "-b"),
     *,
     models: ModelOptions,
@@ -273,10 +271,10 @@ def distill(
 
     - `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
     - `saccade distill llava.jsonl --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -n 512 -b 32 -o answers --plan`
-    - `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb --plan`
+    - `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb`
     - `saccade distill llava.jsonl --media-root images -t TARGET -o answers --ray=auto --actors 8`
     """
-    target = models.named()
+    models.named()
     several.check("--actors", several.actors)
     from saccade import memory_plan, methods
 
@@ -295,23 +293,6 @@ def distill(
     }
     from saccade.distill.run import QuestionWorker, Setup, preview, run
 
-    if plan and preset is not None:
-        from saccade.distill.forecast import forecast
-        from saccade.pocket import target_path
-
-        screen.quiet_libraries()
-        text, problems = forecast(
-            target_path() if target == "pocket" else target,
-            source,
-            memory_plan.preset(preset),
-            media_root=media_root,
-            on_bad_line=on_bad_line,
-            dtype=models.dtype,
-            **options,
-        )
-        print(text)
-        _note_problems("Skipped", problems, len(problems))
-        return
     setup = Setup(source, out, media_root, on_bad_line, options)  # a mistake shows before models are loaded
     with ExitStack() as stack:
         worker: Worker

@@ -27,6 +27,7 @@ from saccade.data.conversations import (
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 from saccade.jobs.item_sources import json_row_at, json_rows
+from saccade.jobs.job import key_of
 from saccade.options import check_keys, check_whole
 from saccade.pocket import WORLD, Sample, draw, lacks
 from saccade.pocket.sample import UNSEEN_BY_HEADS
@@ -79,21 +80,16 @@ class Options:
 
     def samples(self, name: str) -> bool:
         """Whether the question of that id is answered by sampling."""
-        return _number(f"{self.seed}/share/{name}") < self.sampled_share * 2**63
+        return key_of(f"{self.seed}/share/{name}") >> 1 < self.sampled_share * 2**63
 
     def seed_of(self, name: str) -> int:
         """Return the seed of a question's random generator: a function of its id, equal in every attempt."""
-        return _number(f"{self.seed}/draws/{name}")
+        return key_of(f"{self.seed}/draws/{name}") >> 1
 
     def decoding(self, sampled: bool) -> dict[str, Any]:
         """Arguments of `saccade.VLM.generate`; the checkpoint's own penalties stay."""
         sampling = {"temperature": float(self.temperature), "top_k": 0, "top_p": 1.0} if sampled else {}
         return {"max_new_tokens": self.max_new_tokens, "do_sample": sampled, **sampling}
-
-
-def _number(words: str) -> int:
-    """Hash words to a number from 0 to 2**63 - 1, equal on every machine."""
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1
 
 
 class Duplicates:

@@ -128,7 +128,6 @@ class QuestionWorker:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See `saccade.resumable.Worker`."""
         return facts_of(self._vlm, self._method_options)
 
     def begin(self, folder: Path) -> None:
@@ -136,7 +135,6 @@ class QuestionWorker:
         self._prompts = self._setup.prompts(folder)
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
-        """See `saccade.resumable.Worker`."""
         for each in pending:
             batch: QuestionBatch = each.content
             if each.problem:

@@ -15,22 +15,22 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
-from saccade.engine import Engine
 from saccade.errors import ModelError, TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
-from saccade.loading import check_checkpoint, draft_dtype, load_model, name_of, path_of, shared_vocabulary
+from saccade.loading import check_checkpoint, load_model, name_of, path_of, shared_vocabulary
 from saccade.target_model.adapter import Target
-from saccade.train.checkpoint import identity
+from saccade.train.checkpoint import identity, trained
 from saccade.train.data import Source, TrainingSample
 from saccade.train.features import answer_mask, forward_passes, read_features
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Tally, recompute_layers, terms_of
 from saccade.train.recipe import Recipe, Stage
-from saccade.train.validate import Measure, block_efficiency, fitting
+from saccade.train.validate import EngineMeasure, Measure
+from saccade.wording import differences
 
-_GAMMA, _ANSWER, _ROWS = 5, 128, 4
+_GAMMA = 5  # draft tokens of a chain in measurements
 _PROBED = 16
 """Samples that are checked against the language model's context before training."""
 
@@ -52,13 +52,16 @@ class DraftVlmLearner:
     def __init__(
         self,
         target: Target,
-        processor: InputProcessor,
+        processor: InputProcessor | None,
         recipe: Recipe,
         source: Source,
         *,
+        begin: str | Path | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         check_recipe(recipe)
+        if processor is None:
+            raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")
         self._target, self._processor, self._recipe, self._source = target, processor, recipe, source
         self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
         self.module = self._parts.model
@@ -71,6 +74,19 @@ class DraftVlmLearner:
         self._say, self._context = say, self._own.traits.limits.context
         self._long: set[int] = set()
         self._check_lengths()
+        if begin is not None:
+            self._begin(begin)
+
+    def _begin(self, begin: str | Path) -> None:
+        """Take the weights of another run's checkpoint."""
+        known = trained(begin)
+        if known is None:
+            raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
+        about, weights = known
+        for key, ours, theirs in differences(self.about, about):
+            raise TrainingError(f"The drafter in {begin} has {key} {theirs!r}, but this run's has {ours!r}.")
+        self.load_state(weights)
+        self.about = {**self.about, "from": str(begin)}
 
     def weights(self, number: int) -> list[nn.Parameter]:
         """Parameters of a stage: the projector in the first one, and the language model in all later ones."""
@@ -102,18 +118,6 @@ class DraftVlmLearner:
             for name, value in {**part.inputs, "supervised": part.supervised}.items()
         }
 
-    def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Estimate bytes of activations (about 16 vectors per token and layer, or where they are recomputed
-        one, and 16 in the layer that runs) and of logits with gradients."""
-        text = self._own.text_config
-        total = 0
-        for part in self.prepare(indices, 0) or ():
-            states = part.supervised.numel() * text.hidden_size * 4
-            vectors = 16 + text.num_hidden_layers if self._recipe.recompute else 16 * text.num_hidden_layers
-            total += vectors * states
-            total += 6 * int(part.supervised.sum()) * self._own.vocab_size * 4
-        return total
-
     def cache_bytes(self, indices: Sequence[int]) -> float:
         """Return 0: a draft VLM caches no features."""
         return 0.0
@@ -133,9 +137,6 @@ class DraftVlmLearner:
             )
         self.module.load_state_dict(state, strict=False)  # without the frozen tower
 
-    def keep(self) -> None:
-        """Write nothing."""
-
     def close(self) -> None:
         """Report how many samples were left out."""
         if self._long:
@@ -150,16 +151,13 @@ class DraftVlmLearner:
         self._processor.save(folder)
 
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
-        fits = fitting(prompts, _ANSWER + _GAMMA, [self._target, self._own], self._say)
+        known = len(self._processor.tokenizer.get_vocab())
 
-        def measured(model: Any) -> float:
-            mirror = deepcopy(model).to(self._target.dtype).requires_grad_(False)
-            mirror = mirror.to(draft_dtype(mirror))  # as `saccade.load` does
-            known = len(self._processor.tokenizer.get_vocab())
-            drafter = ModelDrafter(Target(mirror), Chain(_GAMMA), known)
-            return block_efficiency(Engine(self._target, drafter), fits, _ANSWER, _ROWS)
+        def drafter(model: Any) -> ModelDrafter:
+            return ModelDrafter(Target(model), Chain(_GAMMA), known)
 
-        return measured if fits else None
+        measure = EngineMeasure(self._target, prompts, drafter=drafter, draft=self._own, ahead=_GAMMA, say=self._say)
+        return measure if measure.prompts else None
 
     def _sample(self, index: int) -> TrainingSample | None:
         """Return a sample; None if it is unusable or longer than the language model's context."""
@@ -284,7 +282,7 @@ def joined_config(target: Target, lm: str) -> Any:
     """Return the configuration of a draft VLM by that of its language model, whose weights are not read."""
     _check_class(target)
     small = _fresh_config(target, lm) if _shape(lm) else check_checkpoint(path_of(lm), weights=False)
-    small.vocab_size = max(small.vocab_size, _rows(target))
+    small.vocab_size = max(small.vocab_size, target.vocab_size)
     return _with_text(target, small)
 
 
@@ -316,11 +314,6 @@ def _shape(lm: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def _rows(target: Target) -> int:
-    rows: int = target.model.get_input_embeddings().weight.shape[0]
-    return rows
-
-
 def _fresh_config(target: Target, lm: str) -> Any:
     layers, width = _shape(lm) or (0, 0)
     heads = max(1, width // _HEAD_DIM)
@@ -331,7 +324,7 @@ def _fresh_config(target: Target, lm: str) -> Any:
     text = target.text_config
     known = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return LlamaConfig(
-        vocab_size=_rows(target),
+        vocab_size=target.vocab_size,
         hidden_size=width,
         intermediate_size=4 * width,
         num_hidden_layers=layers,
@@ -353,8 +346,8 @@ def _loaded(target: Target, processor: InputProcessor, lm: str) -> Any:
     if small.base_model is small:
         raise ModelError(f"The language model {path} has no decoder of its own; give another one.")
     known = small.get_input_embeddings().weight.shape[0]
-    if known < _rows(target):  # placeholders of media, above all, need an embedding that is then replaced
-        small.resize_token_embeddings(_rows(target), mean_resizing=False)
+    if known < target.vocab_size:  # placeholders of media, above all, need an embedding that is then replaced
+        small.resize_token_embeddings(target.vocab_size, mean_resizing=False)
         with torch.no_grad():
             for table in (small.get_input_embeddings(), small.get_output_embeddings()):
                 table.weight[known:] = table.weight[:known].mean(0)

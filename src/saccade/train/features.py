@@ -1,13 +1,10 @@
-"""Target states that a head is trained on, and DREAM's calibration, computed once per prompt."""
+"""Target states that a head is trained on, and DREAM's calibration of a prompt."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.pruning import Pruning
-from saccade.errors import InputError, TrainingError
-from saccade.files import writing
+from saccade.errors import InputError
 from saccade.inputs.families import family_of, media_spans, type_ids, visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.stock import AttentionProbe, FeatureTap
-from saccade.train.checkpoint import identity
 from saccade.train.data import TrainingSample
 
 
@@ -152,49 +147,6 @@ class Finding:
     # `saccade.target_model.forward.Requirements`
     layer: int
     dropped: tuple[int, ...]  # ascending positions of visual tokens that have no entry
-
-
-class Calibration:
-    """Findings by prompt, also those on disk."""
-
-    def __init__(self, target: Target, pruning: Pruning, folder: Path | None = None, rank: int = 0) -> None:
-        self._target, self._pruning = target, pruning
-        self._about = repr((sorted(identity(target).items()), pruning))
-        self._known: dict[str, Finding] = {}
-        self._unsaved: list[str] = []
-        self._file = None if folder is None else folder / f"{rank}.jsonl"
-        for file in sorted(folder.glob("*.jsonl")) if folder is not None else ():
-            for line in file.read_text(encoding="utf-8").splitlines():
-                self._remember(line)
-
-    def of(self, prompt: Prompt) -> Finding:
-        """Return the finding of a prompt, by a target forward if there is none yet."""
-        key = self._key(prompt)
-        if key not in self._known:
-            self._known[key] = found = calibrate(self._target, prompt, self._pruning)
-            self._unsaved.append(json.dumps({"key": key, "layer": found.layer, "dropped": found.dropped}))
-        return self._known[key]
-
-    def save(self) -> None:
-        """Write new findings to the folder, if any."""
-        if self._file is None or not self._unsaved:
-            return
-        with writing(self._file, TrainingError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(f"\n{line}" for line in self._unsaved))  # a torn line affects no other
-        self._unsaved.clear()
-
-    def _key(self, prompt: Prompt) -> str:
-        content = repr((self._about, prompt.ids, [medium.digest for medium in prompt.media]))
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
-
-    def _remember(self, line: str) -> None:
-        try:
-            given = json.loads(line)
-            self._known[given["key"]] = Finding(given["layer"], tuple(given["dropped"]))
-        except (ValueError, KeyError, TypeError):  # torn: computed again
-            return
 
 
 @torch.inference_mode()

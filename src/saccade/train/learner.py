@@ -16,19 +16,16 @@ from saccade.draft.heads.registry import part_of
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.processor import InputProcessor
 from saccade.target_model.adapter import Target
-from saccade.train.checkpoint import identity, trained
+from saccade.train.checkpoint import identity
 from saccade.train.data import Source
-from saccade.train.draft_vlm import DraftVlmLearner
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features
 from saccade.train.objectives.entries import Entries, Feeder, lm_head_of
 from saccade.train.objectives.losses import Tally, terms_of
-from saccade.train.recipe import DRAFT_VLM, Recipe, Stage
+from saccade.train.recipe import Recipe, Stage
 from saccade.train.validate import EngineMeasure, Measure
 from saccade.train.warm_start import choose_vocabulary, new_head, weights_digest
-from saccade.wording import differences
 
 
 class Learner(Protocol):
@@ -53,11 +50,9 @@ class Learner(Protocol):
     def batch(self, prepared: Any) -> Any: ...  # argument of `loss`
     def loss(self, batch: Any, stage: Stage) -> Tally: ...  # with gradients
     def tensors(self, batch: Any) -> dict[str, Tensor]: ...  # by name, to inspect a failure
-    def batch_bytes(self, indices: Sequence[int]) -> int: ...  # estimate, of a forward and backward pass
     def cache_bytes(self, indices: Sequence[int]) -> float: ...  # mean of a sample in a feature cache; 0 without one
     def state(self) -> dict[str, Tensor]: ...  # weights for a checkpoint
     def load_state(self, state: Mapping[str, Tensor]) -> None: ...
-    def keep(self) -> None: ...  # write what a resumed run need not compute again
     def close(self) -> None: ...  # end the run
     def save(self, folder: Path) -> None: ...  # as a loadable folder
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None: ...  # None if no prompt has room for an answer
@@ -77,11 +72,10 @@ class HeadLearner:
         *,
         begin: str | Path | None = None,
         features: Path | None = None,
-        rank: int = 0,
         count: int = 1,
         say: Callable[[str], None] = print,
     ) -> None:
-        self._target, self._recipe, self._say = target, recipe, say
+        self._target, self._say = target, say
         self.module = new_head(target, recipe, begin)
         if begin is None and isinstance(self.module, Eagle3) and self.module.has_lm_head:
             say(choose_vocabulary(self.module, target, source))
@@ -95,9 +89,7 @@ class HeadLearner:
             **json.loads(self.module.config.to_json()),
             "from": None if begin is None else weights_digest(self.module),
         }
-        self.feeder: Feeder = part_of(recipe.kind, "feeder")(
-            target, self.module, source, objective=self._objective, folder=out / "calibration", rank=rank
-        )
+        self.feeder: Feeder = part_of(recipe.kind, "feeder")(target, self.module, source, objective=self._objective)
         read = [self.about[name] for name in (MARK, "layers", "options")] + [self.feeder.layer]
         if features is not None:
             read = self.feeder.reading(self.module.config, self._objective)
@@ -137,23 +129,11 @@ class HeadLearner:
         found = [cache.bytes_of(features) for features in self.feeder.features(indices)]
         return sum(found) / max(len(found), 1)
 
-    def batch_bytes(self, indices: Sequence[int]) -> int:
-        """Estimate entries, and logits of target and head with their gradients."""
-        entries = self.feeder.entries(indices)
-        if entries is None:
-            return 0
-        held = sum(t.nbytes for t in (entries.features, entries.embeddings, entries.states))
-        logits = int(entries.supervised.sum()) * self._target.vocab_size * 4
-        return held + 6 * self._recipe.deepest * logits
-
     def state(self) -> dict[str, Tensor]:
         return dict(self.module.state_dict())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.module.load_state_dict(state)
-
-    def keep(self) -> None:
-        self.feeder.save()
 
     def close(self) -> None:
         if self.feeder.cache is not None:
@@ -166,33 +146,3 @@ class HeadLearner:
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None:
         measure = EngineMeasure(self._target, prompts, say=self._say)
         return measure if measure.prompts else None
-
-
-def new_learner(
-    target: Target,
-    recipe: Recipe,
-    source: Source,
-    out: Path,
-    *,
-    processor: InputProcessor | None = None,
-    say: Callable[[str], None] = print,
-    **of_heads: Any,
-) -> Learner:
-    """A draft VLM, or a head with fresh weights or another's; arguments as in `DraftVlmLearner` and `HeadLearner`."""
-    if recipe.kind != DRAFT_VLM:
-        return HeadLearner(target, recipe, source, out, say=say, **of_heads)
-    begin = of_heads.get("begin")
-    found = trained(begin)
-    if begin is not None and found is None:
-        raise TrainingError("A draft VLM does not begin with a head; give its language model with --lm.")
-    if of_heads.get("features") is not None:
-        raise TrainingError("A draft VLM reads no features of the target; leave out --features.")
-    if processor is None:
-        raise TrainingError("A draft VLM needs the target's InputProcessor; give it with processor=....")
-    learner = DraftVlmLearner(target, processor, recipe, source, say=say)
-    if found is not None:
-        for key, ours, theirs in differences(learner.about, found[0]):
-            raise TrainingError(f"The drafter in {begin} has {key} {theirs!r}, but this run's has {ours!r}.")
-        learner.load_state(found[1])
-        learner.about = {**learner.about, "from": str(begin)}
-    return learner

@@ -27,30 +27,19 @@ _STEPS, _EACH = 8, 2
 """Steps, and samples of each, whose features are measured for their size; a step's samples are of one length."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A run by one measured step of each stage."""
-
-    cache: float  # bytes of the features of all samples
-    lines: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-
-def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
-    """Run one step of every stage, without changing any weight, and estimate the rest.
+def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> str:
+    """Describe a run by one step of every stage, which changes no weight.
 
     The first step warms up the machine and is not counted. ``kept`` is the feature cache and its limit in bytes per
     process, by default the recipe's.
     """
     recipe, learner, target, count = trainer.recipe, trainer.learner, trainer.target, trainer.processes.count
     stages = [(number, stage) for number, stage in enumerate(recipe.stages, 1) if stage.steps]
-    trainer.try_step(0, stages[0][0])
+    trainer.train_step(0, stages[0][0])
     described, total = [], 0.0
     for place, (number, stage) in enumerate(stages, 1):
         begun = time.perf_counter()
-        trainer.try_step(0, number)
+        trainer.train_step(0, number)
         if target.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
@@ -63,8 +52,9 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
     trained = sum(w.numel() for w in learner.module.parameters() if w.requires_grad)
     learning = 4 * trained * (4 if recipe.optimiser == "adamw" else 3)
     learning += 0 if count == 1 else 4 * min(trained, BUCKET)
-    batch = learner.batch_bytes(trainer.order.at(0)[: recipe.micro_batch])
-    where = ""
+    where, peak = "", ""
+    if target.device.type == "cuda":
+        peak = f"; at most {torch.cuda.max_memory_allocated(target.device) / 1e9:.2f} GB were in use"
     if target.shards is not None:
         gathered = max(sum(w.nbytes for w in layer.parameters()) for layer in target.layers)
         where = f" and {gathered / 1e9:.2f} GB for the layer that runs"
@@ -74,7 +64,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
         f"{learner.word:10} {trained:,} weights; the target's {sum(w.numel() for w in weights):,} are frozen",
         f"memory     {f'of each of {count} processes: ' if count > 1 else ''}"
         f"target {sum(held(w).nbytes for w in weights) / 1e9:.2f} GB{where}, {learner.word} with gradients and "
-        f"optimiser {learning / 1e9:.2f} GB, one micro batch about {batch / 1e9:.2f} GB",
+        f"optimiser {learning / 1e9:.2f} GB{peak}",
     ]
     probed = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
     cache = samples * learner.cache_bytes(probed)
@@ -83,7 +73,7 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> Plan:
         lines.append(f"features   {_features(cache, samples, place_kept, limit, count)}")
     each = "1 process" if count == 1 else f"{count} processes"
     time_line = f"time       about {duration(total)} on {each}, measurements not counted"
-    return Plan(cache, (*lines, *described, time_line))
+    return "\n".join([*lines, *described, time_line])
 
 
 def _features(cache: float, samples: int, where: str, limit: float, processes: int = 1) -> str:

@@ -21,12 +21,13 @@ from saccade.target_model.adapter import Target
 from saccade.train.batches import Order, Prefetch, Work, split_validation
 from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, newest, preserved_random_state
 from saccade.train.data import Answers, Source
-from saccade.train.learner import Learner, new_learner
+from saccade.train.draft_vlm import DraftVlmLearner
+from saccade.train.learner import HeadLearner, Learner
 from saccade.train.log import Log, check_wandb
 from saccade.train.objectives.losses import Tally, recomputing
 from saccade.train.optimiser import Optimiser, precision_on, rate_at
 from saccade.train.processes import Processes
-from saccade.train.recipe import PACE, Recipe, Stage
+from saccade.train.recipe import DRAFT_VLM, PACE, Recipe, Stage
 from saccade.train.validate import Measure
 
 _CHECKPOINTS = "checkpoints"
@@ -82,18 +83,16 @@ class Trainer:
         if wandb is not None:
             check_wandb()
         target.model.requires_grad_(False)
-        self.learner: Learner = new_learner(
-            target,
-            recipe,
-            source,
-            self._out,
-            processor=processor,
-            begin=begin,
-            features=features,
-            rank=self.processes.rank,
-            count=self.processes.count,
-            say=self._say,
-        )
+        self.learner: Learner
+        if recipe.kind == DRAFT_VLM:
+            if features is not None:
+                raise TrainingError("A draft VLM reads no features of the target; leave out --features.")
+            self.learner = DraftVlmLearner(target, processor, recipe, source, begin=begin, say=self._say)
+        else:
+            count = self.processes.count
+            self.learner = HeadLearner(
+                target, recipe, source, self._out, begin=begin, features=features, count=count, say=self._say
+            )
         self.precision = precision_on(target.device, recipe.precision)
         self._optimiser = Optimiser(self.learner.module, recipe)
         apart, chosen = split_validation(source.conversations, recipe.validation_samples, recipe.seed)
@@ -151,9 +150,11 @@ class Trainer:
             if self._unmeasured:
                 self._validate(log)
 
-    def train_step(self, step: int) -> dict[str, Any]:
-        """One update of the weights."""
+    def train_step(self, step: int, tried: int | None = None) -> dict[str, Any]:
+        """One update of the weights, or for a plan a step as in a stage, counted from 1, without its update."""
         number, stage, within = self.recipe.at(step)
+        if tried is not None:
+            number, stage, within = tried, self.recipe.stages[tried - 1], 0
         self._optimiser.train_only(self.learner.weights(number))
         tallies = [
             self._backward(indices, self._batches.take((step, indices)), stage, step)
@@ -170,7 +171,7 @@ class Trainer:
         loss, *numbers = self.processes.sum(sums).tolist()
         self.processes.sum_gradients(self._optimiser.weights)
         counts = [int(number) for number in numbers[len(names) :]]
-        kept, tried, right = (counts[start : start + steps] for start in range(0, 3 * steps, steps))
+        kept, judged, right = (counts[start : start + steps] for start in range(0, 3 * steps, steps))
         if not math.isfinite(loss):
             rank = "" if self.processes.count == 1 else "-RANK"
             raise TrainingError(
@@ -178,7 +179,7 @@ class Trainer:
                 + self._advice(number)
             )
         examples, rate, norm = sum(kept), rate_at(stage, within), 0.0
-        if examples:
+        if examples and tried is None:
             for weight in self._optimiser.weights:
                 if weight.grad is not None:
                     weight.grad /= examples
@@ -198,7 +199,7 @@ class Trainer:
             "rate": rate,
             "gradient": norm,
             "examples": kept,
-            "agreement": [r / t if t else 0.0 for r, t in zip(right, tried, strict=True)],
+            "agreement": [r / t if t else 0.0 for r, t in zip(right, judged, strict=True)],
         }
 
     def _advice(self, number: int) -> str:
@@ -209,18 +210,6 @@ class Trainer:
             over = range(1, self.recipe.at(int(last.name.removeprefix("step-")))[0])
             words += ["--from", str(last), *(word for n in over for word in ("--set", f"stage{n}.steps=0"))]
         return f"The same command with {shlex.join(words)} goes on with a lower rate; a smaller clip may help, too."
-
-    def try_step(self, step: int, number: int) -> None:
-        """Run a step as in this stage, counted from 1, without its update."""
-        stage = self.recipe.stages[number - 1]
-        self._optimiser.train_only(self.learner.weights(number))
-        for start in range(0, self.recipe.batch_size, self.recipe.micro_batch * self.processes.count):
-            mine = self.order.at(step)[start + self.processes.rank :: self.processes.count]
-            indices = mine[: self.recipe.micro_batch]
-            self._backward(indices, self.learner.prepare(indices, step), stage, step)
-        if self.target.shards is not None:
-            self.target.shards.attend()
-        self._optimiser.clear()
 
     def _share(self, step: int) -> list[Work]:
         """This process's micro batches of a step."""
@@ -296,7 +285,6 @@ class Trainer:
                 "unmeasured": self._unmeasured,
             }
             self._checkpoints.save(self._step, state)
-        self.learner.keep()
         self.processes.wait()
 
     def _validate(self, log: Log | None) -> None:

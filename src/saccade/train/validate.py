@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
-from saccade.draft.heads.head import Head
+from saccade.draft.drafter import Drafter
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.trees.policy import Chain, TreePolicy
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.inputs.families.family import Prompt
 from saccade.loading import draft_dtype
@@ -27,42 +27,40 @@ class EngineMeasure:
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int = 128,
-        rows: int = 4,
-        policy: TreePolicy | None = None,
+        rows: int = 4,  # answered at once
+        drafter: Callable[[Any], Drafter] | None = None,  # of a module; by default that of a head
+        draft: Target | None = None,  # a model in whose context prompts and answers must fit, too
+        ahead: int = 0,  # tokens beyond an answer that it may draft
         say: Callable[[str], None] = print,
     ) -> None:
-        self._target, self.prompts = target, fitting(prompts, max_new_tokens, [target], say)
-        self._length, self._rows, self._policy = max_new_tokens, rows, policy
+        self._target, self._length, self._rows = target, max_new_tokens, rows
+        self._drafter = drafter or self._of_head
+        contexts = [m.traits.limits.context for m in (target, draft) if m is not None]
+        self.prompts = fitting(prompts, max_new_tokens + ahead, [c for c in contexts if c is not None], say)
 
-    def __call__(self, head: Head) -> float:
-        """Return tokens per target forward over all prompts; the head does not change."""
-        mirror = deepcopy(head).to(self._target.device, self._target.dtype)
-        mirror = mirror.to(draft_dtype(mirror)).eval()  # as `load_head` puts it
-        policy = self._policy or Chain(min(5, mirror.reach or 5))
-        engine = Engine(self._target, HeadDrafter(mirror, self._target, policy, in_training=True))
-        return block_efficiency(engine, self.prompts, self._length, self._rows)
+    def __call__(self, module: Any) -> float:
+        """Return tokens per target forward over all prompts; the module does not change."""
+        mirror = deepcopy(module).to(self._target.device, self._target.dtype).requires_grad_(False)
+        mirror = mirror.to(draft_dtype(mirror)).eval()  # as `saccade.load` has it
+        engine = Engine(self._target, self._drafter(mirror))
+        emitted, passes = 0, 0
+        for start in range(0, len(self.prompts), self._rows):
+            requests = [Request(p) for p in self.prompts[start : start + self._rows]]
+            for out in engine.generate(requests, max_new_tokens=self._length, do_sample=False):
+                emitted += out.stats.decoded_tokens
+                passes += out.stats.target_passes
+        return emitted / passes if passes else 0.0
+
+    def _of_head(self, head: Any) -> Drafter:
+        return HeadDrafter(head, self._target, Chain(min(5, head.reach or 5)), in_training=True)
 
 
-def fitting(prompts: Sequence[Prompt], room: int, models: Sequence[Target], say: Callable[[str], None]) -> list[Prompt]:
-    """Return prompts that leave ``room`` tokens in the contexts of all models, and report the others."""
-    contexts = [m.traits.limits.context for m in models if m.traits.limits.context is not None]
-    if not contexts:
-        return list(prompts)
-    fit = [p for p in prompts if len(p) + room <= min(contexts)]
+def fitting(prompts: Sequence[Prompt], room: int, contexts: Sequence[int], say: Callable[[str], None]) -> list[Prompt]:
+    """Return prompts that leave ``room`` tokens in all contexts, and report the others."""
+    fit = [p for p in prompts if all(len(p) + room <= context for context in contexts)]
     if left := len(prompts) - len(fit):
         say(
             f"{left} of {len(prompts)} held-out prompts are not measured: they leave no {room} tokens for an "
             f"answer in a context of {min(contexts)}" + ("." if fit else ", so no drafter is found to be the best.")
         )
     return fit
-
-
-def block_efficiency(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, rows: int) -> float:
-    """Return tokens per target forward over greedy answers to all prompts, ``rows`` at a time."""
-    emitted, passes = 0, 0
-    for start in range(0, len(prompts), rows):
-        requests = [Request(p) for p in prompts[start : start + rows]]
-        for out in engine.generate(requests, max_new_tokens=max_new_tokens, do_sample=False):
-            emitted += out.stats.decoded_tokens
-            passes += out.stats.target_passes
-    return emitted / passes if passes else 0.0

@@ -45,7 +45,11 @@ def new_head(target: Target, recipe: Recipe, begin: str | Path | None = None) ->
         head = build_head(config)
     head.begin_from(target)
     if known is not None:
-        _take(head, known)
+        weights = dict(known.state_dict())
+        if "residuals" in weights:  # a new one starts as the last trained one, which was reused for it
+            rows = weights["residuals"]
+            weights["residuals"] = torch.cat([rows, rows[-1:].expand(head.config.steps - len(rows), -1)])
+        head.load_state_dict(weights)
     if not recipe.residuals:
         for name, weight in head.named_parameters():
             if name in ("residuals", "w.weight"):  # HiViS's r^s stay at zero
@@ -93,15 +97,6 @@ def _agreed(begin: Any, fresh: HeadConfig, head: Head, recipe: Recipe) -> HeadCo
             f"draft_steps to {known.steps} at most, or begin with another head."
         )
     return replace(known, steps=max(known.steps, fresh.steps))
-
-
-def _take(head: Head, known: Head) -> None:
-    """Copy weights; a new step residual starts as the last trained one, which was reused for it."""
-    weights = dict(known.state_dict())
-    if "residuals" in weights:
-        rows = weights["residuals"]
-        weights["residuals"] = torch.cat([rows, rows[-1:].expand(head.config.steps - len(rows), -1)])
-    head.load_state_dict(weights)
 
 
 def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,11 +18,12 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 from saccade.train.data import Source, TrainingSample
 from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import Calibration, Features, Needed, read_features
+from saccade.train.features import Features, Finding, Needed, calibrate, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
     Kept,
@@ -105,20 +106,15 @@ class DreamFeeder(Feeder):
         cache: FeatureCache | None = None,
         *,
         objective: DreamObjective,
-        folder: Path | None = None,
-        rank: int = 0,
     ) -> None:
         super().__init__(target, head, source, cache)
         self.layer: str = objective.layer
         self._pruning = head.pruning
-        self._calibration = Calibration(target, head.pruning, folder, rank)
+        self._findings: dict[str, Finding] = {}  # of prompts, by their content
 
     @staticmethod
     def reading(config: HeadConfig, objective: DreamObjective) -> list[Any]:
         return [config.kind, objective.layer, config.options["keep"]]
-
-    def save(self) -> None:
-        self._calibration.save()
 
     def _read(self, samples: Sequence[TrainingSample]) -> list[Features]:
         count = len(self._target.layers)
@@ -126,9 +122,9 @@ class DreamFeeder(Feeder):
         for sample in samples:
             layer, gone = inner_layer(self.layer, count), torch.zeros(len(sample.ids), dtype=torch.bool)
             if self.layer == "entropy" or self._pruning.needs_attention:
-                found = self._calibration.of(sample.prompt)
-                gone[list(found.dropped)] = True
-                layer = found.layer if self.layer == "entropy" else layer
+                finding = self._finding(sample.prompt)
+                gone[list(finding.dropped)] = True
+                layer = finding.layer if self.layer == "entropy" else layer
             wanted.append(layer)
             dropped.append(gone.to(self._target.device))
         features = read_features(self._target, samples, sorted(set(wanted)))
@@ -136,6 +132,13 @@ class DreamFeeder(Feeder):
             replace(f, states={i: f.states[i] for i in {layer, count}}, dropped=gone)
             for f, layer, gone in zip(features, wanted, dropped, strict=True)
         ]
+
+    def _finding(self, prompt: Prompt) -> Finding:
+        content = repr((prompt.ids, [medium.digest for medium in prompt.media]))
+        key = hashlib.sha256(content.encode()).hexdigest()
+        if key not in self._findings:
+            self._findings[key] = calibrate(self._target, prompt, self._pruning)
+        return self._findings[key]
 
     def entries_of(self, features: Sequence[Features]) -> Entries:
         return dream_entries(features, self.layer != "none")

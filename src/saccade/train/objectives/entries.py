@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,8 +95,6 @@ class Feeder:
         cache: FeatureCache | None = None,
         *,
         objective: Any = None,
-        folder: Path | None = None,
-        rank: int = 0,
     ) -> None:
         self._target, self._head, self._source, self.cache = target, head, source, cache
 
@@ -117,9 +114,6 @@ class Feeder:
     def reading(config: HeadConfig, objective: Any) -> list[Any]:
         """Return what unabridged features depend on besides target and samples, as JSON values."""
         return list(config.layers)
-
-    def save(self) -> None:
-        """Write what a resumed run need not compute again; by default nothing."""
 
     def _cached(self, cache: FeatureCache, index: int) -> Features | None:
         found = cache.get(index)
