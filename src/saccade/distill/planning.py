@@ -113,7 +113,10 @@ class Duplicates:
             for message in messages
         ]
         texts = [{**message, "content": content} for message, content in zip(messages, bare, strict=True)]
-        rough = _hash(texts, [len(s) if s.startswith("data:") else Path(s).stat().st_size for s in sources])
+        sizes = []
+        for source in sources:
+            sizes.append(len(source) if source.startswith("data:") else Path(source).stat().st_size)
+        rough = _hash(texts, sizes)
         if rough not in self._alike:
             self._alike[rough] = (name, sources)
             return name

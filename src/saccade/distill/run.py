@@ -295,8 +295,11 @@ def preview(worker: QuestionWorker, setup: Setup) -> Preview:
         there = {name for name, _ in _answers(journal, plan)}
         worker.begin(folder)
         left = [batch for batch in plan.batches if any(question.id not in there for question in batch)]
-        kinds = [[b for b in left if b[0].sampled == sampled and not b[0].before] for sampled in (False, True)]
-        chosen = [kind[len(kind) // 2] for kind in kinds if kind]  # one in the middle of each kind
+        chosen = []  # one in the middle of the greedy batches, and of the sampled ones
+        for sampled in (False, True):
+            alike = [batch for batch in left if batch[0].sampled == sampled and not batch[0].before]
+            if alike:
+                chosen.append(alike[len(alike) // 2])
         seconds: dict[bool, float] = {}
         for batch in [*chosen[:1], *chosen]:  # the first one to warm up
             pending = Pending(0, QuestionBatch(batch, frozenset(question.id for question in batch)))

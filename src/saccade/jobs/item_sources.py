@@ -89,9 +89,13 @@ class ItemSource:
                     "folder, whose other files are skipped."
                 )
             return [path]
-        matches = map(Path, sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else [])
-        written = [path.absolute() for path in self.written]
-        paths = [p for p in matches if _is_known(p) and not any(p.absolute().is_relative_to(w) for w in written)]
+        paths: list[Path] = []
+        written = [place.absolute() for place in self.written]
+        for match in sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(name) else ():
+            path = Path(match)
+            is_ours = any(path.absolute().is_relative_to(place) for place in written)
+            if _is_known(path) and not is_ours:
+                paths.append(path)
         if not paths:
             raise SaccadeError(
                 f"There is no file or folder {name}; give a folder, a glob in quotes, or a file of JSON lines, JSON, "

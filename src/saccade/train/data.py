@@ -297,15 +297,19 @@ class Listed:
     """Samples in memory, each a conversation of its own."""
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Sequence[int]]]) -> None:
-        self._samples = [TrainingSample(str(i), p, tuple(answer)) for i, (p, answer) in enumerate(pairs)]
+        self._samples: list[TrainingSample] = []
+        for number, (prompt, answer) in enumerate(pairs):
+            if not answer:
+                raise TrainingError(f"Sample {number} has an empty answer; leave it out.")
+            self._samples.append(TrainingSample(str(number), prompt, tuple(answer)))
         if not self._samples:
             raise TrainingError("The training data are empty; give at least one prompt with an answer.")
-        for sample in self._samples:
-            if not sample.answer:
-                raise TrainingError(f"Sample {sample.name} has an empty answer; leave it out.")
         self.lengths: Sequence[int] = [len(s.ids) for s in self._samples]
         self.conversations: Sequence[int] = range(len(self._samples))
-        content = [(s.prompt.ids, s.answer, [m.digest for m in s.prompt.media]) for s in self._samples]
+        content = []
+        for sample in self._samples:
+            digests = [medium.digest for medium in sample.prompt.media]
+            content.append((sample.prompt.ids, sample.answer, digests))
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()
         self.inputs: Mapping[str, str] = {}
 

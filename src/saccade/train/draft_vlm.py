@@ -107,9 +107,15 @@ class DraftVlmLearner:
 
     def loss(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
         tallies = [self._loss(part) for part in batch]
-        terms = {name: torch.stack([t.terms[name] for t in tallies]).sum() for name in self.terms}
-        counts = [torch.stack([getattr(t, name) for t in tallies]).sum(0) for name in ("kept", "tried", "right")]
-        return Tally(torch.stack([t.loss for t in tallies]).sum(), terms, *counts)
+        total = tallies[0]
+        for tally in tallies[1:]:
+            total.loss = total.loss + tally.loss
+            for name, value in tally.terms.items():
+                total.terms[name] = total.terms[name] + value
+            total.kept = total.kept + tally.kept
+            total.tried = total.tried + tally.tried
+            total.right = total.right + tally.right
+        return total
 
     def tensors(self, batch: Sequence[DraftBatch]) -> dict[str, Tensor]:
         return {
@@ -193,7 +199,9 @@ class DraftVlmLearner:
 
     def _batches(self, samples: Sequence[TrainingSample], blind: bool) -> list[DraftBatch]:
         prompts = [self._processor.text_only(s.prompt) if blind else s.prompt for s in samples]
-        wholes = [Prompt((*p.ids, *s.answer), p.media) for p, s in zip(prompts, samples, strict=True)]
+        wholes = []
+        for prompt, sample in zip(prompts, samples, strict=True):
+            wholes.append(Prompt((*prompt.ids, *sample.answer), prompt.media))
         batches = []
         for part, inputs in forward_passes(self._own, wholes):
             supervised = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool)

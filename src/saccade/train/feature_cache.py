@@ -102,7 +102,10 @@ class FeatureCache:
         """Write samples that wait for a full file; no effect in memory."""
         if self._folder is None or not self._memory:
             return
-        content = save({f"{i}.{name}": t for i, packed in self._memory.items() for name, t in packed.items()})
+        tensors = {}
+        for index, packed in self._memory.items():
+            tensors.update({f"{index}.{name}": tensor for name, tensor in packed.items()})
+        content = save(tensors)
         place = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
         self._known.add(place)
         write_file(place, content, error=TrainingError)
@@ -173,7 +176,9 @@ class FeatureCache:
     def _unpack(self, packed: dict[str, Tensor]) -> Features:
         held = {name: t.to(self._target.device) for name, t in packed.items()}
         visual = visual_mask(self._target.config, held["ids"])
-        given = {int(n.partition(".")[2]): t for n, t in held.items() if n.startswith("state.")}
+        given = {}
+        for name in (name for name in held if name.startswith("state.")):
+            given[int(name.removeprefix("state."))] = held[name]
         stops = tuple(packed["stops"].tolist())
         with torch.no_grad():
             text = held["ids"].masked_fill(visual, 0)  # placeholders may lie outside the embedding table

@@ -54,7 +54,8 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     rows = [torch.tensor(p.ids, device=device) for p in prompts]
     # Padding repeats a row's last token: unlike an arbitrary id, it can never be a placeholder.
     longest = max(map(len, rows))
-    ids = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
+    padded = [torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows]
+    ids = torch.stack(padded)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     inputs: dict[str, Any] = {
         "input_ids": ids,
@@ -63,8 +64,11 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
     for name, value in family_of(target.config).collate([p.media for p in prompts]).items():
         inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
-    positions = [target.positions(row[None], p)[0] for row, p in zip(rows, prompts, strict=True)]
-    known = [p[:, 0].T for p in positions if p is not None]
+    known = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        positions, _ = target.positions(row[None], prompt)
+        if positions is not None:
+            known.append(positions[:, 0].T)
     if known:
         inputs["position_ids"] = pad_sequence(known, batch_first=True).permute(2, 0, 1)
     return inputs

@@ -47,7 +47,9 @@ class Log:
         numbers = {}
         for name, value in values.items():
             places = {f"/{place}": v for place, v in enumerate(value)} if isinstance(value, list) else {"": value}
-            numbers.update({name + place: v for place, v in places.items() if isinstance(v, (int, float))})
+            for place, number in places.items():
+                if isinstance(number, (int, float)):
+                    numbers[name + place] = number
         if self._events is not None:
             for name, value in numbers.items():
                 self._events.add_scalar(name, value, step)

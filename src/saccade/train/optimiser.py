@@ -51,7 +51,8 @@ def rate_at(stage: Stage, step: int) -> float:
     if step < stage.warmup:
         return stage.rate * (step + 1) / stage.warmup
     done = (step - stage.warmup) / max(stage.steps - stage.warmup, 1)
-    return stage.rate * (stage.final + (1 - stage.final) * (1 + math.cos(math.pi * done)) / 2)
+    falling = (1 + math.cos(math.pi * done)) / 2
+    return stage.rate * (stage.final + (1 - stage.final) * falling)
 
 
 def muon_and_adamw(

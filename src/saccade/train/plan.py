@@ -66,7 +66,9 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> str:
         f"target {sum(held(w).nbytes for w in weights) / 1e9:.2f} GB{where}, {learner.word} with gradients and "
         f"optimiser {learning / 1e9:.2f} GB{peak}",
     ]
-    probed = [i for step in range(min(_STEPS, recipe.steps)) for i in trainer.order.at(step)[:_EACH]]
+    probed: list[int] = []
+    for step in range(min(_STEPS, recipe.steps)):
+        probed += trainer.order.at(step)[:_EACH]
     cache = samples * learner.cache_bytes(probed)
     if cache:
         place_kept, limit = kept or (recipe.feature_cache, recipe.cache_gb * 1e9)
@@ -171,7 +173,8 @@ def forecast(
     """Compute what a run needs on a preset's GPU; weights are not read and need not be there."""
     size = ModelSize(target, dtype=dtype)
     file, media, _ = place_of(data.expanduser())
-    lengths = (of_answers(file, media, size) if file.is_file() else assumed(size, file.name)).cut(recipe.max_tokens)
+    lengths = of_answers(file, media, size) if file.is_file() else assumed(size, file.name)
+    lengths = lengths.cut(recipe.max_tokens)
     if not lengths.samples:
         raise TrainingError(f"{file} holds no answer to learn from; expected what `saccade distill` writes.")
     work = draft_vlm_work(recipe, size, lengths) if recipe.kind == DRAFT_VLM else head_work(recipe, size, lengths)

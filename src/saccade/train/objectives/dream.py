@@ -120,7 +120,8 @@ class DreamFeeder(Feeder):
         count = len(self._target.layers)
         wanted, dropped = [], []
         for sample in samples:
-            layer, gone = inner_layer(self.layer, count), torch.zeros(len(sample.ids), dtype=torch.bool)
+            layer = inner_layer(self.layer, count)
+            gone = torch.zeros(len(sample.ids), dtype=torch.bool)
             if self.layer == "entropy" or self._pruning.needs_attention:
                 finding = self._finding(sample.prompt)
                 gone[list(finding.dropped)] = True
@@ -281,4 +282,6 @@ def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:
 
 def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
     """``[M]`` KL(teacher || head) in nats, of logits ``[M, V]``."""
-    return F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    p = teacher.log_softmax(-1)
+    q = logits.log_softmax(-1)
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)

@@ -161,7 +161,8 @@ class DraftVlmObjective:
     blind_every: int = 3  # every n-th batch has a line break in place of every medium
 
     def __post_init__(self) -> None:
-        if not (min(self.tokens, self.kl) >= 0 and max(self.tokens, self.kl) > 0 and self.blind_every >= 0):
+        weights = self.tokens, self.kl
+        if not min(*weights, self.blind_every) >= 0 or not max(weights) > 0:
             raise TrainingError(
                 "loss.tokens and loss.kl must be 0 or more, one of them above 0, and loss.blind_every 0 or more; they "
                 f"are {self.tokens}, {self.kl} and {self.blind_every}."
@@ -176,14 +177,20 @@ class DraftVlmObjective:
 
         Shapes: logits ``[M, V]``; answer ``[M]``; teacher ``[M, W]``.
         """
-        logits, count = logits.float(), logits.new_full((1,), len(answer), dtype=torch.long)
-        found: dict[str, Tensor] = {}
+        logits = logits.float()
+        count = logits.new_full((1,), len(answer), dtype=torch.long)
+        loss = logits.new_zeros(())
+        terms: dict[str, Tensor] = {}
         if self.tokens:
-            found["tokens"] = F.cross_entropy(logits, answer, reduction="sum")
+            tokens = F.cross_entropy(logits, answer, reduction="sum")
+            loss = loss + self.tokens * tokens
+            terms["tokens"] = tokens.detach()
         if self.kl and teacher is not None:
             shared = min(logits.shape[-1], teacher.shape[-1])
-            p, q = (side[:, :shared].float().log_softmax(-1) for side in (teacher, logits))
-            found["kl"] = F.kl_div(q, p, log_target=True, reduction="sum")
+            p = teacher[:, :shared].float().log_softmax(-1)
+            q = logits[:, :shared].log_softmax(-1)
+            kl = F.kl_div(q, p, log_target=True, reduction="sum")
+            loss = loss + self.kl * kl
+            terms["kl"] = kl.detach()
         right = (logits.argmax(-1) == answer).sum()[None]
-        loss = torch.stack([getattr(self, name) * value for name, value in found.items()]).sum()
-        return Tally(loss, {name: v.detach() for name, v in found.items()}, count, count, right)
+        return Tally(loss, terms, count, count, right)

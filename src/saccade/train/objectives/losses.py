@@ -98,7 +98,7 @@ def draft_loss(
     alive = window.supervised
     for step, guess in enumerate(unroll(head, entries, window, draft_steps)):
         if step:
-            alive = torch.cat([torch.zeros_like(alive[:, :1]), alive[:, :-1]], 1) & window.supervised
+            alive = F.pad(alive, (1, -1)) & window.supervised
         if not alive.any():
             break
         kept = []
@@ -175,7 +175,8 @@ class Window:
         """``[B, E]`` or ``[B, E, d]`` at the places."""
         if values.dim() == 2:
             return values.gather(1, self.places)
-        return values.gather(1, self.places[:, :, None].expand(-1, -1, values.shape[2]))
+        places = self.places[:, :, None]
+        return values.gather(1, places.expand(-1, -1, values.shape[2]))
 
 
 def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator[Tensor]:
@@ -211,7 +212,7 @@ def step_of(head: Head, features: Tensor, embeddings: Tensor, at: Placement, ste
 
 def shifted(guess: Tensor) -> Tensor:
     """``[B, A, d]`` of a step, at the place behind each; zeros at the first."""
-    return torch.cat([torch.zeros_like(guess[:, :1]), guess[:, :-1]], 1)
+    return F.pad(guess, (0, 0, 1, -1))
 
 
 def with_guesses(true: Tensor, step: int) -> Tensor:
@@ -220,8 +221,9 @@ def with_guesses(true: Tensor, step: int) -> Tensor:
     Shapes: true ``[B, A, K]``.
     """
     own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
-    behind = [own.roll(-distance, 1).tril() for distance in range(step - 1, 0, -1)]  # place c sees place c - distance
-    return torch.cat([true, *(seen.expand(len(true), -1, -1) for seen in (*behind, own))], -1)
+    behind = reversed(range(step))  # a place sees itself, and those so far before it
+    drafted = torch.cat([own.roll(-distance, 1).tril() for distance in behind], -1)
+    return torch.cat([true, drafted.expand(len(true), -1, -1)], -1)
 
 
 _ON: ContextVar[bool] = ContextVar("recomputing", default=False)
@@ -280,9 +282,9 @@ def recomputed(work: Callable[[Sequence[Kept]], Tensor], held: Sequence[Kept] = 
 
     out: Tensor
     out, *added = checkpoint(pure, use_reentrant=False, preserve_rng_state=False)
-    for layer, key, value in zip(order, added[::2], added[1::2], strict=True):
-        layer.keys.append(key)
-        layer.values.append(value)
+    for number, layer in enumerate(order):
+        layer.keys.append(added[2 * number])
+        layer.values.append(added[2 * number + 1])
     return out
 
 
