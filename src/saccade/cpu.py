@@ -30,8 +30,7 @@ _INSTRUCTIONS = {
 SWITCH = "SACCADE_CPU_BF16"
 """Environment variable: with 1 the processor counts as one that computes in bfloat16 (it emulates what it lacks), with
 0 as one that does not, whatever its instructions and speed."""
-_FASTER = 1.1
-"""Times that a 16-bit format must be faster than float32 to be used where it is not requested."""
+_FASTER = 1.1  # times that a 16-bit format must be faster than float32 to be used where it is not requested
 
 
 def suitable_dtype(stored: torch.dtype) -> torch.dtype:
@@ -43,8 +42,8 @@ def suitable_dtype(stored: torch.dtype) -> torch.dtype:
 
 def computes_in(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for a 16-bit format, and is faster with it than in float32."""
-    if _switched(dtype) or not has_instructions(dtype):
-        return bool(_switched(dtype))
+    if _switched(dtype) is not None or not has_instructions(dtype):
+        return has_instructions(dtype)
     name = str(dtype).removeprefix("torch.")
     (speed,) = remember(f"{name} over float32", lambda: [_speed_over_float32(dtype)])
     return speed >= _FASTER
@@ -52,7 +51,9 @@ def computes_in(dtype: torch.dtype) -> bool:
 
 def remember(name: str, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
     """Return numbers measured once per machine and version of torch, and read from a file from then on."""
-    file = _findings_file()
+    processor = f"{platform.machine()}|{_capabilities().get('cpu_name')}|{torch.__version__}"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    file = base / "saccade" / f"processor-{hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()}.json"
     findings = _findings(file)
     if name not in findings:
         findings[name] = [float(value) for value in measure()]
@@ -95,7 +96,7 @@ def available_memory() -> int | None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuse fewer threads than one."""
+    """Raise `InputError` for fewer threads than one."""
     if threads is not None and threads < 1:
         raise InputError(f"The number of threads must be at least 1, not {threads}.")
 
@@ -130,29 +131,23 @@ def usable_cores() -> int:
 def busy_cores(seconds: float = 0.1) -> float:
     """Cores that other programs use, over some time from now on; elsewhere than on Linux the last minute's load."""
     with suppress(OSError, ValueError, IndexError):
-        idle, total = _ticks()
+        before = _ticks()
         time.sleep(seconds)
-        idle_after, total_after = _ticks()
-        return (os.cpu_count() or 1) * (1 - (idle_after - idle) / max(1, total_after - total))
+        ticks = [after - earlier for after, earlier in zip(_ticks(), before, strict=True)]
+        idle = ticks[3] + ticks[4]
+        return (os.cpu_count() or 1) * (1 - idle / max(1, sum(ticks)))
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def _ticks() -> tuple[int, int]:
-    """Idle ticks and all ticks of all cores since the system started (Linux)."""
+def _ticks() -> list[int]:
+    """Ticks of all cores since the system started (Linux), by what they did; the fourth and fifth are idle ones."""
     with open("/proc/stat", encoding="ascii") as file:
-        ticks = [int(value) for value in file.readline().split()[1:9]]
-    return ticks[3] + ticks[4], sum(ticks)
+        return [int(value) for value in file.readline().split()[1:9]]
 
 
 def _capabilities() -> dict[str, Any]:
     """Features of the processor by name; empty in versions of torch that do not list them."""
     return dict(getattr(torch.cpu, "get_capabilities", dict)())
-
-
-def _findings_file() -> Path:
-    processor = f"{platform.machine()}|{_capabilities().get('cpu_name')}|{torch.__version__}"
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "saccade" / f"processor-{hashlib.blake2b(processor.encode(), digest_size=6).hexdigest()}.json"
 
 
 def _speed_over_float32(dtype: torch.dtype) -> float:

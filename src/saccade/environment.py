@@ -22,13 +22,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         **{name: metadata.version(name) for name in PACKAGES},
         "revision": revision(),
-        "device": device_name(device),
-        "processor": processor_name(),
+        "device": _device_name(device),
+        "processor": _processor_name(),
         "threads": torch.get_num_threads(),
     }
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """Name such as ``cpu (AVX512)`` or ``cuda (NVIDIA H200)``."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
@@ -37,7 +37,7 @@ def device_name(device: torch.device) -> str:
     return device.type
 
 
-def processor_name() -> str:
+def _processor_name() -> str:
     """Name of the processor such as ``AMD EPYC``; its architecture where the system does not name it."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -47,11 +47,19 @@ def processor_name() -> str:
 
 def revision() -> str | None:
     """Git revision of Saccade's own checkout, followed by ``+`` when files are modified; None outside a checkout."""
-    folder = Path(__file__).parent
-    commit = _git(folder, "rev-parse", "--short=12", "HEAD")
-    if not commit or _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    if not commit or _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None  # installed without git, or below someone else's repository
-    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else "")
+    return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no", ".") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in Saccade's folder; None when it fails or git is not installed."""
+    folder = Path(__file__).parent
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    return None
 
 
 def model_facts(model: Any, name: str) -> dict[str, Any]:
@@ -85,15 +93,5 @@ def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> s
             row = weight.detach()
             if row.dim():
                 row = row[(row.shape[0] // 2, *[0] * (row.dim() - 2))]
-            numbers = row.reshape(-1)[:32].to(dtype).float()
-            hasher.update(numbers.cpu().numpy().tobytes())
+            hasher.update(row.reshape(-1)[:32].to(dtype).float().cpu().numpy().tobytes())
     return hasher.hexdigest()
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command; None when it fails or git is not installed."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

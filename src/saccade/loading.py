@@ -37,12 +37,12 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     faster; ``device_map`` is as in `from_pretrained`, or ``tp`` or ``fsdp`` (`saccade.target_model.sharding`).
     """
     config = check_checkpoint(path)
+    stored = config.dtype or config.get_text_config(decoder=True).dtype
     dtype, device_map = check_dtype(dtype), check_device(device_map)
     splitting = {}
     check_processes(device_map, config)
     if device_map == SHARDED:
         if processes() != 1:
-            stored = config.dtype or config.get_text_config(decoder=True).dtype
             kept = stored if dtype == "auto" and stored and torch.cuda.is_available() else dtype
             return sharded(lambda: load_model(path, dtype=kept, device_map="cpu"))
         device_map = check_device(default_device())
@@ -53,7 +53,7 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         splitting = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes())}
     on_cpu = not torch.cuda.is_available() if splitting else device_map in (None, torch.device("cpu"))
     if dtype == "auto" and on_cpu:
-        dtype = _cpu_dtype(path, config)
+        dtype = _cpu_dtype(path, config, stored)
     moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
     with _refusing(path), _unreported():
         model, info = _auto_class(config).from_pretrained(
@@ -68,9 +68,9 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
         )
         if moved:
             model = model.to(moved)
-    odd = sorted(str(name) for name, *_ in info.get("mismatched_keys", ()))
-    missing = sorted(set(info["missing_keys"]) - set(odd))
-    for names, what in ((missing, "lacks"), (odd, "has the wrong shape for")):
+    misshapen = sorted(str(name) for name, *_ in info.get("mismatched_keys", ()))
+    missing = sorted(set(info["missing_keys"]) - set(misshapen))
+    for names, what in ((missing, "lacks"), (misshapen, "has the wrong shape for")):
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ModelError(
@@ -80,14 +80,10 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     return model
 
 
-def _cpu_dtype(path: str | Path, config: Any) -> str | torch.dtype:
-    """Return ``auto`` or float32 for a CPU, and warn of either where the stored format is slow there.
-
-    A checkpoint that does not fit into memory in float32 stays as stored; the built-in pair is always in float32.
-    """
-    if Path(path).is_relative_to(Path(__file__).parent):
+def _cpu_dtype(path: str | Path, config: Any, stored: torch.dtype | None) -> str | torch.dtype:
+    """Return ``auto`` or, where it fits, float32 for a CPU, and warn of either where the stored format is slow."""
+    if Path(path).is_relative_to(Path(__file__).parent):  # the built-in pair
         return torch.float32
-    stored = config.dtype or config.get_text_config(decoder=True).dtype
     if stored is None or cpu.suitable_dtype(stored) == stored:
         return "auto"
     weights = sum(p.numel() for p in empty_model(config).parameters())
@@ -175,23 +171,21 @@ def _check_files(folder: Path, weights: bool) -> None:
             f"The folder {folder} has no config.json, so it holds no checkpoint; give the folder that has one."
         )
     again = "download the checkpoint again"
+    shards: set[str] = set()
     try:
-        names = {"config.json": json.loads(config.read_text(encoding="utf-8"))}
-        indices = sorted(folder.glob("*.safetensors.index.json")) if weights else []
-        for index in indices:
-            names |= json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as problem:
+        json.loads(config.read_text(encoding="utf-8"))
+        for index in folder.glob("*.safetensors.index.json") if weights else ():
+            shards.update(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ModelError(f"A JSON file of {folder} is damaged ({problem}); {again}.") from None
     if not weights:
         return
-    shards = sorted({str(v) for k, v in names.items() if k != "config.json"})
-    for shard in shards:
-        if not (folder / shard).is_file():
-            raise ModelError(f"The checkpoint {folder} lacks {shard}, one of its weight files; {again}.")
-    files = [folder / s for s in shards] or sorted(folder.glob("model*.safetensors"))
+    files = [folder / shard for shard in sorted(shards)] or sorted(folder.glob("model*.safetensors"))
     if not files and not any(folder.glob("pytorch_model*")):
         raise ModelError(f"The checkpoint {folder} has no weights (model.safetensors); {again}.")
-    for file in (file for file in files if file.suffix == ".safetensors"):
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"The checkpoint {folder} lacks {file.name}, one of its weight files; {again}.")
         try:
             with safe_open(file, "pt"):  # which compares its length with its header
                 pass
@@ -211,7 +205,7 @@ def check_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 def check_device(device_map: Any) -> Any:
     """Return a `device_map` as given, a single device as a torch device."""
-    if device_map is None or (isinstance(device_map, str) and device_map in (TENSOR_PARALLEL, SHARDED)):
+    if device_map in (None, TENSOR_PARALLEL, SHARDED):
         return device_map
     if isinstance(device_map, dict) or device_map in SPREADING:
         if not find_spec("accelerate"):
@@ -263,14 +257,14 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     ours, theirs = target.get_vocab(), drafter.get_vocab()
     shared = min(len(ours), len(theirs))
     added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())
-    compared = ((i, t) for t, i in theirs.items() if i < shared and i not in added)
-    wrong = ((i, t) for i, t in compared if ours.get(t) != i)
-    differ, token = min(wrong, default=(None, ""))
-    if differ is not None:
+    compared = ((i, token) for token, i in theirs.items() if i < shared and i not in added)
+    differing = min(((i, token) for i, token in compared if ours.get(token) != i), default=None)
+    if differing is not None:
+        there, token = differing
         here = f"id {ours[token]}" if token in ours else "no id"
         raise ModelError(
             f"The drafter {names[1]} has another tokenizer than the target {names[0]} (token {token!r} has "
-            f"id {differ} there and {here} here); give a drafter of the same family."
+            f"id {there} there and {here} here); give a drafter of the same family."
         )
     return shared
 

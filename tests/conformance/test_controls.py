@@ -86,7 +86,7 @@ def test_positions_by_node_index_are_noticed(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> None:
     class Lazy(RowCache):
-        def _move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        def _move(self, moves: Sequence[tuple[int, int]]) -> None:
             """Accepted nodes stay where they were written instead of behind the row's prefix."""
 
     target = Target(FAMILIES[name].model())

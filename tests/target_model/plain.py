@@ -13,9 +13,15 @@ from families import FAMILIES, Inputs, reset_rope_deltas
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
+from saccade.tree import TreeShape, ancestors_of
 
-BRANCHING = [[], [0], [0, 1], [0, 0], [1], [1, 0]]
-"""Paths of a tree's nodes below the root (child ranks), in no particular order of depth."""
+SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+"""A tree with two branches."""
+
+
+def tree_inputs(shape: TreeShape = SHAPE) -> tuple[Tensor, Tensor]:
+    """Attention mask and depth of a tree's nodes."""
+    return ancestors_of(torch.tensor([shape.parents]), shape.max_depth), torch.tensor([[0, *map(len, shape.paths)]])
 
 
 @cache
@@ -49,3 +55,16 @@ def plain_logits(name: str, kind: str, row: int, more: Sequence[int]) -> Tensor:
     """``[1 + len(more), V]`` logits after the prompt and after each further token."""
     inputs = extended(FAMILIES[name].row_inputs(kind, row), more)
     return plain(target(name).model, inputs).logits[0, -1 - len(more) :]
+
+
+@cache
+def _eager(name: str) -> Any:
+    model = FAMILIES[name].model()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def eager_attentions(name: str, inputs: Inputs) -> tuple[Tensor, ...]:
+    """``[B, H, Q, K]`` for every layer."""
+    attentions: tuple[Tensor, ...] = plain(_eager(name), inputs, output_attentions=True).attentions
+    return attentions

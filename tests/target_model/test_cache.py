@@ -66,7 +66,7 @@ def commit(cache: RowCache, reference: Reference, row: int, chosen: range | list
 
 
 def assert_holds(cache: RowCache, reference: Reference) -> None:
-    """Committed and pending entries of every row, in every layer; no two segments overlap, and free slots are zeros."""
+    """Every row has its entries in every layer; no two segments overlap, and free slots are zeros."""
     assert cache.lengths == list(map(len, reference.rows))
     assert cache.pending == list(map(len, reference.pending))
     segments = sorted((cache.start(r), cache.capacity(r)) for r in range(ROWS) if cache.capacity(r))
@@ -88,7 +88,7 @@ def assert_holds(cache: RowCache, reference: Reference) -> None:
                 assert torch.equal(tensor[:, at : at + len(numbers)], entries(numbers, layer, kind))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataObject) -> None:
     cache, reference = new_cache(), Reference()
@@ -121,14 +121,18 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
         elif step == "reserve":
             cache.reserve(row, data.draw(st.integers(1, 300)))
         elif step == "release":
+            exported = cache.export(row) if reference.rows[row] else []
             cache.release(row)
+            for layer, (keys, values) in enumerate(exported):
+                assert torch.equal(keys[0], entries(reference.rows[row], layer, "key"))
+                assert torch.equal(values[0], entries(reference.rows[row], layer, "value"))
             reference.rows[row], reference.pending[row] = [], []
         else:
             cache.preallocate(data.draw(st.integers(1, 600)))
         assert_holds(cache, reference)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_arena_never_exceeds_the_most_while_all_segments_fit(data: st.DataObject) -> None:
     """Whatever gaps are left by rows that come, grow and go."""
@@ -168,34 +172,12 @@ def test_a_row_between_others_grows_into_gaps_on_both_sides() -> None:
 
 
 def test_a_row_that_grows_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reference = new_cache(), Reference()
+    cache = new_cache()
     cache.preallocate(4 * QUANTUM)
-    add(cache, reference, 0, 5)
-    copied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(cache, "_copy", lambda *given: copied.append(given))
+    add(cache, Reference(), 0, 5)
+    monkeypatch.setattr(cache, "_copy", lambda *_: pytest.fail("entries were copied"))
     cache.reserve(0, 2 * QUANTUM)
-    assert copied == []
     assert (cache.start(0), cache.capacity(0)) == (0, 2 * QUANTUM)
-
-
-def test_gaps_are_closed_before_the_arena_grows() -> None:
-    cache, reference = new_cache(), Reference()
-    for row in range(ROWS):
-        add(cache, reference, row, QUANTUM)
-    cache.release(1)
-    reference.rows[1] = []
-    slots = cache.slots
-    cache.release(0)
-    reference.rows[0] = []
-    cache.reserve(0, 2 * QUANTUM)  # the first two segments' places
-    assert cache.slots == slots
-    assert_holds(cache, reference)
-    cache.release(0)
-    cache.reserve(1, QUANTUM)
-    cache.release(2)
-    reference.rows[2] = []
-    cache.reserve(2, 2 * QUANTUM)
-    assert cache.slots == slots
 
 
 def test_many_rows_make_the_arena_grow_seldom() -> None:
@@ -208,7 +190,7 @@ def test_many_rows_make_the_arena_grow_seldom() -> None:
     assert cache.slots <= 1.5 * 32 * 256
 
 
-def test_memory_is_what_was_asked_for() -> None:
+def test_memory_is_in_multiples_of_a_quantum_per_row() -> None:
     cache = RowCache([torch.device("cpu")] * 2, ROWS)
     assert cache.nbytes == 0
     cache.reserve(0, 2)
@@ -226,24 +208,11 @@ def test_only_entries_that_change_place_are_moved(monkeypatch: pytest.MonkeyPatc
     cache, reference = new_cache(), Reference()
     for row in range(ROWS):
         add(cache, reference, row, 4, keep=False)
-    moved: list[tuple[list[int], list[int]]] = []
-    monkeypatch.setattr(cache, "_move", lambda source, target: moved.append((source, target)))
+    moved: list[tuple[int, int]] = []
+    monkeypatch.setattr(cache, "_move", moved.extend)
     cache.commit(range(ROWS), [[0, 1], [0, 2], []])
-    assert moved == [([QUANTUM + 2], [QUANTUM + 1])]
+    assert moved == [(QUANTUM + 2, QUANTUM + 1)]
     assert cache.lengths == [2, 2, 0]
-
-
-def test_a_row_is_exported_as_it_was_committed() -> None:
-    cache, reference = new_cache(), Reference()
-    add(cache, reference, 0, 3)
-    add(cache, reference, 1, 2)
-    add(cache, reference, 1, 2, keep=False)
-    exported = cache.export(1)
-    cache.release(1)
-    add(cache, reference, 0, 200)
-    for layer, (keys, values) in enumerate(exported):
-        assert torch.equal(keys[0], entries(reference.rows[1], layer, "key"))
-        assert torch.equal(values[0], entries(reference.rows[1], layer, "value"))
 
 
 def test_entries_beyond_the_capacity_are_an_error_not_an_overwrite() -> None:

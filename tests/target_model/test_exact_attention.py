@@ -29,11 +29,6 @@ def rounded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
     return one, two.to(value.dtype), three.to(value.dtype)
 
 
-def on_fine_grid(x: Tensor) -> Tensor:
-    """As queries and keys are rounded."""
-    return rounded(x, x, x)[0]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keys", [1, 33, 150, 1000])
 def test_the_order_of_the_keys_and_masked_ones_between_change_no_bit(keys: int, dtype: torch.dtype) -> None:
@@ -96,22 +91,19 @@ def test_sums_that_round_would_be_noticed(mistake: str, monkeypatch: pytest.Monk
 
 def test_rounding_loses_nothing_but_the_smallest_elements() -> None:
     x = torch.randn(100, 64).bfloat16()
-    largest = x.abs().amax(-1, keepdim=True)
-    assert torch.equal(
-        torch.where(x.abs() > largest * 2**-12, on_fine_grid(x), 0),
-        torch.where(x.abs() > largest * 2**-12, x, 0).float(),
-    )
-    fine = on_fine_grid(torch.randn(100, 64))
-    grid = power_of_two(fine.abs().amax(-1, keepdim=True)).double() * 2.0**-21
-    assert torch.equal(fine.double() / grid, (fine.double() / grid).round())
-    assert not on_fine_grid(torch.zeros(2, 8)).any()
+    large = x.abs() > x.abs().amax(-1, keepdim=True) * 2**-12
+    assert torch.equal(rounded(x, x, x)[0][large], x[large].float())
+    fine = rounded(*[torch.randn(100, 64)] * 3)[0].double()
+    grid = power_of_two(fine.abs().amax(-1, keepdim=True)) * 2.0**-21
+    assert torch.equal(fine / grid, (fine / grid).round())
+    assert not rounded(*[torch.zeros(2, 8)] * 3)[0].any()
 
 
 def test_queries_are_scaled_before_they_are_rounded() -> None:
     both = torch.randn(5, 4, 32).bfloat16()
-    found = on_grid(both, *grids(2, 1, 0.3, torch.bfloat16, both.device))
-    torch.testing.assert_close(found[:, :2], both[:, :2].float() * 0.3, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found[:, 2].bfloat16(), both[:, 2])
+    ours = on_grid(both, *grids(2, 1, 0.3, torch.bfloat16, both.device))
+    torch.testing.assert_close(ours[:, :2], both[:, :2].float() * 0.3, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours[:, 2].bfloat16(), both[:, 2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,8 +123,9 @@ def test_blocks_of_queries_change_no_bit(dtype: torch.dtype, monkeypatch: pytest
 
 def test_zero_values_and_one_key_are_no_exception() -> None:
     query, key, value = rounded(*vectors(torch.bfloat16, keys=5))
-    assert not ExactAttention(64, torch.bfloat16)(query, key, value * 0, None, SCALE).any()
-    alone = ExactAttention(64, torch.bfloat16)(query, key[:, :, :1], value[:, :, :1], None, SCALE)
+    attend = ExactAttention(64, torch.bfloat16)
+    assert not attend(query, key, value * 0, None, SCALE).any()
+    alone = attend(query, key[:, :, :1], value[:, :, :1], None, SCALE)
     assert torch.equal(alone, value[:, :, :1].repeat_interleave(2, 1).expand_as(alone))
 
 

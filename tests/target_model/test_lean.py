@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +26,20 @@ TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).
 DEPTH = torch.tensor([[0, 1, 1, 2]])
 
 
-def loaded(target: Target, kind: str, case: Any, layers: tuple[int, ...] = (), rows: int = 3) -> Context:
-    """Ragged rows in a context that returns the states of some layers."""
-    context = Context(target, rows)
+@cache
+def target(name: str) -> Target:
+    return Target(FAMILIES[name].model())
+
+
+def loaded(model: Target, kind: str, case: Any, layers: tuple[int, ...] = (), final: Any = "post") -> Context:
+    """Three ragged rows in a context that returns the states of some layers."""
+    context = Context(model, 3)
     context.requirements.add_layers(*layers)
-    for row, prompt in enumerate(split(target.config, case.inputs(kind, rows=rows))):
+    context.requirements.final = final
+    for row, prompt in enumerate(split(model.config, case.inputs(kind, rows=3))):
         context.cache.reserve(row, len(prompt) + 8)
-        context.load(row, prompt)
+        states = context.load(row, prompt).hidden
+        assert all(state.shape[0] == len(prompt) for state in states.values())
     return context
 
 
@@ -38,43 +47,44 @@ def drafted() -> torch.Tensor:
     return torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(1))
 
 
-def tree_logits(target: Target, kind: str, case: Any) -> torch.Tensor:
-    return loaded(target, kind, case).forward([0, 1, 2], drafted(), TREE, DEPTH).logits
+def tree_logits(model: Target, kind: str, case: Any) -> torch.Tensor:
+    return loaded(model, kind, case).forward([0, 1, 2], drafted(), TREE, DEPTH).logits
 
 
-@pytest.mark.parametrize("name", LEAN)
-def test_tree_logits_equal_the_stock_modules_on_ragged_rows(name: str) -> None:
-    case = FAMILIES[name]
-    lean, stock = Target(case.model()), Target(case.model(), lean=False)
-    assert lean.is_lean
-    assert not stock.is_lean
-    kind = "image" if "image" in case.kinds else "text"
-    ours, theirs = tree_logits(lean, kind, case), tree_logits(stock, kind, case)
+@pytest.mark.parametrize(
+    ("name", "final"), [*((name, "post") for name in LEAN), *((name, "pre") for name in ("llava", "qwen3_vl"))]
+)
+def test_logits_and_states_of_trees_equal_those_of_the_stock_modules_on_ragged_rows(name: str, final: str) -> None:
+    case, model = FAMILIES[name], target(name)
+    assert model.is_lean
+    layers = (0, 1, len(model.layers))
+    ours = loaded(model, case.kinds[0], case, layers, final).forward([0, 1, 2], drafted(), TREE, DEPTH)
+    with model.stock():
+        assert not model.is_lean
+        theirs = loaded(model, case.kinds[0], case, layers, final).forward([0, 1, 2], drafted(), TREE, DEPTH)
     # fp32 sums in another order; the tiny models' logits are of order ten
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-3)
+    assert ours.hidden.keys() == theirs.hidden.keys() == set(layers)
+    for index, states in ours.hidden.items():
+        torch.testing.assert_close(states, theirs.hidden[index], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(LEAN)))
 def test_architectures_with_other_parts_stay_on_the_stock_modules(name: str) -> None:
-    assert not Target(FAMILIES[name].model()).is_lean
+    assert not target(name).is_lean
 
 
-def test_fusing_leaves_the_stock_modules_as_they_were() -> None:
-    case = FAMILIES["qwen2"]
-    before = case.model().state_dict()
-    model = Target(case.model()).model
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, before[name]), name
-
-
-def test_a_second_adapter_shares_the_first_ones_fused_weights() -> None:
-    model = FAMILIES["llama"].model()
+def test_fusing_leaves_the_stock_modules_as_they_were_and_a_second_adapter_shares_their_weights() -> None:
+    model = FAMILIES["qwen2"].model()
+    before = copy.deepcopy(model.state_dict())
     first = Target(model)
     place = model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     second = Target(model)
     assert model.model.layers[0].self_attn.q_proj.weight.data_ptr() == place
     assert first.is_lean
     assert second.is_lean
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
 
 
 class LowRank(nn.Module):
@@ -144,63 +154,59 @@ def give_a_layer_another_forward(model: Any) -> None:
     layer.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
 
 
-CHANGES = [
-    shift_biases,
-    wrap_projections,
-    hook_a_layer,
-    hook_a_projection_first,
-    hook_the_model,
-    replace_the_head,
-    replace_the_embedding,
-    replace_a_norms_weight,
-    give_a_weight_other_memory,
-    give_a_layer_another_forward,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        shift_biases,
+        wrap_projections,
+        hook_a_layer,
+        hook_a_projection_first,
+        hook_the_model,
+        replace_the_head,
+        replace_the_embedding,
+        replace_a_norms_weight,
+        give_a_weight_other_memory,
+        give_a_layer_another_forward,
+    ],
+)
 def test_a_change_of_the_model_after_loading_counts(change: Callable[[Any], None]) -> None:
     case = FAMILIES["qwen2"]
-    target = Target(case.model())
-    assert target.is_lean
-    before = tree_logits(target, "text", case)
+    before = tree_logits(target("qwen2"), "text", case)
+    changed = Target(case.model())
+    assert changed.is_lean
     torch.manual_seed(0)
-    change(target.model)
-    ours = tree_logits(target, "text", case)
-    theirs = tree_logits(Target(target.model, lean=False), "text", case)
+    change(changed.model)
+    ours = tree_logits(changed, "text", case)
+    theirs = tree_logits(Target(changed.model, lean=False), "text", case)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # as above
     assert float((ours - before).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 def test_global_hooks_count_for_as_long_as_they_are_registered(kind: str) -> None:
-    case = FAMILIES["qwen2"]
-    target = Target(case.model())
-    before = tree_logits(target, "text", case)
+    case, model = FAMILIES["qwen2"], target("qwen2")
+    before = tree_logits(model, "text", case)
 
     def doubled(module: Any, given: Any, out: Any = None) -> Any:
         return None if out is None or not isinstance(module, nn.Linear) else out * 1.5
 
     handle = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(doubled)
     try:
-        assert not target.is_lean
-        ours = tree_logits(target, "text", case)
-        theirs = tree_logits(Target(target.model, lean=False), "text", case)
+        assert not model.is_lean
+        ours = tree_logits(model, "text", case)
+        theirs = tree_logits(Target(model.model, lean=False), "text", case)
     finally:
         handle.remove()
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
     assert (float((ours - before).abs().max()) > 0.1) == (kind == "forward")
-    assert target.is_lean
-    torch.testing.assert_close(tree_logits(target, "text", case), before)
+    assert model.is_lean
+    torch.testing.assert_close(tree_logits(model, "text", case), before)
 
 
-@pytest.mark.parametrize("change", [lambda m: m.model.layers.append(m.model.layers[0]), lambda m: m.double()])
-def test_a_layer_that_is_added_and_weights_that_are_cast_send_the_adapter_back_to_the_stock_modules(
-    change: Any,
-) -> None:
-    target = Target(FAMILIES["qwen2"].model())
-    change(target.model)
-    assert not target.is_lean
+def test_a_layer_that_is_added_sends_the_adapter_back_to_the_stock_modules() -> None:
+    longer = Target(FAMILIES["qwen2"].model())
+    longer.layers.append(longer.layers[0])
+    assert not longer.is_lean
 
 
 @pytest.mark.parametrize("name", ["ministral3", "mistral3_ministral3"])
@@ -210,9 +216,8 @@ def test_queries_that_are_scaled_by_position_show_even_if_the_class_were_let_in(
     """Near the beginning, where they were once compared, such models give the lean decoder's logits."""
     attention = "transformers.models.ministral3.modeling_ministral3.Ministral3Attention"
     monkeypatch.setattr(lean_module, "VERIFIED_ATTENTION", lean_module.VERIFIED_ATTENTION | {attention})
-    near = lambda self, context: [8, 9]  # noqa: E731
     assert not Target(FAMILIES[name].model()).is_lean
-    monkeypatch.setattr(lean_module.Thresholds, "probe_positions", near)
+    monkeypatch.setattr(Thresholds, "probe_positions", lambda self, context: [8, 9])
     assert Target(FAMILIES[name].model()).is_lean
 
 
@@ -237,13 +242,12 @@ def test_a_change_between_two_steps_counts_from_the_next_one() -> None:
     case = FAMILIES["llama"]
     tokens = []
     for lean in (True, False):
-        target = Target(case.model(), lean=lean)
-        prompts = split(target.config, case.inputs("text", rows=1))
-        engine = Engine(target)
-        run = engine.start([Request(prompts[0])], plan(target, prompts, max_new_tokens=30))
+        model = Target(case.model(), lean=lean)
+        prompts = split(model.config, case.inputs("text", rows=1))
+        run = Engine(model).start([Request(prompts[0])], plan(model, prompts, max_new_tokens=30))
         for number, _ in enumerate(run.steps):
             if number == 9:
-                hook_a_layer(target.model)
+                hook_a_layer(model.model)
         tokens.append(run.outputs[0].tokens)
     assert tokens[0] == tokens[1]
     assert tokens[0] != case.reference("text", rows=1, n=30)[0]
@@ -252,17 +256,18 @@ def test_a_change_between_two_steps_counts_from_the_next_one() -> None:
 def test_a_model_that_has_hooks_when_it_is_loaded_never_becomes_lean_unseen() -> None:
     model = FAMILIES["llama"].model()
     handle = model.register_forward_hook(lambda module, given, out: out)
-    target = Target(model)
+    hooked = Target(model)
     handle.remove()
-    assert not target.is_lean
+    assert not hooked.is_lean
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_a_model_that_is_cast_later_gives_what_a_new_adapter_of_it_gives(name: str) -> None:
     case = FAMILIES[name]
-    target = Target(case.model())
-    target.model.to(torch.float64)
-    ours, theirs = (tree_logits(t, "image", case) for t in (target, Target(target.model, lean=False)))
+    cast = Target(case.model())
+    cast.model.to(torch.float64)
+    assert not cast.is_lean
+    ours, theirs = (tree_logits(t, "image", case) for t in (cast, Target(cast.model, lean=False)))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -278,35 +283,14 @@ def test_a_scaling_that_the_structure_does_not_show_is_noticed() -> None:
     assert not Target(model).is_lean
 
 
-@pytest.mark.parametrize("final", ["post", "pre"])
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3", "qwen3_vl"])
-def test_hidden_states_are_the_same_from_lean_and_stock_decoders(name: str, final: Literal["post", "pre"]) -> None:
-    case = FAMILIES[name]
-    kind = "image" if "image" in case.kinds else "text"
-    read = []
-    for lean in (True, False):
-        target = Target(case.model(), lean=lean)
-        context = Context(target, 2)
-        context.requirements.add_layers(0, 1, len(target.layers))
-        context.requirements.final = final
-        for row, prompt in enumerate(split(target.config, case.inputs(kind, rows=2))):
-            context.cache.reserve(row, len(prompt) + 4)
-            assert context.load(row, prompt).hidden[1].shape[0] == len(prompt)
-        read.append(context.forward([0, 1], torch.arange(40, 48).view(2, 4), TREE, DEPTH).hidden)
-    assert read[0].keys() == read[1].keys() == {0, 1, len(target.layers)}
-    for index, states in read[0].items():
-        # fp32 sums in another order, as for the logits above
-        torch.testing.assert_close(states, read[1][index], rtol=1e-4, atol=1e-3)
-
-
 @pytest.mark.parametrize(("name", "lean"), [("llava", True), ("llava", False), ("qwen2_5_vl", True), ("gemma3", False)])
 def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str, lean: bool) -> None:
     case = FAMILIES[name]
-    target = Target(case.model(), lean=lean)
-    assert target.is_lean == lean
-    layer, rows, tokens = len(target.layers) - 1, [0, 1, 2], drafted()
-    context = loaded(target, "image", case, (layer,))
-    hooks = [len(module._forward_pre_hooks) for module in target.model.modules()]
+    model = Target(case.model(), lean=lean)
+    assert model.is_lean == lean
+    layer, rows, tokens = len(model.layers) - 1, [0, 1, 2], drafted()
+    context = loaded(model, "image", case, (layer,))
+    hooks = [len(module._forward_pre_hooks) for module in model.model.modules()]
     reading = context.forward(rows, tokens, TREE, DEPTH)
     context.cache.drop(rows)
     first = context.early_exit(rows, tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
@@ -314,4 +298,4 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     torch.testing.assert_close(torch.cat([first, rest], 1), reading.hidden[layer], rtol=1e-4, atol=1e-3)
     context.cache.drop(rows)
     torch.testing.assert_close(context.forward(rows, tokens, TREE, DEPTH).logits, reading.logits)
-    assert [len(module._forward_pre_hooks) for module in target.model.modules()] == hooks
+    assert [len(module._forward_pre_hooks) for module in model.model.modules()] == hooks

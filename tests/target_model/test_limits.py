@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from saccade.errors import InputError
-from saccade.target_model.forward import ModelLimits
+from saccade.target_model.traits import ModelLimits
 
 POSITIONS = torch.tensor([[7, 8, 9, 10, 11]])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,47 +57,44 @@ def test_rounding_of_a_low_precision_is_forgiven(dtype: torch.dtype) -> None:
     self_check(Target(untested("olmo2").model.to(dtype)))
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "jamba", "qwen3_next", "recurrent_gemma"])
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "recurrent_gemma"])
 def test_recurrent_layers_are_refused(model_type: str) -> None:
     # Early versions of transformers name RecurrentGemma's layers otherwise, and its forward is what fails.
     reason = "(it has layers of type linear|its forward failed)"
     with pytest.raises(ModelError, match=f"{model_type}' cannot be verified on trees: {reason}"):
-        self_check(untested(model_type))
+        self_check(untested(model_type, num_experts=4))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "rwkv"])
-def test_models_without_known_decoder_layers_are_refused_before_any_check(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type, vocab_size=64, hidden_size=32, n_embd=32, n_head=2, n_layer=1)
+def test_models_without_known_decoder_layers_are_refused_before_any_check() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_head=2, n_layer=1)
     with pytest.raises(ModelError, match="has no decoder layers"):
         Target(AutoModelForCausalLM.from_config(config))
 
 
-class PlantedConfig(LlamaConfig):  # type: ignore[misc]
-    model_type = "planted"
+class Planted(LlamaForCausalLM):  # type: ignore[misc]
+    """An architecture that is not known, with a window in its configuration where it is given one, but none in its
+    attention."""
+
+    config_class: Any = type("PlantedConfig", (LlamaConfig,), {"model_type": "planted"})
 
 
-class CountsSlots(LlamaForCausalLM):  # type: ignore[misc]
+class CountsSlots(Planted):
     """Takes its positions from the cache, as models with learned or ALiBi positions do."""
-
-    config_class = PlantedConfig
 
     def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class IgnoresMasks(LlamaForCausalLM):  # type: ignore[misc]
+class IgnoresMasks(Planted):
     """Attends to whatever is in the cache."""
-
-    config_class = PlantedConfig
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class Remembers(LlamaForCausalLM):  # type: ignore[misc]
+class Remembers(Planted):
     """A recurrent state outside the cache."""
 
-    config_class = PlantedConfig
     state: Any = 0.0
 
     def forward(self, *args: Any, use_cache: bool = True, **kwargs: Any) -> Any:
@@ -107,10 +105,8 @@ class Remembers(LlamaForCausalLM):  # type: ignore[misc]
         return out
 
 
-class Fails(LlamaForCausalLM):  # type: ignore[misc]
+class Fails(Planted):
     """Knows nothing of caches that are not its own."""
-
-    config_class = PlantedConfig
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         if past_key_values is not None:
@@ -118,18 +114,26 @@ class Fails(LlamaForCausalLM):  # type: ignore[misc]
         return super().forward(*args, **kwargs)
 
 
-class GivesNan(LlamaForCausalLM):  # type: ignore[misc]
-    config_class = PlantedConfig
-
+class GivesNan(Planted):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
         out.logits = out.logits * float("nan")
         return out
 
 
-def planted(kind: type[LlamaForCausalLM]) -> Target:
+class ScalesFarQueries(Planted):
+    """Reads tokens behind a position in its configuration otherwise, by their place in the cache."""
+
+    def forward(self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+        if past_key_values is None and position_ids is not None:
+            out.logits = out.logits * (1 + (position_ids >= self.config.floor_scale)[..., None])
+        return out
+
+
+def planted(kind: type[Planted], **more: Any) -> Target:
     torch.manual_seed(0)
-    return Target(sharp(kind(PlantedConfig(**_text(2)))))
+    return Target(sharp(kind(kind.config_class(**{**_text(2), **more}))))
 
 
 @pytest.mark.parametrize("kind", [CountsSlots, IgnoresMasks, Remembers, GivesNan])
@@ -180,46 +184,23 @@ def test_the_check_takes_four_forwards_and_more_on_both_sides_of_a_window() -> N
     assert {6, 28, 32} <= {count for _, count in shapes_of(untested("starcoder2", sliding_window=30))}
 
 
-@pytest.mark.parametrize("name", [n for n, more in SOUND.items() if "sliding_window" in more])
+@pytest.mark.parametrize("name", ["phi3", "olmo3", "gemma2"])
 def test_a_window_too_long_for_a_prompt_is_checked_as_a_short_one(name: str) -> None:
     own = untested(name, **{**SOUND[name], "sliding_window": 4096}, max_position_embeddings=8192)
     assert max(count for _, count in shapes_of(own)) < 20
     assert own.text_config.sliding_window == own.traits.masks.window == 4096
 
 
-class ForgetsWindows(LlamaForCausalLM):  # type: ignore[misc]
-    """Has a window in its configuration, and attends to everything."""
-
-    config_class = PlantedConfig
-
-
 @pytest.mark.parametrize("window", [4, 40, 4096])
-def test_a_window_that_the_model_reads_otherwise_is_found_whatever_its_length(window: int) -> None:
-    torch.manual_seed(0)
-    config = PlantedConfig(**{**_text(2), "max_position_embeddings": 8192}, sliding_window=window)
+def test_a_window_that_the_model_reads_otherwise_is_noticed_whatever_its_length(window: int) -> None:
     with pytest.raises(ModelError, match="logits differ"):
-        self_check(Target(sharp(ForgetsWindows(config))))
+        self_check(planted(Planted, max_position_embeddings=8192, sliding_window=window))
 
 
-class ScalesFarQueries(LlamaForCausalLM):  # type: ignore[misc]
-    """Reads tokens behind a position in its configuration otherwise, by their place in the cache."""
-
-    config_class = PlantedConfig
-
-    def forward(self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
-        if past_key_values is None and position_ids is not None:
-            out.logits = out.logits * (1 + (position_ids >= self.config.floor_scale)[..., None])
-        return out
-
-
-def test_what_begins_behind_a_far_position_is_found() -> None:
-    torch.manual_seed(0)
-    model = sharp(ScalesFarQueries(PlantedConfig(**_text(2), floor_scale=500)))
+def test_what_begins_behind_a_far_position_is_noticed() -> None:
     with pytest.raises(ModelError, match="logits differ"):
-        self_check(Target(model))
-    model.config.floor_scale = 5000  # beyond its context: never reached
-    self_check(Target(model))
+        self_check(planted(ScalesFarQueries, floor_scale=500))
+    self_check(planted(ScalesFarQueries, floor_scale=5000))  # beyond its context: never reached
 
 
 def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
@@ -229,16 +210,13 @@ def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
 
 
 def test_running_out_of_memory_is_not_blamed_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(Target, "forward", no_memory)
+    monkeypatch.setattr(Target, "forward", Mock(side_effect=torch.OutOfMemoryError("planted")))
     with pytest.raises(torch.OutOfMemoryError):
         self_check(untested("olmo2"))
 
 
 @pytest.mark.parametrize("bug", ["siblings see each other", "no cache gather", "no sliding window"])
-def test_a_bug_of_our_own_would_be_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_our_own_would_be_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "siblings see each other":
         triangle = torch.ones(1, 6, 6, dtype=torch.bool).tril()
         monkeypatch.setattr(selfcheck, "ancestors_of", lambda *_: triangle)

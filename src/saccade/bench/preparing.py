@@ -140,7 +140,7 @@ def prepare(
         try:
             for question in groups.get(task.name, ()):
                 options = MediaOptions(**question.reading)
-                vlm.target.check_length(len(vlm.processor.prompt(question.turns[0].messages, options=options)))
+                vlm.target.traits.limits.check(len(vlm.processor.prompt(question.turns[0].messages, options=options)))
         except InputError as problem:  # the prompt's length included
             if not task.optional:
                 raise InputError(f"This model cannot run task {task.name}: {problem}") from problem

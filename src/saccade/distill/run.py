@@ -180,7 +180,7 @@ class QuestionWorker:
         """Whether a question has a prompt that fits the target."""
         try:
             prompt = self._vlm.processor.prompt(resolve_media(messages, self._prompts.root))
-            self._vlm.target.check_length(len(prompt) + self._setup.options.max_new_tokens)
+            self._vlm.target.traits.limits.check(len(prompt) + self._setup.options.max_new_tokens)
         except InputError as problem:
             self._refuse(failures, question, problem)
             return False

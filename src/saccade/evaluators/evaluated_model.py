@@ -269,7 +269,7 @@ class EvaluatedModel:
             self._scoring = Context(self.vlm.target, 1)
         context = self._scoring
         device = self.vlm.target.device
-        context.target.check_length(len(prompt) + len(ids))
+        context.target.traits.limits.check(len(prompt) + len(ids))
         first = context.load(0, prompt).logits
         assert first is not None
         losses = []

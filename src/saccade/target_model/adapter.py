@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from saccade.errors import ModelError
 from saccade.inputs.families import family_of, join, type_ids
-from saccade.inputs.families.family import Prompt
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
     ALL,
@@ -23,15 +23,20 @@ from saccade.target_model.forward import (
     Requirements,
     TokenBlock,
     concat_outputs,
-    ending_at,
     pack_deepstack,
-    replaced_embeddings,
     split_outputs,
 )
 from saccade.target_model.graphs import GraphPool
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
 from saccade.target_model.sharding import Ranks, Shards
-from saccade.target_model.stock import FeatureTap, can_switch_attention, mask_labels, packing
+from saccade.target_model.stock import (
+    can_switch_attention,
+    captured_states,
+    ending_at,
+    mask_labels,
+    packing,
+    replaced_embeddings,
+)
 from saccade.target_model.traits import ModelTraits, compute_device
 
 
@@ -43,7 +48,12 @@ class Target:
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
         self.traits = ModelTraits.of(self.config)
-        self.decoder = _decoder(self.model)
+        self.decoder: Any = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        if not hasattr(self.decoder, "layers"):
+            raise ModelError(
+                f"{type(model).__name__} has no decoder layers; expected a causal language model or an "
+                "image-text-to-text model of transformers."
+            )
         self.layers: nn.ModuleList = self.decoder.layers
         self.ranks = Ranks.of(self.model)  # processes over which the weights are split; None for a whole model
         self.shards = Shards.of(self.decoder)
@@ -52,24 +62,22 @@ class Target:
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
+        self.has_rope_index = self._rope_index is not None  # whether positions are those of M-RoPE
         self._layer_devices = [compute_device(layer) for layer in self.layers]
+        self._rows_run_alone = self.traits.limits.longrope_threshold is not None
         self._packs = self.traits.tested and can_switch_attention(self.decoder)
         self._stock_contexts = 0
-        self._pins = 0
-        self._pinned: bool | None = None
+        self._pinned: bool | None = None  # `is_lean` in the context `pinned`
         self._lean: LeanDecoder | None = None
         self.graphs: GraphPool | None = None
         self.exact = exact
-        if exact:
-            self._use_exact()
-        elif lean and self.traits.tested:
+        if exact or (lean and self.traits.tested):
             self.use_lean()
 
     @property
     def dtype(self) -> torch.dtype:
         """The weights' current dtype, which masks must share."""
-        dtype: torch.dtype = self._embeddings.weight.dtype
-        return dtype
+        return self._embeddings.weight.dtype  # type: ignore[no-any-return]
 
     @property
     def is_lean(self) -> bool:
@@ -80,14 +88,7 @@ class Target:
             return self._pinned
         if self.graphs is not None:
             self.graphs.check_weights()
-        current = self._lean.is_current
-        self._pinned = current if self._pins else None
-        return current
-
-    @property
-    def has_rope_index(self) -> bool:
-        """Whether positions are those of M-RoPE."""
-        return self._rope_index is not None
+        return self._lean.is_current
 
     @property
     def entry_bytes(self) -> int:
@@ -100,14 +101,12 @@ class Target:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Check only before the first forward that the model is unchanged, while the context is open."""
-        self._pins += 1
+        """Take the model as unchanged while the context is open."""
+        before, self._pinned = self._pinned, self.is_lean
         try:
             yield
         finally:
-            self._pins -= 1
-            if not self._pins:
-                self._pinned = None
+            self._pinned = before
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -120,27 +119,19 @@ class Target:
 
     @torch.inference_mode()
     def use_lean(self) -> None:
-        """Install a lean decoder if the architecture fits and its logits equal the stock model's."""
-        if self.exact:
-            return  # it has one
-        self._lean = lean_decoder(self.model, self.decoder)
+        """Install a lean decoder if the architecture fits and its logits equal the stock model's.
+
+        In exact mode `ModelError` is raised where it does not.
+        """
+        self._lean = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
         if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
-        self.graphs = GraphPool.of(self, self._lean)
-
-    def _use_exact(self) -> None:
-        """Install the decoder of exact mode."""
-        if self.ranks is not None:
-            raise ModelError(
-                "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
-            )
-        self._lean = exact_decoder(self)
-        if not gives_stock_logits(self):
+        if self.exact and self._lean is None:
             raise ModelError(
                 "The decoder of exact mode gives other logits than the model's own modules, so it cannot replace them; "
                 "leave exact out."
             )
-        if not is_exact(self):
+        if self.exact and not is_exact(self):
             raise ModelError(
                 "Exact mode does not hold on this machine: a tree gives other bits than its tokens one by one; leave "
                 "exact out, and please report processor and version of torch."
@@ -149,42 +140,38 @@ class Target:
 
     def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
-        if self.graphs is not None:
-            return self.graphs.cache(self._layer_devices, rows, max_slots)
-        return RowCache(self._layer_devices, rows, max_slots)
+        new = RowCache if self.graphs is None else self.graphs.cache
+        return new(self._layer_devices, rows, max_slots)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""
-        embedded: Tensor = self._embeddings(ids)
-        return embedded
+        return self._embeddings(ids)  # type: ignore[no-any-return]
 
     def lm_head(self, states: Tensor) -> Tensor:
         """Return the LM head's outputs ``[..., V]`` of states ``[..., d]`` after the final norm, in its dtype."""
         if self.is_lean and not self.exact:
             assert self._lean is not None
             return self._lean.logits(states.flatten(0, -2)).view(*states.shape[:-1], -1)
-        logits: Tensor = self.model.get_output_embeddings()(states)
-        return logits
-
-    def check_length(self, length: int) -> None:
-        """Raise `InputError` when a sequence of ``length`` tokens does not fit the model's context."""
-        self.traits.limits.check(length)
+        return self.model.get_output_embeddings()(states)  # type: ignore[no-any-return]
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
-        """M-RoPE positions ``[3, 1, S]`` of the prompt's ids ``[1, S]`` and its rope delta; (None, 0) without M-RoPE.
-
-        Passed explicitly, because the model would otherwise keep the delta of an earlier request on its module.
-        """
+        """M-RoPE positions ``[3, 1, S]`` of a prompt's ids ``[1, S]`` and its rope delta; (None, 0) without M-RoPE."""
         if self._rope_index is None:
             return None, 0
         if not prompt.media:
             return torch.arange(ids.shape[1], device=ids.device).expand(3, 1, -1), 0
         inputs: dict[str, Any] = {**join(self.config, prompt.media), **type_ids(self.config, prompt.ids)}
         inputs["attention_mask"] = torch.ones_like(ids)
-        wanted = inspect.signature(self._rope_index).parameters
-        known = {name: value.to(ids.device) for name, value in inputs.items() if name in wanted}
-        positions, delta = self._rope_index(ids, **known)
+        names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
+        positions, delta = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
         return positions, int(delta.flatten()[0])
+
+    def media_inputs(self, media: Sequence[Medium]) -> dict[str, Any]:
+        """Arguments of the stock model for media, on its device and in its dtype."""
+        return {
+            name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
+            for name, value in join(self.config, media).items()
+        }
 
     # -- forwards ------------------------------------------------------------------------------------------
 
@@ -194,22 +181,18 @@ class Target:
     ) -> list[ForwardOutput]:
         """Run new tokens of some rows behind their committed and pending entries, as one packed sequence.
 
-        Models that cannot run such a sequence run one row after the other. Rows on different sides of a longrope
-        embedding's threshold never share a pass, because its longest row selects the factors for all.
+        Models that cannot run such a sequence run one row after the other, as do those with a longrope embedding, whose
+        factors follow from the longest row of a pass.
         """
         requirements = requirements or Requirements()
-        if self.traits.limits.longrope_threshold is None:
-            if cache.graphs is None or len(blocks) > 1 or not self.is_lean:
-                return self._run_blocks(cache, blocks, requirements)
-            return [cache.graphs.run(blocks[0], requirements, partial(self._run_blocks, cache, blocks, requirements))]
-        parts = [list(block.split_rows()) for block in blocks]
-        singles = [single for part in parts for single in part]
-        outputs: dict[int, ForwardOutput] = {}
-        for chosen in self._group_by_rope(cache, singles):
-            group = self._run_blocks(cache, [singles[i] for i in chosen], requirements)
-            outputs.update(zip(chosen, group, strict=True))
-        ordered = iter([outputs[i] for i in range(len(singles))])
-        return [concat_outputs([next(ordered) for _ in part]) for part in parts]
+        if self._rows_run_alone:
+            return [
+                concat_outputs([self._run(cache, [single], requirements)[0] for single in block.split_rows()])
+                for block in blocks
+            ]
+        if cache.graphs is None or len(blocks) > 1 or not self.is_lean:
+            return self._run(cache, blocks, requirements)
+        return [cache.graphs.run(blocks[0], requirements, partial(self._run, cache, blocks, requirements))]
 
     @torch.inference_mode()
     def early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
@@ -217,23 +200,9 @@ class Target:
 
         Entries of later layers are not written, so these pending entries can only be dropped.
         """
-        singles = list(block.split_rows())
-        states: list[Tensor] = [block.tokens] * len(singles)
-        for chosen in self._group_by_rope(cache, singles):
-            if not self.is_lean:
-                for index in chosen:
-                    with ending_at(self.layers[layer]) as entering:
-                        self._run_stock(cache, singles[index], Requirements())
-                    states[index] = entering["hidden_states"].to(self.device)
-                continue
-            assert self._lean is not None
-            part = [singles[index] for index in chosen]
-            layout, positions, _ = self._plan(cache, part)
-            x = torch.cat([self.embed(single.tokens)[0] for single in part])
-            reached = self._lean(x, positions, cache, layout, until=layer).normed
-            for index, state in zip(chosen, reached.split(block.count), strict=True):
-                states[index] = state[None]
-        return torch.cat(states)
+        if self.is_lean and not self._rows_run_alone:
+            return self._early_exit(cache, block, layer)
+        return torch.cat([self._early_exit(cache, single, layer) for single in block.split_rows()])
 
     @torch.inference_mode()
     def forward_prompt(self, cache: RowCache, row: int, prompt: Prompt, requirements: Requirements) -> ForwardOutput:
@@ -243,70 +212,72 @@ class Target:
         """
         ids = torch.tensor([prompt.ids], device=self.device)
         self._plan(cache, [TokenBlock([row], ids, logits_from=len(prompt) - 1)])
-        inputs: dict[str, Any] = {
-            name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
-            for name, value in join(self.config, prompt.media).items()
-        }
+        inputs = self.media_inputs(prompt.media)
         inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
         positions, _ = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions
-        with self._captured(requirements) as hidden:
+        with captured_states(self, requirements.layers, requirements.final) as hidden:
             logits = self.model(input_ids=ids, **inputs).logits
         return ForwardOutput(logits, hidden)
 
-    def _group_by_rope(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> list[list[int]]:
-        """Group single-row blocks that may share a pass: once run, on the same side of a longrope threshold."""
-        sides: dict[bool, list[int]] = {False: [], True: []}
-        for index, block in enumerate(blocks):
-            # Only prompt tokens bring their positions; those of draft trees behind them start where logits start.
-            new = 0 if block.positions is None else min(block.logits_from + 1, block.count)
-            sides[self.traits.limits.is_long(cache.lengths[block.rows[0]] + new)].append(index)
-        return [side for side in sides.values() if side]
-
-    def _run_blocks(
-        self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
-    ) -> list[ForwardOutput]:
-        if self.exact and not self.is_lean and not self._stock_contexts:
+    def _run(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
+        if self.is_lean:
+            return self._run_lean(cache, blocks, requirements)
+        if self.exact and not self._stock_contexts:
             raise ModelError(
                 "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
                 "decoder cannot follow; undo that, or load it again."
             )
-        if not self.is_lean and (sum(len(b.rows) for b in blocks) == 1 or not self._packs):
-            return [
-                concat_outputs([self._run_stock(cache, single, requirements) for single in block.split_rows()])
-                for block in blocks
-            ]
+        if self._packs and sum(len(block.rows) for block in blocks) > 1:
+            return self._run_packed(cache, blocks, requirements)
+        return [
+            concat_outputs([self._run_row(cache, single, requirements) for single in block.split_rows()])
+            for block in blocks
+        ]
+
+    def _run_lean(
+        self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
+    ) -> list[ForwardOutput]:
+        assert self._lean is not None
         layout, positions, logit_indices = self._plan(cache, blocks)
-        embeddings = [b.embeddings if b.embeddings is not None else self.embed(b.tokens) for b in blocks]
-        parts = [part.flatten(0, 1) for part in embeddings]
-        x = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self.is_lean:
-            assert self._lean is not None
-            deepstack = pack_deepstack(blocks)
-            output = self._lean(x, positions, cache, layout, requirements=requirements, deepstack=deepstack)
-            normed = output.normed if logit_indices is None else output.normed[logit_indices]
-            return split_outputs(blocks, self._lean.logits(normed), output.hidden)
+        deepstack = pack_deepstack(blocks)
+        normed, hidden = self._lean(self._embedded(blocks), positions, cache, layout, requirements, deepstack)
+        logits = self._lean.logits(normed if logit_indices is None else normed[logit_indices])
+        return split_outputs(blocks, logits, hidden)
+
+    def _run_packed(
+        self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
+    ) -> list[ForwardOutput]:
+        _, positions, logit_indices = self._plan(cache, blocks)
         tokens = torch.cat([block.tokens.flatten() for block in blocks])[None]
+        x = self._embedded(blocks)[None]
         labels = mask_labels(self.traits.masks.kinds, x)
         inputs = self._stock_inputs(tokens, labels, positions, cache)
         if logit_indices is not None:
             inputs["logits_to_keep"] = logit_indices
         is_replaced = any(block.embeddings is not None for block in blocks)
-        deepstack = pack_deepstack(blocks)
-        replacing = replaced_embeddings(self.decoder, x[None] if is_replaced else None, labels, deepstack)
-        with packing(self.decoder, cache), self._captured(requirements) as hidden, replacing:
+        replacing = replaced_embeddings(self.decoder, x if is_replaced else None, labels, pack_deepstack(blocks))
+        capturing = captured_states(self, requirements.layers, requirements.final)
+        with packing(self.decoder, cache), capturing as hidden, replacing:
             logits = self.model(**inputs).logits[0].to(self.device)
         return split_outputs(blocks, logits, {i: s[0] for i, s in hidden.items()})
 
-    @contextmanager
-    def _captured(self, requirements: Requirements) -> Iterator[dict[int, Tensor]]:
-        """Capture the required hidden states of a stock forward."""
-        if not requirements.layers:
-            yield {}
-            return
-        with FeatureTap(self, requirements.layers, requirements.final) as tap:
-            yield tap.hidden
+    def _embedded(self, blocks: Sequence[TokenBlock]) -> Tensor:
+        """``[T, d]`` decoder inputs of a packed sequence."""
+        embeddings = [b.embeddings if b.embeddings is not None else self.embed(b.tokens) for b in blocks]
+        parts = [part.flatten(0, 1) for part in embeddings]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
+        if not self.is_lean:
+            with ending_at(self.layers[layer]) as entering:
+                self._run_row(cache, block, Requirements())
+            return entering["hidden_states"].to(self.device)  # type: ignore[no-any-return]
+        assert self._lean is not None
+        layout, positions, _ = self._plan(cache, [block])
+        states, _ = self._lean(self._embedded([block]), positions, cache, layout, until=layer)
+        return states.view(*block.tokens.shape, -1)
 
     # -- layout, masks and positions -----------------------------------------------------------------------
 
@@ -316,16 +287,8 @@ class Target:
         parts = []
         for block in blocks:
             lengths, pending = [cache.lengths[row] for row in block.rows], cache.pending[block.rows[0]]
-            masks = self.traits.masks.build(
-                block.attention_mask,
-                lengths,
-                block.count,
-                pending,
-                block.depth,
-                self.dtype,
-                self.device,
-                block.slot_shifts,
-            )
+            entries = block.attention_mask, lengths, block.count, pending, block.depth
+            masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
             parts.append((block.rows, block.count, masks))
         layout = cache.plan_layout(parts)
         if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
@@ -360,20 +323,18 @@ class Target:
         ahead = cache.numbers.get(deltas).to(self.device)[:, None] if max(deltas) > 0 else None
         return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
 
-    # -- the stock modules, a row at a time ----------------------------------------------------------------
-
-    def _run_stock(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
-        """Run a block of one row."""
+    def _run_row(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
+        """Run a block of one row on the stock modules."""
         layout, positions, _ = self._plan(cache, [block])
         (span,) = layout.spans
         unmasked = torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
-        masks = {kind: unmasked if (own := span.mask(kind)) is None else own for kind in span.masks}
+        masks = {kind: unmasked if mask is None else span.mask(kind) for kind, mask in span.masks.items()}
         mask: Any = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
         if block.logits_from:
             inputs["logits_to_keep"] = max(block.count - block.logits_from, 1)
         replacing = replaced_embeddings(self.decoder, block.embeddings, mask, block.deepstack)
-        with self._captured(requirements) as hidden, replacing:
+        with captured_states(self, requirements.layers, requirements.final) as hidden, replacing:
             logits: Tensor = self.model(**inputs).logits
         logits = logits[:, logits.shape[1] - (block.count - block.logits_from) :].to(self.device)
         return ForwardOutput(logits, hidden)
@@ -390,32 +351,18 @@ class Target:
         }
 
 
-def _decoder(model: Any) -> Any:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or not hasattr(decoder, "layers"):
-        raise ModelError(
-            f"{type(model).__name__} has no decoder layers; expected a causal language model or an "
-            "image-text-to-text model of transformers."
-        )
-    return decoder
-
-
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Forward arguments that distinguish image tokens from text."""
+TYPES = ("mm_token_type_ids", "token_type_ids")  # forward arguments that distinguish image tokens from text
 
 
 def check_types(model: Any) -> None:
-    """Refuse media for a family outside the registry whose model needs token types.
-
-    The meaning of its types (positions, bidirectional attention) is unknown, and without them outputs would be wrong.
-    """
+    """Refuse media for a family outside the registry whose model needs token types, of unknown meaning."""
     family = family_of(model.config)
     if family.is_known:
         return
     base = getattr(model, "base_model", model)
     calls = [model.forward, base.forward, getattr(base, "get_rope_index", None)]
-    wanted = {name for call in calls if call is not None for name in inspect.signature(call).parameters}
-    types = next((name for name in TYPES if name in wanted), None)
+    arguments = {name for call in calls if call is not None for name in inspect.signature(call).parameters}
+    types = next((name for name in TYPES if name in arguments), None)
     if types is not None:
         raise ModelError(
             f"Images cannot be given to the family {family.name!r}, whose model needs {types} of unknown meaning for "

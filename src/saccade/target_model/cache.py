@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.errors import ModelError
@@ -23,8 +24,7 @@ from saccade.target_model.forward import Layout, Masks, Span
 
 QUANTUM = 64
 """Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
-_MOST_NUMBERS = 256
-"""Most tuples of host integers on a device at a time."""
+_MOST_NUMBERS = 256  # most tuples of host integers on a device at a time
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class RowLayer(CacheLayerMixin):
         super().__init__()
         self._owner = cast("RowCache", weakref.proxy(owner))  # or an arena would stay until garbage is collected
         self._index = index
-        self._store: _Store | None = None
+        self._store: _Store | None = None  # of this layer and others
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._store = self._owner._allocate(self._index, key_states, value_states)
@@ -90,10 +90,10 @@ class RowLayer(CacheLayerMixin):
         """Write one row's new entries ``[1, H, n, D]`` and return all its entries; in a packed forward, whose attention
         function reads the arena itself (`saccade.target_model.stock`), return the new ones."""
         keys, values = self.write(key_states[0], value_states[0])
-        spans = self._owner.layout.spans
-        if len(spans) > 1:
+        span, *others = self._owner.layout.spans
+        if others:
             return key_states, value_states
-        seen = slice(spans[0].start, spans[0].start + spans[0].visible)
+        seen = slice(span.start, span.start + span.visible)
         return keys[None, :, seen], values[None, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for s in self._stores.values() for t in (s.keys, s.values))
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def capacity(self, row: int) -> int:
         """Slots of a row's segment."""
@@ -160,36 +160,33 @@ class RowCache(Cache):
         """Lay out the next forward, whose entries become pending."""
         spans: list[Span] = []
         slots: list[Tensor] = []
+        at, device = 0, self.numbers.device
         is_single = sum(len(rows) for rows, _, _ in parts) == 1
-        at = 0
         for rows, count, masks in parts:
             pending = self.pending[rows[0]]
             if len(rows) > 1:
-                new = torch.arange(pending, pending + count, device=self.numbers.device)
+                new = torch.arange(pending, pending + count, device=device)
                 slots.append((self.numbers.get(self.ends(rows))[:, None] + new).flatten())
             elif not is_single:
                 first = self.ends(rows)[0] + pending
-                slots.append(torch.arange(first, first + count, device=self.numbers.device))
+                slots.append(torch.arange(first, first + count, device=device))
             for place, row in enumerate(rows):
-                start, occupied = self.start(row), self.lengths[row] + self.pending[row]
-                if occupied + count > self.capacity(row):
+                start, visible = self.start(row), self.lengths[row] + self.pending[row] + count
+                if visible > self.capacity(row):
                     raise ModelError(
-                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {occupied + count} are needed; "
+                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {visible} are needed; "
                         "the request was sized too small, which is a bug worth reporting."
                     )
-                own = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
-                spans.append(Span(row, at, count, start, occupied + count, own))
+                seen = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
+                spans.append(Span(row, at, count, start, visible, seen))
                 self.pending[row] += count
                 at += count
         if is_single:
-            first = spans[0].start + spans[0].visible - spans[0].count
-            self.layout = Layout(spans, slice(first, first + at), self.slots)
+            stop = spans[0].start + spans[0].visible
+            self.layout = Layout(spans, slice(stop - at, stop), self.slots)
         else:
-            joint = slots[0] if len(slots) == 1 else torch.cat(slots)
-            self.layout = Layout(spans, joint, self.slots)
+            self.layout = Layout(spans, slots[0] if len(slots) == 1 else torch.cat(slots), self.slots)
         return self.layout
-
-    # -- segments --------------------------------------------------------------------------------------------
 
     def reserve(self, row: int, capacity: int) -> None:
         """Grow a row's segment to ``capacity`` slots and keep its entries.
@@ -233,11 +230,16 @@ class RowCache(Cache):
         self._segments = [None] * self.rows
         self._clear(0, self.slots)
 
-    @torch.inference_mode()
-    def _clear(self, start: int, stop: int) -> None:
+    def _tensors(self) -> Iterator[Tensor]:
+        """Keys and values, each ``[layers, H, N, D]``."""
         for store in self._stores.values():
-            store.keys[:, :, start:stop].zero_()
-            store.values[:, :, start:stop].zero_()
+            yield store.keys
+            yield store.values
+
+    @torch.inference_mode()  # here and below: forwards write inference tensors, which cannot change outside of it
+    def _clear(self, start: int, stop: int) -> None:
+        for tensor in self._tensors():
+            tensor[:, :, start:stop].zero_()
 
     @torch.inference_mode()
     def _compact(self, last: _Segment) -> None:
@@ -247,11 +249,10 @@ class RowCache(Cache):
             at = moving.pop(0).stop
         if not moving:
             return
-        for store in self._stores.values():
-            for layer in (*store.keys, *store.values):  # one at a time, for little memory
-                held = torch.cat([layer[:, s.start : s.stop] for s in moving], 1)
-                layer[:, at : at + held.shape[1]] = held
-                layer[:, at + held.shape[1] :].zero_()
+        for layer in (layer for tensor in self._tensors() for layer in tensor):  # one at a time, for little memory
+            kept = torch.cat([layer[:, s.start : s.stop] for s in moving], 1)
+            layer[:, at : at + kept.shape[1]] = kept
+            layer[:, at + kept.shape[1] :].zero_()
         for segment in moving:
             segment.start = at
             at = segment.stop
@@ -271,47 +272,32 @@ class RowCache(Cache):
     def _enlarge(self, slots: int) -> None:
         if slots <= self.slots:
             return
-
-        def larger(old: Tensor) -> Tensor:
-            layers, heads, _, dim = old.shape
-            new = old.new_zeros(layers, heads, slots, dim)
-            new[:, :, : self.slots] = old
-            return new
-
         for store in self._stores.values():
-            store.keys, store.values = larger(store.keys), larger(store.values)
+            store.keys, store.values = (pad(old, (0, 0, 0, slots - self.slots)) for old in (store.keys, store.values))
         self.slots = slots
         self.moves += 1
         for layer in self.layers:
             layer.refresh()
 
-    @torch.inference_mode()  # forwards write inference tensors, which cannot change outside of it
+    @torch.inference_mode()
     def _copy(self, source: int, target: int, count: int) -> None:
-        for store in self._stores.values():
-            for tensor in (store.keys, store.values):
-                tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
-
-    # -- entries ----------------------------------------------------------------------------------------
+        for tensor in self._tensors():
+            tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, in order, and drop their others."""
-        source: list[int] = []
-        target: list[int] = []
+        moves: list[tuple[int, int]] = []
         for row, indices in zip(rows, chosen, strict=True):
             base = self.start(row) + self.lengths[row] if indices else 0
-            for place, index in enumerate(indices):
-                if index != place:
-                    source.append(base + index)
-                    target.append(base + place)
+            moves += [(base + index, base + place) for place, index in enumerate(indices) if index != place]
             self.lengths[row] += len(indices)
             self.pending[row] = 0
-        if source:
-            self._move(source, target)
+        if moves:
+            self._move(moves)
 
     def drop(self, rows: Sequence[int]) -> None:
         """Drop all pending entries of some rows."""
-        for row in rows:
-            self.pending[row] = 0
+        self.commit(rows, [()] * len(rows))
 
     def crop(self, row: int, length: int) -> None:
         """Drop the row's entries from ``length`` on, and all pending ones."""
@@ -319,19 +305,18 @@ class RowCache(Cache):
         self.pending[row] = 0
 
     @torch.inference_mode()
-    def _move(self, source: list[int], target: list[int]) -> None:
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move entries of all layers from slots to others."""
         for store in self._stores.values():
-            src, dst = on_device([source, target], store.keys.device)
+            source, target = on_device(list(zip(*moves, strict=True)), store.keys.device)
             for tensor in (store.keys, store.values):
-                tensor.index_copy_(2, dst, tensor.index_select(2, src))
+                tensor.index_copy_(2, target, tensor.index_select(2, source))
 
     def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
         seen = slice(self.start(row), self.start(row) + self.lengths[row])
-        both = [(layer.keys, layer.values) for layer in self.layers]
-        return [(keys[None, :, seen].clone(), values[None, :, seen].clone()) for keys, values in both]
-
-    # -- storage -------------------------------------------------------------------------------------------
+        layers = self.layers
+        return [(layer.keys[None, :, seen].clone(), layer.values[None, :, seen].clone()) for layer in layers]
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
         """Return the store of layer ``index``, shared with the device's other layers when their shapes agree."""

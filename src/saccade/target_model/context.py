@@ -1,7 +1,4 @@
-"""A model's KV cache with its contents, row by row, and the prefill of a prompt's new tokens, in chunks.
-
-A later prompt prefills only what follows the entries that it shares with a row.
-"""
+"""A model's KV cache with its contents, row by row, and the prefill of what a prompt does not share with them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +21,7 @@ from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.media_cache import MediaCache, MediaFeatures
 from saccade.target_model.stock import AttentionProbe
 
-CHUNK = 2048
-"""Prompt tokens per pass of `Context.load`; bounds the attention mask."""
+CHUNK = 2048  # prompt tokens per pass of `Context.load`; bounds the attention mask
 
 
 class Context:
@@ -58,33 +54,30 @@ class Context:
         return {row: self._contents[row].shared_prefix(prompt.ids, spans) for row in rows}
 
     def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
-        """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content.
-
-        Nothing is reused across the length at which the rotary embedding changes (longrope).
-        """
-        self.target.check_length(len(prompt))
+        """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content."""
+        self.target.traits.limits.check(len(prompt))
         if prompt.media:
             check_types(self.target.model)
         content, spans = self._contents[row], self._media_spans(prompt)
         is_long = self.target.traits.limits.is_long(len(prompt))
-        start = content.shared_prefix(prompt.ids, spans) if is_long == content.is_long else 0
-        if prompt.media and not family_of(self.target.config).is_known:
-            start = 0  # its placeholders cannot be assigned to media
+        start = content.shared_prefix(prompt.ids, spans)
+        if is_long != content.is_long or (prompt.media and not family_of(self.target.config).is_known):
+            start = 0  # the rotary embedding changes in between, or placeholders cannot be assigned to media
         needs = self.requirements
         if needs.attention is not None and spans and not 0 < content.prompt_length <= start:
             # Not a later turn of the same conversation: all querying tokens must run, as in an empty row.
             start = min(start, max(last for _, last, _ in spans)) if needs.queries == "words" else 0
-        gone = [*(d for d in content.dropped if d < start), *(d for d in dropped if d >= start)]
-        self._contents[row] = reused = RowContent(
+        reused = replace(
+            content,
             ids=list(prompt.ids[:start]),
             media=[m for m in spans if m[1] <= start],
-            dropped=[d for d in gone if d < start],
+            dropped=[d for d in content.dropped if d < start],
             is_long=is_long,
-            rope_delta=content.rope_delta,
-            slot_shifts=content.slot_shifts,
+            prompt_length=0,
         )
-        self.cache.crop(row, num_cached(start, gone))
-        return Prefill(self, row, reused, prompt, spans, start, gone)
+        self._contents[row] = reused
+        self.cache.crop(row, num_cached(start, reused.dropped))
+        return Prefill(self, row, reused, prompt, spans, [*reused.dropped, *(d for d in dropped if d >= start)])
 
     def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> PrefillResult:
         """Prefill a whole prompt into a row; arguments and errors as of `prefill`."""
@@ -122,18 +115,16 @@ class Context:
         return self.target.early_exit(self.cache, self.block(rows, tokens, attention_mask, depth), layer)
 
     def numbers_of(self, rows: Sequence[int], new: Sequence[int] = ()) -> list[tuple[int, ...]]:
-        """Return integers that a forward of some rows reads on the device, once ``new`` more entries are committed.
-
-        Where `RowCache.numbers` has sent them ahead, with others, the forward sends none.
-        """
+        """Integers that a forward of some rows looks up on the device, once ``new`` more entries are committed."""
         if len(rows) == 1:
             return []
         more = new or [0] * len(rows)
         deltas = tuple(self._contents[row].rope_delta for row in rows)
         first = [self.cache.lengths[row] + n + d for row, n, d in zip(rows, more, deltas, strict=True)]
         needed = [self.cache.ends(rows, more)]
-        needed += [tuple(first)] if min(first) < max(first) else []
-        return needed + ([deltas] if max(deltas) > 0 else [])
+        if min(first) < max(first):
+            needed.append(tuple(first))
+        return [*needed, deltas] if max(deltas) > 0 else needed
 
     def block(
         self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None = None, depth: Tensor | None = None
@@ -159,9 +150,8 @@ class Context:
         longest = max(self.cache.lengths[row] for row in rows)
         table = []
         for row in rows:
-            own, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
-            behind = [0] * (length - len(own))
-            table.append([*[0] * (longest - length), *own[:length], *behind])
+            shifts, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
+            table.append([0] * (longest - length) + shifts[:length] + [0] * (length - len(shifts)))
         return on_device(table, self.target.device)
 
 
@@ -181,10 +171,8 @@ def num_cached(start: int, dropped: Sequence[int]) -> int:
 
 
 def slot_shifts(start: int, dropped: Sequence[int]) -> list[int]:
-    """Position minus slot (0 or less) of each cache entry of the first ``start`` positions.
-
-    Slots are counted back from the row's end, where slot and position agree: attention windows are measured in
-    positions, and entries before a gap are further away than their slots.
+    """Position minus slot (0 or less) of each cache entry of the first ``start`` positions, slots counted back from the
+    row's end: attention windows are measured in positions, and entries before a gap are further away than their slots.
     """
     retained = retained_positions(0, start, dropped)
     gap = start - len(retained)
@@ -221,7 +209,7 @@ class RowContent:
 class PrefillResult:
     """Outputs of a prompt's prefill."""
 
-    prompt: Prompt  # the prompt
+    prompt: Prompt
     start: int  # leading ids that were cached already
     logits: Tensor | None = None  # `[V]` after the last id
     # layer index -> `[S - start, d]` hidden states of the ids that ran
@@ -240,15 +228,14 @@ class Prefill:
         content: RowContent,
         prompt: Prompt,
         spans: Sequence[MediaSpan],
-        start: int,
         dropped: Sequence[int],
     ) -> None:
         self._context, self._target = context, context.target
         self._content = content
         self.row, self.prompt = row, prompt
-        self.num_computed = start  # prompt ids whose entries are committed
-        self.result = PrefillResult(prompt, start)  # outputs so far
-        self._spans, self._dropped = spans, list(dropped)
+        self.num_computed = len(content.ids)  # prompt ids whose entries are committed
+        self.result = PrefillResult(prompt, self.num_computed)  # outputs so far
+        self._spans, self._dropped = spans, dropped
         self._ids = torch.tensor([prompt.ids], device=self._target.device)
         self._positions, self._rope_delta = self._target.positions(self._ids, prompt)
         self._hidden: list[dict[int, Tensor]] = []
@@ -279,14 +266,13 @@ class Prefill:
 
     def chunk_end(self, budget: int) -> int:
         """Return where a chunk of about ``budget`` tokens ends: never inside an image, at least one token further."""
-        count = len(self.prompt)
         if self._is_indivisible:
-            return count
-        stop = min(self.num_computed + max(budget, 1), count)
-        for (first, last, _), medium in zip(self._spans, self.prompt.media, strict=True):
-            if medium.kind == "image" and first < stop < last:
-                stop = last if first <= self.num_computed else first
-        return min(stop, count)
+            return len(self.prompt)
+        stop = min(self.num_computed + max(budget, 1), len(self.prompt))
+        for first, last, medium in self._media_before(stop):
+            if medium.kind == "image" and stop < last:
+                return last if first <= self.num_computed else first
+        return stop
 
     def num_unencoded(self, stop: int) -> int:
         """Tokens of the media before ``stop`` whose features are not in the media cache."""
@@ -379,9 +365,9 @@ class Prefill:
                 columns = pad(columns, (0, len(self.prompt) - columns.shape[0]))
                 known = self.result.columns
                 self.result.columns = columns if known is None else known + columns
-            if probe is not None and self._target.exact:  # probed modules are not exact
-                cache.drop([self.row])
-                (output,) = self._context.run([block])
+                if self._target.exact:  # which the probed modules are not
+                    cache.drop([self.row])
+                    (output,) = self._context.run([block])
         self.record(output)
         cache.commit([self.row], [range(block.count)])
         return self.result
@@ -390,12 +376,10 @@ class Prefill:
         """Probe the attention of the prompt's querying tokens up to ``stop``; None where there are none."""
         needs, start = self._context.requirements, self.num_computed
         visual = visual_mask(self._target.config, self.prompt.ids).nonzero()[:, 0].tolist()
-        if needs.attention is None or not visual:
-            return nullcontext()
         first = start
-        if needs.queries == "words":
+        if visual and needs.queries == "words":
             first = max(start, min(visual[-1] + 1, len(self.prompt) - 1))
-        if first >= stop:
+        if needs.attention is None or not visual or first >= stop:
             return nullcontext()
         return AttentionProbe(self._target, queries=range(first - start, stop - start), layers=needs.attention or None)
 
@@ -431,10 +415,8 @@ class Prefill:
 
     def _attention_mask(self, retained: Sequence[int]) -> Tensor | None:
         """``[1, n, n]`` mask in which image tokens attend both ways; None for plain causal attention."""
-        if not self._target.traits.bidirectional_images:
-            return None
-        spans = [(a, b) for a, b, _ in self._spans if a >= self.num_computed and a < retained[-1] + 1]
-        if not spans:
+        spans = [(a, b) for a, b, _ in self._spans if self.num_computed <= a <= retained[-1]]
+        if not spans or not self._target.traits.bidirectional_images:
             return None
         new = len(retained)
         mask = torch.ones(new, new, dtype=torch.bool, device=self._target.device).tril()

@@ -1,14 +1,13 @@
-"""Products and attention of exact mode: a token's results are the same bits whatever runs beside it.
+"""Products and attention of exact mode: a token's results are the same bits whatever else runs in its pass.
 
 Verification computes what plain decoding computes, but in passes of other shapes, in which the sums of products and of
-attention round in another order; in bfloat16 that decides where two tokens nearly tie. In exact mode nothing that a
-token's entries and logits depend on knows the pass:
+attention round in another order; in bfloat16 that decides where two tokens nearly tie. In exact mode
 
-- A library of matrix products chooses its order of summation by the shape, so rows run in a few sizes only, padded up.
-  A size is used only after it has given the bits of `REFERENCE` rows, each row at several places; the order depends on
-  shapes, layout and processor but not on numbers, so that random ones tell.
-- Attention sums do not round, so that the slots of the keys, masked ones between them and rows beside do not matter.
-- All else is computed element by element, or within a token's vector.
+- products run in a few sizes of rows only, padded up, since a library chooses its order of summation by the shape. A
+  size is used only after it has given the bits of `REFERENCE` rows, each row at several places; the order depends on
+  shapes, layout and processor but not on numbers, so that random ones tell;
+- attention sums do not round, so that slots of keys, masked ones between them and other rows do not matter;
+- all else is computed element by element, or within a token's vector.
 
 By induction over layers and tokens, entries and logits are a function of a row's own tokens and pictures: the same for
 every lossless method, batch size, size of prompt chunks and reused prefix.
@@ -25,16 +24,11 @@ from torch import Tensor
 from saccade import cpu
 from saccade.target_model.linear import SHARE, Linear, packed_rows, reordered
 
-REFERENCE = 16
-"""Rows of the product whose bits all others must give."""
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-"""Numbers of rows that are tried."""
-_STARTS = (0, 3)
-"""Rows of the sample at which the pieces that are tried begin."""
-_FEW = 64
-"""Rows up to which a padded product takes less time than two."""
-_NOISE = 1e-6
-"""Size of rounding errors of float32 sums of some hundred products of about 1."""
+REFERENCE = 16  # rows of the product whose bits all others must give
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # numbers of rows that are tried
+_STARTS = (0, 3)  # rows of the sample at which the pieces that are tried begin
+_FEW = 64  # rows up to which a padded product takes less time than two
+_NOISE = 1e-6  # size of rounding errors of float32 sums of some hundred products of about 1
 
 
 class SteadyLinear(Linear):
@@ -72,31 +66,22 @@ class SteadyLinear(Linear):
     def with_weight(self, weight: Tensor, bias: Tensor | None) -> SteadyLinear:
         """Return the product with another weight of the same shape and format, copied like this one."""
         other = SteadyLinear(weight, bias)
-        if self.is_copied:
+        if self._packed is not None or self._wide is not None:
             other._copy_again()
         return other
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether a copy of the weight is multiplied."""
-        return self._packed is not None or self._wide is not None
-
-    @property
-    def is_widened(self) -> bool:
-        """Whether the processor has to emulate the weight's format, which takes longer than float32 and rounding once,
-        as instructions for the format do."""
-        weight = self.weight
-        return weight.device.type == "cpu" and weight.dtype != torch.float32 and not cpu.computes_in(weight.dtype)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _copy_again(self) -> None:
         """Copy the weight in the format and layout that are faster here."""
         weight = self.weight.detach()
-        self._widens = self.is_widened
+        on_cpu = weight.device.type == "cpu"
+        # Emulating a format takes longer than float32 and rounding once, as instructions for the format do.
+        self._widens = on_cpu and weight.dtype != torch.float32 and not cpu.computes_in(weight.dtype)
         if self._widens:
-            weight, self._wide_bias = weight.float(), None if self.bias is None else self.bias.detach().float()
-        if weight.device.type == "cpu" and packed_rows(weight):
+            weight = weight.float()
+            self._wide_bias = None if self.bias is None else self.bias.detach().float()
+        if on_cpu and packed_rows(weight):
             self._packed = reordered(weight, REFERENCE)
         elif self._widens:
             self._wide = weight
@@ -106,11 +91,9 @@ class SteadyLinear(Linear):
 
 
 def steady_silu(x: Tensor) -> Tensor:
-    """Return SiLU of ``[T, d]``, each element the same bits in any place.
-
-    torch's kernel takes another path at the ends of each thread's share, and differs there in the last bit.
-    """
-    if x.device.type != "cpu" or torch.get_num_threads() == 1:  # shares are rows then
+    """Return SiLU of ``[T, d]``, each element the same bits in any place."""
+    # torch's kernel differs in the last bit at the ends of each thread's share, which with one thread are rows.
+    if x.device.type != "cpu" or torch.get_num_threads() == 1:
         return F.silu(x)
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
@@ -158,9 +141,8 @@ def agreeing_sizes(product: SteadyLinear) -> tuple[int, ...]:
     A stand-in for the weight is multiplied, such that every sum would be zero without rounding: what is left of it
     shows any other order in its first digits, which the format of the result cannot hide.
     """
-    weight, longest = product.weight, SIZES[-1] + max(_STARTS)
+    weight, longest, half = product.weight, SIZES[-1] + max(_STARTS), product.weight.shape[1] // 2
     generator = torch.Generator().manual_seed(0)
-    half = weight.shape[1] // 2
     left = torch.randn(weight.shape[0], half, generator=generator).to(weight)
     x = torch.randn(-(-longest // REFERENCE) * REFERENCE, half, generator=generator).to(weight)
     order = torch.randperm(half, generator=generator).to(weight.device)
@@ -181,24 +163,19 @@ def agreeing_sizes(product: SteadyLinear) -> tuple[int, ...]:
     return tuple(size for size in SIZES if all(agrees(size, start) for start in _STARTS))
 
 
-_QUERY_GRID = 6.0
-"""Adding and subtracting 6 x 2^e rounds float32 numbers below 2^(e + 1) to multiples of 2^(e - 21)."""
+_QUERY_GRID = 6.0  # adding and subtracting 6 x 2^e rounds float32 numbers below 2^(e + 1) to multiples of 2^(e - 21)
 VALUE_BITS = {torch.float32: 18, torch.float16: 15, torch.bfloat16: 12}
 """Values of a format are rounded to this power of 1/2."""
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_GUARD = 4
-"""Binary digits that all weights together must keep beyond those of the format."""
+_GUARD = 4  # binary digits that all weights together must keep beyond those of the format
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
-_LEAST = 2.0**-100
-"""Unit of a vector of zeros."""
+_LEAST = 2.0**-100  # unit of a vector of zeros
 _SMALLEST = -700.0
 """Least logarithm of a weight. Processors take long for exponentials that underflow; this one is rounded to 0."""
 _BLOCK, _FEWEST = 2**17, 32
 """Most weights that a CPU computes at a time, so that they stay in its cache, and fewest queries of a block."""
-MAX_DIM = 512
-"""Longest vectors of queries and keys whose products are exact: 2 x 22 bits and 9 of the sum."""
-MAX_KEYS = 2**20
-"""Most keys for which two sums have the digits of bfloat16 and float16."""
+MAX_DIM = 512  # longest vectors of queries and keys whose products are exact: 2 x 22 bits and 9 of the sum
+MAX_KEYS = 2**20  # most keys for which two sums have the digits of bfloat16 and float16
 
 
 def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -210,10 +187,7 @@ def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: t
 
 
 def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
-    """Round vectors ``[T, H, D]`` times ``factors`` for exact sums, in float32.
-
-    Shapes: factors, steps ``[H, 1]``.
-    """
+    """Round vectors ``[T, H, D]`` times ``factors`` ``[H, 1]`` for exact sums, in float32; steps ``[H, 1]``."""
     wide = vectors * factors
     far = power_of_two(wide.abs().amax(-1, keepdim=True)).mul_(steps)
     return wide.add_(far).sub_(far)
@@ -244,29 +218,25 @@ class ExactAttention:
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
     ) -> Tensor:
         """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.forward.attend`."""
-        count, tokens = query.shape[2], keys.shape[2]
-        wide_keys, wide = keys.double(), values.double()
+        dtype, block = values.dtype, max(_FEWEST, _BLOCK // (query.shape[:2].numel() * keys.shape[2]))
         largest = values.abs().float().amax(-1).clamp_min_(_LEAST)  # of every key
         unit = power_of_two(largest)[:, :, None].double()
-        block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * tokens))
-        if count <= block or mask is None or query.device.type != "cpu":
-            mixed = self._attend(query, wide_keys, wide, unit, mask, scale)
-        else:
-            parts = []
-            for part, own in zip(query.split(block, 2), mask.split(block, 2), strict=True):
-                last = int((own == 0).flatten(0, 2).any(0).nonzero()[-1]) + 1
-                seen = wide_keys[:, :, :last], wide[:, :, :last], unit[..., :last], own[..., :last]
-                parts.append(self._attend(part, *seen, scale))
-            mixed = torch.cat(parts, 2)
-        return mixed.to(values.dtype)
+        keys, values = keys.double(), values.double()
+        if query.shape[2] <= block or mask is None or query.device.type != "cpu":
+            return self._attend(query, keys, values, unit, mask, scale).to(dtype)
+        parts = []
+        for part, rows in zip(query.split(block, 2), mask.split(block, 2), strict=True):
+            last = int((rows == 0).flatten(0, 2).any(0).nonzero()[-1]) + 1
+            seen = keys[:, :, :last], values[:, :, :last], unit[..., :last], rows[..., :last]
+            parts.append(self._attend(part, *seen, scale))
+        return torch.cat(parts, 2).to(dtype)
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, unit: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         """Attend in float64; ``unit`` ``[A, H_kv, 1, K]`` power of two of every key's values."""
         rows, heads, count, dim = query.shape
-        own = keys.shape[1]
-        folded = query.double().reshape(rows, own, -1, dim)  # query heads of a key head run as further queries
+        folded = query.double().reshape(rows, keys.shape[1], -1, dim)  # heads of a key head run as further queries
         weights = folded @ keys.mT  # exact
         if scale != 1:
             weights.mul_(scale)
@@ -285,9 +255,9 @@ class ExactAttention:
         if self._has_rest:
             far = top * self._rest_grid
             rest = weights.sub_(first).add_(far).sub_(far).mul_(inverse) @ values  # exact
-            mixed = (first.mul_(inverse) @ values).add_(rest)  # exact, but for this addition
-        else:
-            mixed = first.mul_(inverse) @ values  # exact
+        mixed = first.mul_(inverse) @ values  # exact
+        if self._has_rest:
+            mixed.add_(rest)  # the only addition that rounds
         return mixed.div_(total).view(rows, heads, count, -1)
 
 

@@ -1,4 +1,4 @@
-"""Inputs, outputs, limits, masks and layout of one packed forward.
+"""Inputs, outputs, masks and layout of one packed forward.
 
 All rows' new tokens run as one sequence through the matrix products; attention runs row by row over each row's own
 entries. Neighbouring rows with equally many tokens at equal distances in the arena form a group, which the kernel takes
@@ -8,18 +8,15 @@ as a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.errors import InputError, ModelError
-
-Mask = Tensor | dict[str, Tensor]
+from saccade.errors import ModelError
 
 
 @dataclass(slots=True)
@@ -103,21 +100,18 @@ class ForwardOutput:
 
 def concat_outputs(outputs: Sequence[ForwardOutput], starts: Sequence[int] = ()) -> ForwardOutput:
     """Join the outputs of several blocks of equally many tokens along the rows."""
-    starts = starts or [0] * len(outputs)
-    if len(outputs) == 1 and starts[0] == 0:
+    if len(outputs) == 1 and not any(starts):
         return outputs[0]
-    hidden = {
-        layer: torch.cat([o.hidden[layer][:, start:] for o, start in zip(outputs, starts, strict=True)])
-        for layer in outputs[0].hidden
-    }
+    starts = starts or [0] * len(outputs)
+    hidden = {}
+    for layer in outputs[0].hidden:
+        parts = [output.hidden[layer][:, start:] for output, start in zip(outputs, starts, strict=True)]
+        hidden[layer] = torch.cat(parts)
     return ForwardOutput(torch.cat([o.logits for o in outputs]), hidden)
 
 
 def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[int, Tensor]) -> list[ForwardOutput]:
-    """Split a packed forward's outputs by block.
-
-    Shapes: logits ``[n, V]``; hidden ``[T, d]``.
-    """
+    """Split a packed forward's logits ``[n, V]`` and hidden states ``[T, d]`` by block."""
     outputs, token, logit = [], 0, 0
     for block in blocks:
         rows, count = block.tokens.shape
@@ -135,144 +129,6 @@ def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
     like = next((block.deepstack[0] for block in blocks if block.deepstack), torch.empty(0, 0))
     parts = [b.deepstack or [like.new_zeros(b.tokens.numel(), like.shape[1])] * depth for b in blocks]
     return [torch.cat(layer) for layer in zip(*parts, strict=True)]
-
-
-@contextmanager
-def replaced_embeddings(
-    decoder: nn.Module, embeddings: Tensor | None, mask: Mask, deepstack: Sequence[Tensor] = ()
-) -> Iterator[None]:
-    """Replace the decoder's inputs ``[1, n, d]`` and deepstack features ``[n, d]`` while the context is open."""
-    if embeddings is None:
-        yield
-        return
-    calls = []
-
-    def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        calls.append(module)
-        if args or kwargs.get("position_ids") is None:
-            raise ModelError(
-                f"{type(module).__name__} is not called with positions by name, so that its embeddings cannot be "
-                "replaced; use another model or plain text."
-            )
-        kwargs = {**kwargs, "inputs_embeds": embeddings, "attention_mask": mask}
-        if "input_ids" in kwargs:
-            kwargs["input_ids"] = None
-        if deepstack:
-            everywhere = torch.ones(embeddings.shape[:2], dtype=torch.bool, device=embeddings.device)
-            kwargs.update(visual_pos_masks=everywhere, deepstack_visual_embeds=list(deepstack))
-        return args, kwargs
-
-    handle = decoder.register_forward_pre_hook(replace, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if len(calls) != 1:
-        raise ModelError(
-            f"{type(decoder).__name__} was called {len(calls)} times in one forward, where once was expected."
-        )
-
-
-class _Reached(Exception):
-    """Raised right before a module runs."""
-
-
-@contextmanager
-def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
-    arguments: dict[str, Any] = {}
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
-        raise _Reached
-
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
-        yield arguments
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
-
-
-class ContextError(InputError):
-    """Sequence longer than the model's context."""
-
-    def __init__(self, length: int, context: int) -> None:
-        super().__init__(
-            f"The sequence needs {length} tokens but this model's context is {context}; shorten the prompt, "
-            "use fewer or smaller images, or lower max_new_tokens."
-        )
-        self.length, self.context = length, context
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Bounds of one model, in tokens."""
-
-    context: int | None  # longest supported sequence, or None when the configuration has none
-    longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
-
-    @classmethod
-    def of(cls, text_config: Any) -> ModelLimits:
-        """Read a decoder's configuration."""
-        thresholds = [
-            rope["original_max_position_embeddings"]
-            for rope in _ropes(getattr(text_config, "rope_parameters", None))
-            if rope.get("rope_type") == "longrope"
-        ]
-        return cls(getattr(text_config, "max_position_embeddings", None), min(thresholds, default=None))
-
-    def check(self, length: int) -> None:
-        """Raise `InputError` when a sequence of ``length`` tokens does not fit the context."""
-        if length < 1:
-            raise InputError("The prompt is empty; give at least one token of text.")
-        if self.context is not None and length > self.context:
-            raise ContextError(length, self.context)
-
-    def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
-        """Raise `InputError` for rows that do not fit the context, or one side of the longrope threshold, together."""
-        ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
-        for end in ends:
-            self.check(end)
-        threshold = self.longrope_threshold
-        if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
-            raise InputError(
-                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
-                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
-                "max_new_tokens, or run only longer prompts together."
-            )
-
-    def is_long(self, length: int) -> bool:
-        """Whether a sequence uses a longrope embedding's long factors."""
-        return self.longrope_threshold is not None and length > self.longrope_threshold
-
-    def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
-        """Clamp positions ``[B, Q]`` of new tokens to the last valid one of these rows.
-
-        Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
-        the embedding of the whole pass.
-        Shapes: ahead ``[B, 1]``.
-        """
-        bound = self.context
-        if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
-            bound = self.longrope_threshold
-        if bound is None:
-            return positions
-        if ahead is None:
-            return positions.clamp(max=bound - 1)
-        return positions.minimum(ahead.clamp(min=0) + (bound - 1))
-
-
-def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
-    """Rotary embeddings of a configuration: one, or one per layer type."""
-    if not isinstance(parameters, dict):
-        return
-    if "rope_type" in parameters:
-        yield parameters
-        return
-    for part in parameters.values():
-        yield from _ropes(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,22 +154,17 @@ class MaskPlan:
         device: torch.device,
         slot_shifts: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
-        """Build masks of n new entries over all entries of their rows.
-
-        Shapes: attention_mask ``[A or 1, n, T]``; depth ``[A or 1, T]``; slot_shifts ``[A, S]``; returns ``[A or 1, n,
-        W]``.
-        """
+        """Build masks ``[A or 1, n, W]`` of n new entries over all entries of their rows; others as of `TokenBlock`."""
         longest, new = max(lengths), pending + count
-        near = self.window is None or (slot_shifts is None and longest + new <= self.window)
-        mask = attention_mask
-        full, lowest = None, torch.finfo(dtype).min
+        mask, lowest = attention_mask, torch.finfo(dtype).min
+        full = None
         if mask is not None:
             full = torch.zeros(*mask.shape[:2], longest + new, dtype=dtype, device=device)
             full[:, :, longest:].masked_fill_(~mask, lowest)
         elif count > 1:
             full = torch.full((1, count, longest + new), lowest, dtype=dtype, device=device)
             full = full.triu_(longest + pending + 1)
-        if near:
+        if self.window is None or (slot_shifts is None and longest + new <= self.window):
             return dict.fromkeys(self.names, full)
         if mask is None:
             mask = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)
@@ -326,10 +177,7 @@ class MaskPlan:
         return {"full_attention": full, "sliding_attention": window}
 
     def _in_window(self, longest: int, depth: Tensor, count: int, shifts: Tensor | None) -> Tensor:
-        """``[A or 1, n, W]`` bool; entries inside each new one's window.
-
-        The window counts positions, not entries: siblings share one, and ``shifts`` correct for gaps.
-        """
+        """``[A or 1, n, W]`` bool; entries inside each new one's window, which counts positions, not entries."""
         assert self.window is not None
         cached = torch.arange(-longest, 0, device=depth.device)[None]
         if shifts is not None:  # negative padding crops
@@ -346,16 +194,13 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-MAX_PADDING = 128
-"""Most padding slots per row with which rows of different lengths form a group."""
-MAX_FOLDED = 64
-"""Most tokens per row for which query heads of one key head run as further queries."""
+MAX_PADDING = 128  # most padding slots per row with which rows of different lengths form a group
+MAX_FOLDED = 64  # most tokens per row for which query heads of one key head run as further queries
 _MAX_UPCAST = 2**19  # elements of keys whose conversion to float32 costs next to nothing
 
 Masks = Mapping[str, Tensor | None]
 """Additive masks per kind of layer; None where everything is attended."""
-ALL = "all"
-"""Kind of layer of a decoder whose layers are alike."""
+ALL = "all"  # kind of layer of a decoder whose layers are alike
 
 
 @dataclass(slots=True)
@@ -413,15 +258,10 @@ class Layout:
     def __init__(
         self, spans: Sequence[Span], slots: Tensor | slice, total: int = 0, groups: Sequence[RowGroup] | None = None
     ) -> None:
-        self.spans = list(spans)  # in the order of the packed sequence, without gaps
+        self.spans = spans  # in the order of the packed sequence, without gaps
         self.slots = slots  # slots of the tokens' entries, `[T]` or a slice
-        self._total = total
-        self._groups = None if groups is None else list(groups)
-
-    @property
-    def count(self) -> int:
-        """Tokens of the packed sequence."""
-        return sum(span.count for span in self.spans)
+        self._total = total  # slots of the arena
+        self._groups = groups
 
     def attend(
         self,
@@ -432,26 +272,21 @@ class Layout:
         kind: str = ALL,
         kernel: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """Compute the packed sequence's attention.
-
-        Shapes: query ``[H, T, D]``; keys, values ``[H_kv, N, D]``; returns ``[T, H * D_v]``.
-        """
-        kernel = kernel or attend
+        """Compute attention ``[T, H * D_v]`` of queries ``[H, T, D]`` over keys and values ``[H_kv, N, D]``."""
         if self._groups is None:
             self._groups = _group_spans(self.spans, self._total, query)
-        grouped = query.shape[0] != keys.shape[0]
+        times = query.shape[0] // keys.shape[0]
         out = []
         for group in self._groups:
             part = query[:, group.first : group.first + group.rows * group.count]
             part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
-            own = group.of(keys), group.of(values)
-            if grouped and kernel is attend and query.is_cuda and group.count <= MAX_FOLDED:
-                times = query.shape[0] // keys.shape[0]
+            own_keys, own_values = group.of(keys), group.of(values)
+            if times > 1 and kernel is None and query.is_cuda and group.count <= MAX_FOLDED:
                 folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
-                mixed = attend(folded, *own, group.folded_mask(kind, times), scale, grouped=False)
+                mixed = attend(folded, own_keys, own_values, group.folded_mask(kind, times), scale, grouped=False)
                 mixed = mixed.unflatten(2, (times, group.count)).flatten(1, 2)
             else:
-                mixed = kernel(part, *own, group.masks[kind], scale, grouped)
+                mixed = (kernel or attend)(part, own_keys, own_values, group.masks[kind], scale, times > 1)
             out.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
         return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -477,7 +312,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
 
 
 def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
-    """Group runs of spans at equal distances with equally many tokens; other spans stay alone."""
+    """Group runs of spans at equal distances with equally many tokens and little padding; other spans stay alone."""
     groups, at = [], 0
     starts = [span.start for span in spans]
     while at < len(spans):

@@ -6,12 +6,11 @@ a large one. A captured forward takes one. It repeats its operations on the same
 - its inputs have memory of their own, filled before every replay: tokens, positions, each row's first slot, and which
   of the drafted entries a token attends to;
 - tokens per row and keys come in few sizes (`QUERIES`, `keys_for`): tokens are padded at the end, and masks hide the
-  slots behind a row's own;
+  slots behind a row's entries;
 - slots and masks are computed inside, from the inputs; nothing is read by the host.
 
-A forward that repeats is captured when it comes for the third time, and replayed once beside the ordinary one: where
-their logits differ, or capturing fails, no graphs are used any more. Prompts, and steps with several kinds of rows,
-are not captured.
+A forward is captured when it comes for the third time, and its replay compared with the ordinary one: where their
+logits differ, or capturing fails, no graphs are used any more.
 """
 
 from __future__ import annotations
@@ -32,22 +31,15 @@ from torch import Tensor
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.forward import ForwardOutput, Layout, Requirements, RowGroup, TokenBlock, additive, run_end
-from saccade.target_model.lean import TOLERANCE, LeanDecoder
+from saccade.target_model.lean import LeanDecoder, are_close
 
-SWITCH = "SACCADE_CUDA_GRAPHS"
-"""Environment variable; 0 turns graphs off."""
-QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Tokens per row of captured forwards."""
+SWITCH = "SACCADE_CUDA_GRAPHS"  # environment variable; 0 turns graphs off
+QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens per row of captured forwards
 FEWEST_KEYS = 256
-MOST_TOKENS = 256
-"""Tokens of all rows beyond which a forward is not captured: the work outlasts the launches."""
-SEEN = 3
-"""Occurrences of a forward from which on it is captured."""
-MOST_GRAPHS = 64
-"""Graphs of a cache; those not used for longest go first."""
+MOST_TOKENS = 256  # tokens of all rows beyond which a forward is not captured: the work outlasts the launches
+SEEN = 3  # occurrences of a forward from which on it is captured
+MOST_GRAPHS = 64  # graphs of a cache; those not used for longest go first
 _MOST_COUNTED = 1024
-_CHANGING_ROPES = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the longest sequence, which the host reads."""
 
 Function = Callable[[], Any]
 Capture = Callable[[Function, Any], tuple[Callable[[], None], Any]]
@@ -69,8 +61,7 @@ def capture_cuda(function: Function, pool: Any) -> tuple[Callable[[], None], Any
     return graph.replay, outputs
 
 
-CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}
-"""Capturing function by kind of device."""
+CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}  # capturing function by kind of device
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +124,12 @@ class GraphPool:
     @classmethod
     def of(cls, target: Any, decoder: LeanDecoder | None) -> GraphPool | None:
         """Return the pool of a `Target`; None where its forwards are not captured."""
-        rope = getattr(target.text_config, "rope_parameters", None) or {}
-        changing = rope.get("rope_type") in _CHANGING_ROPES or target.traits.limits.longrope_threshold is not None
-        if decoder is None or changing or target.device.type not in CAPTURES or os.environ.get(SWITCH) == "0":
+        if decoder is None or target.device.type not in CAPTURES or os.environ.get(SWITCH) == "0":
             return None
-        return cls(target, decoder)
+        # Angles of these depend on the longest sequence, which the host reads.
+        rope = getattr(target.text_config, "rope_parameters", None) or {}
+        changes = rope.get("rope_type") == "dynamic" or target.traits.limits.longrope_threshold is not None
+        return None if changes else cls(target, decoder)
 
     def check_weights(self) -> None:
         """Drop all graphs if weights have moved."""
@@ -194,9 +186,6 @@ class StepGraphs:
         self._moves = (0, 0)
         self.replays = 0
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     def run(
         self, block: TokenBlock, requirements: Requirements, ordinary: Callable[[], list[ForwardOutput]]
     ) -> ForwardOutput:
@@ -221,8 +210,6 @@ class StepGraphs:
             self._cache.pending[row] += block.count
         return output
 
-    # -- capturing -----------------------------------------------------------------------------------------
-
     def _first(self, shape: Shape, block: TokenBlock, ordinary: Callable[[], list[ForwardOutput]]) -> ForwardOutput:
         """Run a forward that has no graph; capture one if it has come often enough."""
         if len(self._seen) >= _MOST_COUNTED:
@@ -239,9 +226,7 @@ class StepGraphs:
             self._pool.give_up(f"capturing failed ({type(problem).__name__}: {str(problem).strip().split(chr(10))[0]})")
             return ordinary()[0]
         output = ordinary()[0]
-        theirs = output.logits.float()
-        error = (ours - theirs).abs().amax(-1) / theirs.std(-1)
-        if not bool((error <= TOLERANCE.get(self._pool.target.dtype, 0.0)).all()):
+        if not are_close(ours, output.logits.float(), self._pool.target.dtype):
             self._pool.give_up("a captured forward gave other logits than the same one without a graph")
             return output
         self._steps[shape] = step
@@ -252,7 +237,7 @@ class StepGraphs:
     def _capture(self, shape: Shape, block: TokenBlock) -> _Step:
         pool, cache, target = self._pool, self._cache, self._pool.target
         rows, device = len(shape.starts), pool.device
-        starts = on_device(list(shape.starts), device)
+        starts = on_device(shape.starts, device)
         requirements = Requirements(shape.layers, shape.final)
         tokens = torch.zeros(rows, shape.queries, dtype=torch.long, device=device)
         inputs = _Inputs(tokens, tokens[None].clone(), tokens[:, 0].clone())
@@ -269,30 +254,27 @@ class StepGraphs:
             groups = _groups(shape, mask, cache.slots, target.traits.masks.names)
             cache.layout = Layout([], slots, cache.slots, groups)
             x = target.embed(inputs.tokens).flatten(0, 1)
-            output = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
-            normed = output.normed if inputs.last is None else output.normed.index_select(0, inputs.last)
+            normed, states = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
+            if inputs.last is not None:
+                normed = normed.index_select(0, inputs.last)
             logits = pool.share(pool.decoder.logits(normed))
-            hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in output.hidden.items()}
+            hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in states.items()}
             return logits.view(rows, -1, logits.shape[-1]), hidden
 
         replay, (logits, hidden) = pool.capture(forward)
         return _Step(inputs, replay, logits, hidden)
 
-    # -- a replay ------------------------------------------------------------------------------------------
-
     def _shape(self, block: TokenBlock, requirements: Requirements) -> Shape | None:
         """Return what a graph of the block would be fixed to; None for a block that is not captured."""
         cache, count = self._cache, block.count
         special = (block.embeddings, block.positions, block.slot_shifts)
-        if any(tensor is not None for tensor in special) or block.deepstack or not cache.slots:
-            return None
         last = block.logits_from == count - 1 and count > 1
-        if (block.logits_from and not last) or count > QUERIES[-1]:
+        if any(tensor is not None for tensor in special) or block.deepstack or (block.logits_from and not last):
             return None
         starts = tuple(cache.start(row) for row in block.rows)
         ends = [cache.lengths[row] + cache.pending[row] for row in block.rows]
         room = min(cache.capacity(row) - end for end, row in zip(ends, block.rows, strict=True))
-        if count > room:  # which is reported by the ordinary forward
+        if count > min(room, QUERIES[-1]):  # a lack of room is reported by the ordinary forward
             return None
         queries = next(size for size in QUERIES if size >= count)
         queries = queries if queries <= room else count
@@ -306,9 +288,9 @@ class StepGraphs:
     def _fill(self, inputs: _Inputs, shape: Shape, block: TokenBlock) -> None:
         """Copy a block to the memory of a graph's inputs. Padding tokens keep what was there."""
         cache, count, rows = self._cache, block.count, block.rows
+        pending = cache.pending[rows[0]]
         inputs.tokens[:, :count].copy_(block.tokens)
         inputs.positions[:, :, :count].copy_(self._pool.target.place(cache, block))
-        pending = cache.pending[rows[0]]
         if len(rows) == 1:
             inputs.first.fill_(cache.ends(rows)[0] + pending)
         else:
@@ -320,8 +302,7 @@ class StepGraphs:
             if count < shape.queries:  # entries of padding, which no token may attend to
                 inputs.mask[:, :count, known:].fill_(value=False)
         if inputs.last is not None:
-            last = len(rows) * shape.queries
-            torch.arange(count - 1, last, shape.queries, out=inputs.last)
+            torch.arange(count - 1, len(rows) * shape.queries, shape.queries, out=inputs.last)
 
     def _output(self, step: _Step, shape: Shape, count: int) -> ForwardOutput:
         """Copy the outputs of a replay, which the next one overwrites."""
@@ -331,10 +312,7 @@ class StepGraphs:
 
 
 def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> list[RowGroup]:
-    """Rows by attention kernel call; those too near the end of an arena of ``slots`` have one of their own.
-
-    Within a window, all kinds of layers have the same mask.
-    """
+    """Rows by attention kernel call, which those too near the end of an arena of ``slots`` share with none."""
     groups, at = [], 0
     while at < len(shape.starts):
         start, stop = shape.starts[at], run_end(shape.starts, at)
@@ -342,7 +320,7 @@ def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> lis
             stop = at + 1
         step = shape.starts[at + 1] - start if stop > at + 1 else 0
         keys = min(shape.keys, slots - start)
-        masks: dict[str, Tensor | None] = dict.fromkeys(kinds, mask[at:stop, ..., :keys])
+        masks: dict[str, Tensor | None] = dict.fromkeys(kinds, mask[at:stop, ..., :keys])  # alike within a window
         groups.append(RowGroup(at * shape.queries, stop - at, shape.queries, start, step, keys, masks))
         at = stop
     return groups

@@ -70,14 +70,6 @@ class _LayerWeights:
     down: Linear
 
 
-@dataclass(slots=True)
-class DecoderOutput:
-    """Outputs of a lean forward."""
-
-    normed: Tensor  # `[T, d]` after the final norm, or the input of the layer where the forward ended
-    hidden: dict[int, Tensor]  # layer index -> `[T, d]`
-
-
 class LeanDecoder:
     """Forwards of a model on fused weights, without its Python modules."""
 
@@ -85,21 +77,19 @@ class LeanDecoder:
         self,
         model: Any,
         decoder: Any,
-        layers: list[_LayerWeights],
-        kv_heads: int,
-        eps: float,
         exact: ExactAttention | None = None,
     ) -> None:
+        product = Linear if exact is None else SteadyLinear
         attention = decoder.layers[0].self_attn
-        self._layers = layers
+        self._layers = layers = [_fuse_layer(layer, product) for layer in decoder.layers]
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
         head = model.get_output_embeddings()
         self._exact = exact
-        self._head = (Linear if exact is None else SteadyLinear)(head.weight, head.bias)
-        self._eps = eps
+        self.logits = product(head.weight, head.bias)  # `[n, V]` of normed states `[n, d]`
+        self._eps: float = decoder.layers[0].input_layernorm.variance_epsilon
         self.head_dim: int = attention.head_dim
-        self._kv_heads = kv_heads
+        self._kv_heads = attention.k_proj.out_features // self.head_dim
         self._heads = attention.q_proj.out_features // self.head_dim
         self._scale: float = attention.scaling
         types = getattr(decoder.config, "layer_types", None) or ()
@@ -111,10 +101,10 @@ class LeanDecoder:
         self._guard = ModuleGuard(model, (decoder, head), joined)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         dtype, device = decoder.norm.weight.dtype, decoder.norm.weight.device
-        self._grids = None if exact is None else grids(self._heads, kv_heads, self._scale, dtype, device)
-        self._steady = [p for p in (*products, self._head) if isinstance(p, SteadyLinear)]
+        self._grids = None if exact is None else grids(self._heads, self._kv_heads, self._scale, dtype, device)
+        self._steady = [p for p in (*products, self.logits) if isinstance(p, SteadyLinear)]
         self._sizes = make_steady(self._steady) if exact is not None else ()
-        self._copied = pack_where_faster([*products, self._head]) if exact is None else list[Linear](self._steady)
+        self._copied = pack_where_faster([*products, self.logits]) if exact is None else list[Linear](self._steady)
         self._threads = torch.get_num_threads()
 
     @property
@@ -139,10 +129,10 @@ class LeanDecoder:
         requirements: Requirements | None = None,
         deepstack: Sequence[Tensor] = (),
         until: int | None = None,
-    ) -> DecoderOutput:
-        """Run a packed sequence.
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run a packed sequence; return its states after the final norm, or entering the layer ``until``, and by layer.
 
-        Shapes: x ``[T, d]``; positions ``[3 or 1, T]``; deepstack ``[T, d]``.
+        Shapes: x, deepstack and states ``[T, d]``; positions ``[3 or 1, T]``.
         """
         requirements = requirements or Requirements()
         wanted = requirements.layers
@@ -181,15 +171,11 @@ class LeanDecoder:
             if index < len(deepstack):
                 x = x + _pad(deepstack[index], padding)
         if until is not None:
-            return DecoderOutput(x[:count], states)
+            return x[:count], states
         normed = F.rms_norm(x, (width,), self._norm, self._eps)
         if len(self._layers) in wanted:
             states[len(self._layers)] = (normed if requirements.final == "post" else x)[:count]
-        return DecoderOutput(normed[:count], states)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """Return logits ``[n, V]`` of normed states ``[n, d]``."""
-        return self._head(normed)
+        return normed[:count], states
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
@@ -201,7 +187,7 @@ class LeanDecoder:
         return cos[0, :, None], signed[:, None]
 
     def _mixed(self, angles: Tensor) -> Tensor:
-        """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from its own position axis."""
+        """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from another position axis."""
         sections = [*self._sections, *self._sections]
         return torch.cat([m[i % 3] for i, m in enumerate(angles.split(sections, -1))], -1)
 
@@ -213,19 +199,9 @@ def _pad(rows: Tensor, padding: int) -> Tensor:
 
 def lean_decoder(model: Any, decoder: Any, exact: ExactAttention | None = None) -> LeanDecoder | None:
     """Build a lean decoder of ``model`` and fuse its weights in place; None where the architecture does not fit."""
-    layers = list(decoder.layers)
-    if not _fits(model, decoder, layers):
+    if not _fits(model, decoder):
         return None
-    attention = layers[0].self_attn
-    product = Linear if exact is None else SteadyLinear
-    lean = LeanDecoder(
-        model,
-        decoder,
-        [_fuse_layer(layer, product) for layer in layers],
-        kv_heads=attention.k_proj.out_features // attention.head_dim,
-        eps=layers[0].input_layernorm.variance_epsilon,
-        exact=exact,
-    )
+    lean = LeanDecoder(model, decoder, exact)
     return lean if lean.is_current else None  # hooks on the model itself
 
 
@@ -235,24 +211,21 @@ WEIGHTS: tuple[type, ...] = (nn.Parameter,)
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
-def _fits(model: Any, decoder: Any, layers: list[Any]) -> bool:
+def _fits(model: Any, decoder: Any) -> bool:
     """Whether every layer is built of the known parts, whole, on one device and without hooks.
 
     Other differences (scalings, activations) are found by the comparison with the stock logits.
     """
     head = model.get_output_embeddings()
-    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # a part of each, behind forwards that exchange
-        return False
     if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
         return False
-    if len({p.device for p in decoder.parameters()} | {head.weight.device}) > 1:
+    weights = [*decoder.parameters(), head.weight]
+    if any(type(p) not in WEIGHTS or hasattr(p, "device_mesh") for p in weights):  # quantised, or a part of each
         return False
-    if any(type(p) not in WEIGHTS for p in (*decoder.parameters(), head.weight)):
+    if len({(p.device, p.dtype) for p in weights}) > 1 or not hasattr(decoder.layers[0], "input_layernorm"):
         return False
-    if len({p.dtype for p in decoder.parameters()}) > 1 or not hasattr(layers[0], "input_layernorm"):
-        return False
-    eps = getattr(layers[0].input_layernorm, "variance_epsilon", None)
-    return eps is not None and all(_layer_fits(layer, eps) for layer in layers)
+    eps = getattr(decoder.layers[0].input_layernorm, "variance_epsilon", None)
+    return eps is not None and all(_layer_fits(layer, eps) for layer in decoder.layers)
 
 
 def _layer_fits(layer: Any, eps: float) -> bool:
@@ -280,8 +253,7 @@ def _layer_fits(layer: Any, eps: float) -> bool:
 def gives_stock_logits(target: Any) -> bool:
     """Whether a `Target`'s lean decoder returns the logits of its stock modules.
 
-    Compares a small tree behind a short prompt and, in the same two forwards, single tokens on both sides of every
-    length named in the configuration and over the whole context.
+    A small tree is compared and, in the same forward, single tokens at the positions of `Thresholds`.
     """
     limits = target.traits.limits
     far = Thresholds.of(target.text_config).probe_positions(limits.longrope_threshold or limits.context)
@@ -291,18 +263,20 @@ def gives_stock_logits(target: Any) -> bool:
     prompt = torch.tensor([ids[:7]], device=target.device)
     target.forward(cache, [TokenBlock([0], prompt, logits_from=6)])
     cache.commit([0], [range(7)])
-    tokens = torch.tensor([ids[7:]], device=target.device)
-    parents = [0, 0, 0, 1, *(0 for _ in far)]
-    mask = ancestors_of(torch.tensor([parents], device=target.device), 2)
-    depths = [0, 1, 1, 2, *(max(n - 7, 1) for n in far)]
-    depth = torch.tensor([depths], device=target.device)
-    tree = TokenBlock([0], tokens, mask, depth)
+    mask = ancestors_of(torch.tensor([[0, 0, 0, 1, *(0 for _ in far)]], device=target.device), 2)
+    depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
+    tree = TokenBlock([0], torch.tensor([ids[7:]], device=target.device), mask, depth)
     with target.stock():
         stock = target.forward(cache, [tree])[0].logits.float()
     cache.drop([0])
     ours = target.forward(cache, [tree])[0].logits.float()
-    error = (ours - stock).abs().amax(-1) / stock.std(-1)
-    return bool((error <= TOLERANCE.get(target.dtype, 0.0)).all())  # not >, so that NaN fails
+    return are_close(ours, stock, target.dtype)
+
+
+def are_close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rounding in a dtype explains what logits ``[..., V]`` differ by."""
+    error = (ours - expected).abs().amax(-1) / expected.std(-1)
+    return bool((error <= TOLERANCE.get(dtype, 0.0)).all())  # not >, so that NaN fails
 
 
 @torch.inference_mode(False)  # the user may continue to train the weights
@@ -336,21 +310,16 @@ def _fused_groups(layer: Any) -> tuple[list[Any], list[Any]]:
 def fuse_parameters(parameters: list[Any]) -> Tensor:
     """Fuse parameters into one tensor and make each a view of it."""
     parts: list[Tensor] = [p.detach() for p in parameters]
-    first, rows = parts[0], sum(p.shape[0] for p in parts)
-    if _are_fused(parts):  # by an earlier lean decoder of the same model
-        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    sizes = [p.shape[0] for p in parts]
+    ends = [p.data_ptr() + p.nbytes for p in parts]
+    in_one = len({p.untyped_storage().data_ptr() for p in parts}) == 1
+    if in_one and [p.data_ptr() for p in parts[1:]] == ends[:-1]:  # fused by an earlier lean decoder of the same model
+        first = parts[0]
+        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
     fused = torch.cat(parts)
-    for parameter, part in zip(parameters, fused.split([p.shape[0] for p in parts]), strict=True):
+    for parameter, part in zip(parameters, fused.split(sizes), strict=True):
         parameter.data = part
     return fused
-
-
-def _are_fused(weights: list[Tensor]) -> bool:
-    ends = [w.data_ptr() + w.numel() * w.element_size() for w in weights]
-    storage = {w.untyped_storage().data_ptr() for w in weights}
-    if len(storage) > 1:
-        return False
-    return all(w.data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
 
 
 _GET: Any = dict.get  # typed for a map over both lists
@@ -392,10 +361,8 @@ class ModuleGuard:
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices with float64. The conformance tests run on CPUs."""
-_CONTEXT = 2**17
-"""Longest sequence of models whose configuration names none."""
-_BEYOND = 1024
-"""Most tokens of a tree that may exceed the context before they are cut."""
+_CONTEXT = 2**17  # longest sequence of models whose configuration names none
+_BEYOND = 1024  # most tokens of a tree that may exceed the context before they are cut
 _PROMPT, _DEPTH, _WIDTH = 9, 5, 3
 """Prompt tokens, levels and tokens per level of the trees that are tried at load."""
 
@@ -413,6 +380,10 @@ def caveat(target: Any, lossless: bool) -> str:
 
 def exact_decoder(target: Any) -> LeanDecoder:
     """Build the decoder of a `Target` in exact mode."""
+    if target.ranks is not None:
+        raise ModelError(
+            "Exact mode needs the whole target in one process, but it is split over several; leave one of them out."
+        )
     kind = target.device.type
     if kind not in DEVICES:
         raise ModelError(
@@ -425,9 +396,8 @@ def exact_decoder(target: Any) -> LeanDecoder:
             f"Exact mode sums over at most {MAX_KEYS - _BEYOND} tokens, but the model's context is "
             f"{target.traits.limits.context}; lower max_position_embeddings in its configuration, or leave exact out."
         )
-    decoder = None
-    if target.traits.tested:
-        decoder = lean_decoder(target.model, target.decoder, ExactAttention(keys, target.dtype))
+    attention = ExactAttention(keys, target.dtype)
+    decoder = lean_decoder(target.model, target.decoder, attention) if target.traits.tested else None
     if decoder is None or decoder.head_dim > MAX_DIM:
         raise ModelError(
             f"Exact mode needs a decoder of the Llama, Mistral or Qwen architecture without experts, on one device and "
@@ -448,25 +418,19 @@ def is_exact(target: Any) -> bool:
     for row in range(2):
         cache.reserve(row, len(ids))
 
-    def run(
-        row: int, tokens: list[int], above: torch.Tensor | None = None, depth: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        block = TokenBlock([row], torch.tensor([tokens], device=target.device), above, depth)
-        logits: torch.Tensor = target.forward(cache, [block])[0].logits[0]
-        return logits
+    def run(row: int, tokens: list[int], path: Sequence[int], *tree: Any) -> Tensor:
+        """Run tokens and commit a path, whose logits are returned."""
+        block = TokenBlock([row], torch.tensor([tokens], device=target.device), *tree)
+        logits: Tensor = target.forward(cache, [block])[0].logits[0]
+        cache.commit([row], [path])
+        return logits[list(path)]
 
-    run(0, prompt)
-    cache.commit([0], [range(_PROMPT)])
+    run(0, prompt, range(_PROMPT))
     above = ancestors_of(torch.tensor([parents], device=target.device), _DEPTH)
     depth = torch.tensor([[node // _WIDTH for node in range(len(nodes))]], device=target.device)
-    drafted = run(0, nodes, above, depth)[path]
-    cache.commit([0], [path])
+    drafted = run(0, nodes, path, above, depth)
     for part in (prompt[:4], prompt[4:]):
-        run(1, part)
-        cache.commit([1], [range(len(part))])
-    plain = []
-    for node in path:
-        plain.append(run(1, [nodes[node]]))
-        cache.commit([1], [[0]])
+        run(1, part, range(len(part)))
+    plain = torch.cat([run(1, [nodes[node]], [0]) for node in path])
     ours, theirs = ([part for entry in cache.export(row) for part in entry] for row in range(2))
-    return all(map(torch.equal, ours, theirs)) and torch.equal(drafted, torch.cat(plain))
+    return all(map(torch.equal, ours, theirs)) and torch.equal(drafted, plain)

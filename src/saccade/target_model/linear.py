@@ -19,14 +19,10 @@ from torch import Tensor
 
 from saccade import cpu
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows that are measured; each represents those up to the next one."""
-SMALLEST = 1 << 16
-"""Elements below which a weight stays as it is: entering oneDNN takes longer than the product saves."""
-SHARE = 0.5
-"""Most of the free memory that packed copies may take."""
-_GAIN = 0.9
-"""Share of the time of the weight as it is, below which a packed copy is used."""
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are measured; each represents those up to the next one
+SMALLEST = 1 << 16  # elements below which a weight stays as it is: entering oneDNN takes longer than the product saves
+SHARE = 0.5  # most of the free memory that packed copies may take
+_GAIN = 0.9  # share of the time of the weight as it is, below which a packed copy is used
 _SAMPLES = 16
 
 
@@ -59,13 +55,11 @@ class Linear:
         self._note_weight()
 
     def refresh(self) -> None:
-        """Copy the weight again if it was changed in place since.
-
-        Changes by way of ``.data``, which torch does not count, are seen by a few of the elements.
-        """
+        """Copy the weight again if it was changed in place since."""
         if self._view is None or self._sample is None:
             return
         moved = self._view.data_ptr() != self.weight.data_ptr()
+        # Changes by way of ``.data``, which torch does not count, are seen by a few of the elements.
         if moved or self._version != self._versions() or not torch.equal(self._view, self._sample):
             self._copy_again()
 
@@ -130,22 +124,16 @@ def _measure(out: int, width: int, dtype: torch.dtype) -> Sequence[int]:
     product = Linear(torch.randn(out, width, generator=generator).to(dtype))
     packed = Linear(product.weight)
     packed.pack(range(1, 1 << 62))
-    faster = []
+    first, best = 0, range(0)
     with torch.inference_mode():
-        for rows in ROWS:
+        for index, rows in enumerate(ROWS):
             x = torch.randn(rows, width, generator=generator).to(dtype)
             plain, ours = _fastest(partial(product, x), partial(packed, x))
-            faster.append(ours < _GAIN * plain)
-    stretches: list[tuple[int, int]] = []
-    for index, pays in enumerate(faster):
-        if pays and index and faster[index - 1]:
-            stretches[-1] = stretches[-1][0], index
-        elif pays:
-            stretches.append((index, index))
-    if not stretches:
-        return 0, 0
-    first, last = max(stretches, key=lambda s: s[1] - s[0])
-    return ROWS[first], 2 * ROWS[last]
+            if ours >= _GAIN * plain:
+                first = index + 1
+            elif index + 1 - first > len(best):
+                best = range(first, index + 1)
+    return (ROWS[best[0]], 2 * ROWS[best[-1]]) if best else (0, 0)
 
 
 def _fastest(*products: Callable[[], Tensor]) -> list[float]:

@@ -6,7 +6,7 @@ import copy
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,52 +15,37 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from saccade.inputs.families import join, type_ids
+from saccade.inputs.families import type_ids
 from saccade.inputs.families.family import Medium
 from saccade.target_model.adapter import Target
-from saccade.target_model.forward import ending_at
+from saccade.target_model.stock import ending_at
 
-MEDIA_BYTES = 256 * 2**20
-"""Default size limit of a cache."""
-TOWERS = ("vision_tower", "vision_model", "visual")
-"""Attribute names of vision towers in models of transformers."""
+MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
+TOWERS = ("vision_tower", "vision_model", "visual")  # attribute names of vision towers in models of transformers
 
 
-class VisionTimer:
-    """Seconds spent in a model's vision tower and projector while the context is open."""
+@contextmanager
+def _vision_timer(model: Any) -> Iterator[list[float]]:
+    """Seconds of each part of a model's vision tower and projector that runs while the context is open."""
+    base = getattr(model, "base_model", model)
+    modules = [getattr(base, name, None) for name in (*TOWERS, "multi_modal_projector", "connector")]
+    starts: list[float] = []
+    seconds: list[float] = []
 
-    MODULES = (*TOWERS, "multi_modal_projector", "connector")
+    def clock(module: nn.Module) -> float:
+        parameter = next(module.parameters(), None)
+        if parameter is not None and parameter.is_cuda:
+            torch.cuda.synchronize(parameter.device)
+        return time.perf_counter()
 
-    def __init__(self, model: Any) -> None:
-        base = getattr(model, "base_model", model)
-        self._modules = [m for name in self.MODULES if isinstance(m := getattr(base, name, None), nn.Module)]
-        self._handles: list[Any] = []
-        self._started = 0.0
-        self.seconds = 0.0
-
-    def __enter__(self) -> VisionTimer:
-        for module in self._modules:
-            self._handles.append(module.register_forward_pre_hook(self._start))
-            self._handles.append(module.register_forward_hook(self._stop))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _start(self, module: nn.Module, *_: Any) -> None:
-        _synchronize(module)
-        self._started = time.perf_counter()
-
-    def _stop(self, module: nn.Module, *_: Any) -> None:
-        _synchronize(module)
-        self.seconds += time.perf_counter() - self._started
-
-
-def _synchronize(module: nn.Module) -> None:
-    parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        torch.cuda.synchronize(parameter.device)
+    with ExitStack() as hooks:
+        for module in modules:
+            if isinstance(module, nn.Module):
+                before = module.register_forward_pre_hook(lambda module, *_: starts.append(clock(module)))
+                after = module.register_forward_hook(lambda module, *_: seconds.append(clock(module) - starts[-1]))
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+        yield seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +56,6 @@ class MediaFeatures:
     # per first layers of the decoder `[n, d]` features added to the residual stream behind each (Qwen3-VL), zeros at
     # text tokens
     deepstack: tuple[Tensor, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.embeddings, *self.deepstack))
 
 
 class MediaCache:
@@ -113,12 +94,12 @@ class MediaCache:
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
         tower_key = ("tower", medium.digest)
         outputs = None if tower is None else self._find(tower_key)
-        with VisionTimer(model.model) as vision, _remembering(tower, outputs) as recorded:
+        with _vision_timer(model.model) as seconds, _remembering(tower, outputs) as recorded:
             features = encode(model, medium, ids)
         if tower is not None and outputs is None:
-            self._store(tower_key, recorded, sum(t.numel() * t.element_size() for t in _tensors(recorded)))
-        self.seconds += vision.seconds
-        self._store(key, features, features.nbytes)
+            self._store(tower_key, recorded, sum(t.nbytes for t in _tensors(recorded)))
+        self.seconds += sum(seconds)
+        self._store(key, features, sum(t.nbytes for t in (features.embeddings, *features.deepstack)))
         return features
 
     def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
@@ -141,26 +122,22 @@ class MediaCache:
 def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     """Run a stock model up to its decoder on one medium's placeholders."""
     row = torch.tensor([list(ids)], device=model.device)
-    tensors = {**join(model.config, [medium]), **type_ids(model.config, ids)}
+    types = {name: value.to(model.device) for name, value in type_ids(model.config, ids).items()}
+    places = torch.arange(len(ids), device=model.device)[None]
     inputs = {
-        name: value.to(device=model.device, dtype=model.dtype if value.is_floating_point() else None)
-        for name, value in tensors.items()
+        **model.media_inputs([medium]),
+        **types,
+        "position_ids": places.expand(3, 1, -1) if model.has_rope_index else places,
     }
-    count = 3 if model.has_rope_index else 1
-    places = torch.arange(len(ids), device=model.device).expand(count, 1, -1)
-    inputs["position_ids"] = places if model.has_rope_index else places[0]
     with ending_at(model.decoder) as inputs_of_decoder:
         model.model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, **inputs)
     embeddings = inputs_of_decoder["inputs_embeds"][0].to(model.device)
-    return MediaFeatures(embeddings, tuple(_deepstack(inputs_of_decoder, embeddings)))
-
-
-def _deepstack(inputs: dict[str, Any], like: Tensor) -> Iterator[Tensor]:
-    """``[n, d]`` per layer of the features added at visual positions, zeros elsewhere."""
-    for part in inputs.get("deepstack_visual_embeds") or ():
-        dense = torch.zeros_like(like)
-        dense[inputs["visual_pos_masks"][0].to(like.device)] = part.to(like)
-        yield dense
+    deepstack = []
+    for part in inputs_of_decoder.get("deepstack_visual_embeds") or ():
+        dense = torch.zeros_like(embeddings)
+        dense[inputs_of_decoder["visual_pos_masks"][0].to(dense.device)] = part.to(dense)
+        deepstack.append(dense)
+    return MediaFeatures(embeddings, tuple(deepstack))
 
 
 def tower_of(model: Any) -> nn.Module | None:
@@ -170,24 +147,25 @@ def tower_of(model: Any) -> nn.Module | None:
 
 
 _COMPARED: WeakKeyDictionary[nn.Module, tuple[nn.Module, bool]] = WeakKeyDictionary()
+"""Tower -> another one, and whether all their weights are equal, which is compared once."""
 
 
 def _have_equal_towers(models: Sequence[Target]) -> bool:
-    """Whether all models have equal towers; compared once, weight by weight."""
+    """Whether all models have equal towers."""
     first, *others = (tower_of(m.model) for m in models)
     if first is None or any(m.dtype != models[0].dtype or m.device != models[0].device for m in models):
         return False
-    return all(other is not None and _equal(first, other) for other in others)
-
-
-def _equal(first: nn.Module, second: nn.Module) -> bool:
-    known = _COMPARED.get(first)
-    if known is None or known[0] is not second:
-        ours, theirs = first.state_dict(), second.state_dict()
-        alike = type(first) is type(second) and ours.keys() == theirs.keys()
-        alike = alike and all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-        _COMPARED[first] = known = (second, alike)
-    return known[1]
+    for other in others:
+        if other is None:
+            return False
+        known = _COMPARED.get(first)
+        if known is None or known[0] is not other:
+            ours, theirs = first.state_dict(), other.state_dict()
+            alike = type(first) is type(other) and ours.keys() == theirs.keys()
+            _COMPARED[first] = known = (other, alike and all(torch.equal(ours[name], theirs[name]) for name in ours))
+        if not known[1]:
+            return False
+    return True
 
 
 @contextmanager
@@ -197,34 +175,27 @@ def _remembering(tower: nn.Module | None, outputs: Sequence[Any] | None) -> Iter
     if tower is None:
         yield recorded
         return
-    own, forward = tower.__dict__.get("forward"), tower.forward
+    replaced, forward = tower.__dict__.get("forward"), tower.forward
     remaining = iter(outputs or ())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         recorded.append(forward(*args, **kwargs) if outputs is None else next(remaining))
-        return _copied(recorded[-1])
+        output = recorded[-1]  # of which the caller gets a copy, which it may change
+        return type(output)(**output) if isinstance(output, ModelOutput) else copy.copy(output)
 
     tower.forward = run
     try:
         yield recorded
     finally:
-        if own is None:
+        if replaced is None:
             del tower.forward
         else:
-            tower.forward = own
-
-
-def _copied(output: Any) -> Any:
-    """Copy a tower's output, which its caller may change."""
-    return type(output)(**output) if isinstance(output, ModelOutput) else copy.copy(output)
+            tower.forward = replaced
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors(part)

@@ -19,23 +19,19 @@ from saccade.target_model.traits import LAYER_TYPES, Thresholds, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6
-LONGEST = 320
-"""Longest window that is checked with a prompt longer than it."""
-WINDOW = 4
-"""Replacement of longer windows during the check; masks follow from the configuration."""
+LONGEST = 320  # longest window that is checked with a prompt longer than it
+WINDOW = 4  # replacement of longer windows during the check; masks follow from the configuration
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 LEAVES = (3, 4, 5)
-ACCEPTED = (0, 2, 5)
-"""Nodes of the second branch, whose commit moves cache entries."""
+ACCEPTED = (0, 2, 5)  # nodes of the second branch, whose commit moves cache entries
 
 
 @torch.inference_mode()
 def self_check(target: Target) -> None:
     """Compare a small tree, and the token after an accepted path, with full forwards; skip tested families.
 
-    Checks the text backbone of any VLM. One prompt is longer than every window named in the configuration, another
-    shorter, so that the tree crosses it; positions exceed every position threshold. Costs four forwards of a few
-    tokens, and four for each window up to `LONGEST`; leaves the model unchanged.
+    One prompt is longer than every window named in the configuration, another shorter, so that the tree crosses it;
+    positions exceed every position threshold.
     """
     if target.traits.tested:
         return
@@ -44,9 +40,9 @@ def self_check(target: Target) -> None:
         raise _refusal(target, f"it has layers of type {', '.join(sorted(unlike))}")
     thresholds = Thresholds.of(target.text_config)
     if thresholds.unknown:
-        named = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
-        raise _refusal(target, f"what it does with sequences longer than {named} is not known")
-    windows = [n for n in thresholds.windows if target.traits.masks.window is not None]
+        lengths = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
+        raise _refusal(target, f"what it does with sequences longer than {lengths} is not known")
+    windows = thresholds.windows if target.traits.masks.window is not None else ()
     near = [n for n in windows if n <= LONGEST]
     for length in sorted({PROMPT_LENGTH, *(n + d for n in near for d in (-2, 2))} - {0, 1}):
         _compare(target, length, 0)
@@ -63,17 +59,15 @@ def self_check(target: Target) -> None:
 
 def _compare(target: Target, length: int, start: int) -> None:
     """Compare behind a prompt of ``length`` tokens, with all new tokens around position ``start``."""
-    with _undisturbed(target):
-        ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
-        prompt, nodes, after = ids[:length], ids[length:-1], ids[-1]
-        gap = max(start - length - 1, 0)
-        try:
-            ours = _on_a_tree(target, prompt, nodes, after, gap)
-            theirs = _path_by_path(target, prompt, nodes, after, gap)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # any failure of an unknown architecture is a refusal
-            raise _refusal(target, f"its forward failed ({type(error).__name__}: {error})") from error
+    ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
+    parts = ids[:length], ids[length:-1], ids[-1], max(start - length - 1, 0)
+    try:
+        with _undisturbed(target):
+            ours, theirs = _on_a_tree(target, *parts), _path_by_path(target, *parts)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any failure of an unknown architecture is a refusal
+        raise _refusal(target, f"its forward failed ({type(error).__name__}: {error})") from error
     difference = (ours - theirs).float()
     spread = (theirs - theirs.mean(-1, keepdim=True)).float().norm(dim=-1)
     relative = float((difference.norm(dim=-1) / spread.clamp(min=1e-12)).max())
@@ -88,28 +82,26 @@ def _compare(target: Target, length: int, start: int) -> None:
 def tolerance(dtype: torch.dtype) -> float:
     """Largest difference of logits attributed to rounding, relative to their spread over the vocabulary.
 
-    The square root of the dtype's resolution: 3e-4 in fp32, 3 % in fp16, 9 % in bf16. Sound architectures stay
-    forty times below it (tests/target_model/test_selfcheck.py); one wrongly visible token shifts them by 12 % and more.
+    Sound architectures stay forty times below it; one wrongly visible token shifts logits by 12 % and more.
     """
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
+def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int) -> Tensor:
     """``[1 + N + 1, V]`` logits after the prompt, after every node, and after one more token below `ACCEPTED`."""
     context = Context(target, 1)
     context.cache.reserve(0, len(prompt) + len(nodes) + 1)
     first = context.load(0, Prompt(tuple(prompt))).logits
     assert first is not None
-    parents = torch.tensor([SHAPE.parents], device=target.device)
     depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device) + gap
-    mask = ancestors_of(parents, SHAPE.max_depth)
+    mask = ancestors_of(torch.tensor([SHAPE.parents], device=target.device), SHAPE.max_depth)
     tree = context.forward([0], torch.tensor([nodes], device=target.device), mask, depth)
     context.commit([0], [ACCEPTED], [[nodes[i] for i in ACCEPTED]])
     last = context.forward([0], torch.tensor([[after]], device=target.device), None, depth[:, :1])
     return torch.cat([first[None], tree.logits[0], last.logits[0]])
 
 
-def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int = 0) -> Tensor:
+def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int) -> Tensor:
     """Return the same logits from one forward over whole sequences, one per leaf, without a cache."""
     parents = SHAPE.parents
     rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
@@ -141,13 +133,13 @@ def _undisturbed(target: Target) -> Iterator[None]:
 @contextmanager
 def _window(target: Target, length: int) -> Iterator[None]:
     """Replace the window of the configuration and of the target's masks while the context is open."""
-    traits, own = target.traits, target.text_config.sliding_window
+    traits, window = target.traits, target.text_config.sliding_window
     target.text_config.sliding_window = length
     target.traits = replace(traits, masks=replace(traits.masks, window=length))
     try:
         yield
     finally:
-        target.text_config.sliding_window, target.traits = own, traits
+        target.text_config.sliding_window, target.traits = window, traits
 
 
 def _refusal(target: Target, why: str) -> ModelError:
@@ -174,11 +166,15 @@ class LogitMap:
         return logits if math.isinf(self.cap) else (logits / self.cap).tanh() * self.cap
 
 
+_SMALL, _LARGE = 1e-2, 6e4
+"""Sizes of the probe: the small ones show the factor, the large ones the cap; within float16's range."""
+
+
 def logit_map(target: Target) -> LogitMap:
     """Measure a target's map: its LM head's outputs are replaced by known numbers in a forward of a few tokens.
 
-    A target whose logits are no such map of these, or that has no LM head to replace, gets the identity. The lean
-    decoder's logits are the head's outputs themselves, and a hook would take the model away from it.
+    A target whose logits are no such map of these, or that has no LM head to replace, gets the identity, as does one
+    with a lean decoder, whose logits are the head's outputs themselves.
     """
     if target.is_lean:
         return LogitMap()
@@ -186,7 +182,10 @@ def logit_map(target: Target) -> LogitMap:
     probes: list[Tensor] = []
 
     def replace(_: Any, __: Any, output: Tensor) -> Tensor:
-        probes.append(_probe(output))
+        count = output.shape[-1]
+        sizes = torch.logspace(math.log10(_SMALL), math.log10(_LARGE), count, device=output.device)
+        signs = 1 - 2 * (torch.arange(count, device=output.device) % 2)
+        probes.append((sizes * signs).to(output.dtype))
         return probes[-1].expand_as(output).clone()
 
     handle = target.model.get_output_embeddings().register_forward_hook(replace)
@@ -196,26 +195,10 @@ def logit_map(target: Target) -> LogitMap:
         handle.remove()
     if not probes or logits is None or probes[-1].shape[-1:] != logits.shape:
         return LogitMap()
-    return _fitted(probes[-1].to(logits.device), logits)
-
-
-_SMALL, _LARGE = 1e-2, 6e4
-"""Sizes of the probe: the small ones show the factor, the large ones the cap; within float16's range."""
-
-
-def _probe(output: Tensor) -> Tensor:
-    """``[V]`` numbers of both signs whose sizes grow evenly in their logarithm."""
-    count = output.shape[-1]
-    sizes = torch.logspace(math.log10(_SMALL), math.log10(_LARGE), count, device=output.device)
-    return (sizes * (1 - 2 * (torch.arange(count, device=output.device) % 2))).to(output.dtype)
-
-
-def _fitted(raw: Tensor, logits: Tensor) -> LogitMap:
-    """Return the map between ``[V]`` probes and logits, the identity if none fits."""
     rounding = max(1e-4, 4 * torch.finfo(logits.dtype).eps)
-    raw, logits = raw.double(), logits.double()
-    small = raw.abs() < 10 * _SMALL
-    factor, largest = float((logits / raw)[small].mean()), float(logits.abs().max())
+    raw, logits = probes[-1].to(logits.device).double(), logits.double()
+    factor = float((logits / raw)[raw.abs() < 10 * _SMALL].mean())
+    largest = float(logits.abs().max())
     fitted = LogitMap(
         1.0 if abs(factor - 1) <= rounding else factor,
         largest if largest < 0.5 * factor * _LARGE else math.inf,

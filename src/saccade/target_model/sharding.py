@@ -21,8 +21,8 @@ from torch import Tensor, distributed
 from saccade.errors import ModelError
 from saccade.tree import DraftTree
 
-SHARDED = "fsdp"
-"""Value of device_map that shards a target's decoder layers over the processes started by `torchrun`."""
+SHARDED = "fsdp"  # value of device_map that shards a target's decoder layers over the processes started by `torchrun`
+TENSOR_PARALLEL = "tp"  # value of device_map that splits a target over the processes started by `torchrun`
 _HOLDER = "_saccade_shards"
 
 
@@ -32,7 +32,11 @@ class Shards:
     def __init__(self, decoder: Any, device: torch.device) -> None:
         self._layers, self._device = decoder.layers, device
         self.count: int = distributed.get_world_size()  # of processes
-        decoder.register_forward_pre_hook(self._announce)
+
+        def announce(*_: Any) -> None:
+            self._num_running(1)
+
+        decoder.register_forward_pre_hook(announce)
 
     @classmethod
     def of(cls, decoder: Any) -> Shards | None:
@@ -42,19 +46,14 @@ class Shards:
 
     def attend(self) -> None:
         """Join in the other processes' forwards until none of them has any left, and all have come here."""
-        while self._running(0):
-            for layer in self._layers:
-                layer.unshard()
-                layer.reshard()
+        while self._num_running(0):
+            _gather(self._layers)
 
-    def _announce(self, *_: Any) -> None:
-        self._running(1)
-
-    def _running(self, own: int) -> int:
+    def _num_running(self, here: int) -> int:
         """Number of processes whose decoder runs now."""
-        flag = torch.tensor(own, device=self._device)
-        distributed.all_reduce(flag)
-        return int(flag)
+        running = torch.tensor(here, device=self._device)
+        distributed.all_reduce(running)
+        return int(running)
 
 
 def check_sharding(config: Any) -> None:
@@ -110,7 +109,9 @@ def sharded(load: Callable[[], Any]) -> Any:
     device = begin_processes()
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     model: Any = None
-    for turn in range(_largest(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device)):
+    turns = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device=device)
+    distributed.all_reduce(turns, distributed.ReduceOp.MAX)
+    for turn in range(int(turns)):
         if turn == int(os.environ.get("LOCAL_RANK", "0")):
             model = load().requires_grad_(False)
             for layer in model.get_decoder().layers:
@@ -118,35 +119,28 @@ def sharded(load: Callable[[], Any]) -> Any:
             model.to(device)
         distributed.barrier()
     decoder = model.get_decoder()
-    for layer in decoder.layers:  # memory of whole layers must not be made in inference mode
-        layer.unshard()
-        layer.reshard()
+    _gather(decoder.layers)  # memory of whole layers must not be made in inference mode
     setattr(decoder, _HOLDER, Shards(decoder, device))
     return model
 
 
+def _gather(layers: Iterable[Any]) -> None:
+    for layer in layers:
+        layer.unshard()
+        layer.reshard()
+
+
 def whole(weight: Tensor) -> Tensor:
     """Return a weight with all its parts, which all processes must ask for together; other weights are returned."""
-    gather = getattr(weight, "full_tensor", None)
-    return weight if gather is None else gather()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def held(weight: Tensor) -> Tensor:
     """Return the part of a weight that this process holds."""
-    local = getattr(weight, "to_local", None)
-    return weight if local is None else local()
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def _largest(value: int, device: torch.device) -> int:
-    largest = torch.tensor(value, device=device)
-    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-    return int(largest)
-
-
-TENSOR_PARALLEL = "tp"
-"""Value of device_map that splits a target over the processes started by `torchrun`."""
-_HEADER = 64
-"""Integers of a message's first part: its numbers, and the shapes of its tensors."""
+_HEADER = 64  # integers of a message's first part: its numbers, and the shapes of its tensors
 
 
 class Ranks:
@@ -193,23 +187,11 @@ class Ranks:
 
         Other ranks retain their own ``q`` where it fits: rank 0's verdict, the only one that counts, needs its own.
         """
-        bounds, tensors = self.tensors(
-            [tree.max_depth, tree.max_children],
-            [tree.tokens, tree.parents, tree.depth, tree.ancestors, tree.valid],
-        )
-        tokens, parents, depth, ancestors, valid = tensors
+        parts = tree.tokens, tree.parents, tree.depth, tree.ancestors, tree.valid
+        bounds, (tokens, parents, depth, ancestors, valid) = self.tensors([tree.max_depth, tree.max_children], parts)
         q = tree.q if tree.tokens.shape == tokens.shape else None
-        return replace(
-            tree,
-            tokens=tokens,
-            parents=parents,
-            depth=depth,
-            ancestors=ancestors,
-            valid=valid,
-            max_depth=bounds[0],
-            max_children=bounds[1],
-            q=q,
-        )
+        shape = {"parents": parents, "depth": depth, "ancestors": ancestors, "valid": valid}
+        return replace(tree, tokens=tokens, **shape, max_depth=bounds[0], max_children=bounds[1], q=q)
 
     def _send(self, values: Tensor) -> Tensor:
         distributed.broadcast(values, self._leader, group=self._group)
@@ -241,11 +223,9 @@ def check_split(config: Any) -> None:
             f"transformers has no plan for splitting the architecture {config.model_type!r}; spread it over the "
             "devices of one process instead (device auto), or give a model of another family."
         )
-    heads: Iterable[tuple[str, int]] = (
-        ("attention heads", text.num_attention_heads),
-        ("key-value heads", getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-    )
-    for what, number in heads:
+    shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = {"attention heads": text.num_attention_heads, "key-value heads": shared}
+    for what, number in heads.items():
         if number % count:
             raise ModelError(
                 f"The target has {number} {what}, which {count} processes cannot share evenly; start a number of "

@@ -26,10 +26,8 @@ from saccade.target_model.forward import ALL
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 """Attribute names of the norm before the LM head in decoders of transformers."""
-ROWS_AT_ONCE = 64
-"""Queries whose attention is in memory at a time."""
-_RUNNING: list[RowCache] = []
-"""The cache of the forward under way."""
+ROWS_AT_ONCE = 64  # queries whose attention is in memory at a time
+_RUNNING: list[RowCache] = []  # the cache of the forward under way
 _PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDictionary()
 
 
@@ -43,13 +41,13 @@ def _attention(decoder: nn.Module, name: str) -> Iterator[None]:
     """Run the decoder's attention by our functions of that name while the context is open."""
     configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
     before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    for config, own in before:
-        config._attn_implementation_internal = f"{name}_eager" if own == "eager" else f"{name}_sdpa"
+    for config, kind in before:
+        config._attn_implementation_internal = f"{name}_eager" if kind == "eager" else f"{name}_sdpa"
     try:
         yield
     finally:
-        for config, own in before:
-            config._attn_implementation_internal = own
+        for config, kind in before:
+            config._attn_implementation_internal = kind
 
 
 # -- packed sequences ----------------------------------------------------------------------------------------
@@ -102,57 +100,107 @@ def _packed(
         mask = span.mask(kind)
         if mask is None:
             mask = query.new_zeros(1, 1, span.count, span.visible)
-        keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
-        mixed, *_ = attention(module, part, keys, values, mask, **options)
+        mixed, *_ = attention(module, part, layer.keys[None, :, seen], layer.values[None, :, seen], mask, **options)
         out.append(mixed)
     return torch.cat(out, 1), None
 
 
-# -- hidden states -------------------------------------------------------------------------------------------
+# -- inputs and hidden states ----------------------------------------------------------------------------------
 
 
-class FeatureTap:
-    """Capture of the residual stream ``[B, Q, d]`` during unchanged forwards of a `Target`.
+@contextmanager
+def replaced_embeddings(
+    decoder: nn.Module, embeddings: Tensor | None, mask: Any, deepstack: Sequence[Tensor] = ()
+) -> Iterator[None]:
+    """Replace the decoder's inputs ``[1, n, d]`` and deepstack features ``[n, d]`` while the context is open."""
+    if embeddings is None:
+        yield
+        return
+    calls = []
+
+    def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        calls.append(module)
+        if args or kwargs.get("position_ids") is None:
+            raise ModelError(
+                f"{type(module).__name__} is not called with positions by name, so that its embeddings cannot be "
+                "replaced; use another model or plain text."
+            )
+        kwargs = {**kwargs, "inputs_embeds": embeddings, "attention_mask": mask}
+        if "input_ids" in kwargs:
+            kwargs["input_ids"] = None
+        if deepstack:
+            everywhere = torch.ones(embeddings.shape[:2], dtype=torch.bool, device=embeddings.device)
+            kwargs.update(visual_pos_masks=everywhere, deepstack_visual_embeds=list(deepstack))
+        return args, kwargs
+
+    handle = decoder.register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if len(calls) != 1:
+        raise ModelError(
+            f"{type(decoder).__name__} was called {len(calls)} times in one forward, where once was expected."
+        )
+
+
+class _Reached(Exception):
+    """Raised right before a module runs."""
+
+
+@contextmanager
+def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
+    arguments: dict[str, Any] = {}
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
+        raise _Reached
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        yield arguments
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def captured_states(
+    target: Any, layers: Sequence[int], final: Literal["post", "pre"] = "post"
+) -> Iterator[dict[int, Tensor]]:
+    """Capture the residual stream ``[B, Q, d]`` of a `Target`'s unchanged forwards while the context is open.
 
     Index i is the stream *entering* decoder layer i: 0 is the embeddings with the visual features in place, and
     features added between layers (deepstack of Qwen3-VL) are included. Index ``len(target.layers)`` is the stream after
     the last layer, behind (``post``) or before (``pre``) the final norm.
     """
+    count = len(target.layers)
+    hidden: dict[int, Tensor] = {}
 
-    def __init__(self, target: Any, layers: Sequence[int], final: Literal["post", "pre"] = "post") -> None:
-        count = len(target.layers)
+    def entering(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden[index] = (args[0] if args else kwargs["hidden_states"]).to(target.device)
+
+    def leaving(index: int, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+        hidden[index] = output.to(target.device)
+
+    with ExitStack() as context:
+        context.enter_context(target.stock())  # hooks do not fire in a lean decoder
         for index in layers:
             if not -count - 1 <= index <= count:
                 raise ModelError(
                     f"Layer {index} does not exist; this decoder has {count} layers, so give 0 (the first one's "
                     f"input) to {count} (the last one's output)."
                 )
-        self.hidden: dict[int, Tensor] = {}
-        self._target = target
-        self._places = {index: index % (count + 1) for index in layers}
-        self._final = final
-        self._norm: Any = final_norm(target.decoder) if count in self._places.values() else None
-        self._hold = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._hold.enter_context(self._target.stock())  # hooks do not fire in a lean decoder
-        for index, place in self._places.items():
-            module = self._target.layers[place] if place < len(self._target.layers) else self._norm
-            if module is self._norm and self._final == "post":
-                handle = module.register_forward_hook(partial(self._leaving, index))
+            is_last = index % (count + 1) == count
+            module = final_norm(target.decoder) if is_last else target.layers[index % (count + 1)]
+            if is_last and final == "post":
+                handle = module.register_forward_hook(partial(leaving, index))
             else:
-                handle = module.register_forward_pre_hook(partial(self._entering, index), with_kwargs=True)
-            self._hold.callback(handle.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hold.close()
-
-    def _entering(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.hidden[index] = (args[0] if args else kwargs["hidden_states"]).to(self._target.device)
-
-    def _leaving(self, index: int, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        self.hidden[index] = output.to(self._target.device)
+                handle = module.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
+            context.callback(handle.remove)
+        yield hidden
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
@@ -182,8 +230,7 @@ class AttentionProbe:
         count = len(target.layers)
         self.columns: dict[int, Tensor] = {}
         self.entropies: dict[int, Tensor] = {}
-        self._target = target
-        self._queries = None if queries is None else list(queries)
+        self._target, self._queries = target, queries
         self._layers = range(count) if layers is None else [i + count if i < 0 else i for i in layers]
         for index in self._layers:
             if not 0 <= index < count:
@@ -210,21 +257,17 @@ class AttentionProbe:
     def __exit__(self, *_: object) -> None:
         self._hold.close()
 
-    def _rows(self, count: int) -> list[int]:
-        if self._queries is None:
-            return list(range(count))
-        for query in self._queries:
-            if not -count <= query < count:
-                raise ModelError(
-                    f"Query row {query} does not exist; this forward has {count} tokens, so give -{count} to "
-                    f"{count - 1}."
-                )
-        return [query % count for query in self._queries]
-
     def observe(self, layer: int, query: Tensor, attention: Callable[[Tensor], Tensor]) -> None:
         """Sum up ``attention(rows)``, which returns ``[B, H, R, K]`` of some queries in fp32."""
+        count = query.shape[2]
+        queries = range(count) if self._queries is None else self._queries
+        for row in queries:
+            if not -count <= row < count:
+                raise ModelError(
+                    f"Query row {row} does not exist; this forward has {count} tokens, so give -{count} to {count - 1}."
+                )
         columns, entropies = [], []
-        for part in torch.tensor(self._rows(query.shape[2]), device=query.device).split(ROWS_AT_ONCE):
+        for part in torch.tensor([row % count for row in queries], device=query.device).split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))
             # half the time of torch.special.entr

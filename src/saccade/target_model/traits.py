@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from saccade.errors import InputError
 from saccade.inputs.families import FAMILIES, family_of
-from saccade.target_model.forward import MaskPlan, ModelLimits
+from saccade.target_model.forward import MaskPlan
 
 TESTED = {name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()}
 """``model_type`` -> name, for every family in the conformance suite; others are checked at load."""
@@ -20,8 +21,73 @@ DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for deco
 """``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
 one is checked at load like an unknown architecture."""
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Kinds of layers for which there are masks."""
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # kinds of layers for which there are masks
+
+
+class ContextError(InputError):
+    """Sequence longer than the model's context."""
+
+    def __init__(self, length: int, context: int) -> None:
+        super().__init__(
+            f"The sequence needs {length} tokens but this model's context is {context}; shorten the prompt, "
+            "use fewer or smaller images, or lower max_new_tokens."
+        )
+        self.length, self.context = length, context
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds of one model, in tokens."""
+
+    context: int | None  # longest supported sequence, or None when the configuration has none
+    longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
+
+    @classmethod
+    def of(cls, text_config: Any) -> ModelLimits:
+        """Read a decoder's configuration."""
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        ropes = [rope] if "rope_type" in rope else rope.values()  # one per layer type
+        lengths = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+        return cls(getattr(text_config, "max_position_embeddings", None), min(lengths, default=None))
+
+    def check(self, length: int) -> None:
+        """Raise `InputError` when a sequence of ``length`` tokens does not fit the context."""
+        if length < 1:
+            raise InputError("The prompt is empty; give at least one token of text.")
+        if self.context is not None and length > self.context:
+            raise ContextError(length, self.context)
+
+    def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
+        """Raise `InputError` for rows that do not fit the context, or one side of the longrope threshold, together."""
+        ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
+        for end in ends:
+            self.check(end)
+        threshold = self.longrope_threshold
+        if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
+            raise InputError(
+                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
+                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
+                "max_new_tokens, or run only longer prompts together."
+            )
+
+    def is_long(self, length: int) -> bool:
+        """Whether a sequence uses a longrope embedding's long factors."""
+        return self.longrope_threshold is not None and length > self.longrope_threshold
+
+    def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
+        """Clamp positions ``[B, Q]`` of new tokens, ``ahead`` ``[B, 1]`` of their number, to the last valid one.
+
+        Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
+        the embedding of the whole pass.
+        """
+        bound = self.context
+        if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
+            bound = self.longrope_threshold
+        if bound is None:
+            return positions
+        if ahead is None:
+            return positions.clamp(max=bound - 1)
+        return positions.minimum(ahead.clamp(min=0) + (bound - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +125,11 @@ class ModelTraits:
 
 
 def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
-    """Fixed ids that the configuration gives no meaning (no image placeholder, no end of sequence), for probing.
-
-    A vocabulary that has too few of them repeats them.
-    """
+    """Fixed ids without a meaning in the configuration (placeholder, end of sequence), repeated where there are few."""
     special: set[int] = set()
-    for part in (config, config.get_text_config(decoder=True)):
-        for name, value in part.to_dict().items():
-            if name.endswith(("token_id", "token_index", "token_ids")):
-                special.update(value if isinstance(value, list) else [value])
+    for name, value in (*config.to_dict().items(), *config.get_text_config(decoder=True).to_dict().items()):
+        if name.endswith(("token_id", "token_index", "token_ids")):
+            special.update(value if isinstance(value, list) else [value])
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(vocab_size, generator=generator)[: count + len(special)]
     ordinary = [i for i in shuffled.tolist() if i not in special] or shuffled.tolist()
@@ -76,11 +138,10 @@ def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
 
 def compute_device(module: nn.Module) -> torch.device:
     """Device of a module's weights, or the execution device of offloaded weights."""
-    hook = getattr(module, "_hf_hook", None)
-    execution = getattr(hook, "execution_device", None)
-    if execution is not None:
-        return torch.device(execution) if not isinstance(execution, int) else torch.device("cuda", execution)
-    return next(module.parameters()).device
+    execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if isinstance(execution, int):
+        return torch.device("cuda", execution)
+    return next(module.parameters()).device if execution is None else torch.device(execution)
 
 
 _LENGTH_NAME = re.compile(
@@ -89,8 +150,7 @@ _LENGTH_NAME = re.compile(
 """Names of such lengths in configurations of transformers."""
 _NOT_LENGTH_NAME = re.compile(r"window_layers|window_pattern|use_|num_local|^(n|max)_positions")
 """Similar names of layer counts, switches and numbers of experts."""
-_POSITIONS = ("original_max_position_embeddings", "floor_scale")
-_WINDOWS = ("sliding_window",)
+_WINDOW, _POSITIONS = "sliding_window", ("original_max_position_embeddings", "floor_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +158,20 @@ class Thresholds:
     """Lengths in tokens named in a configuration."""
 
     windows: tuple[int, ...]  # sliding attention windows, enforced by masks
-    # thresholds beyond which queries or rotary angles are computed differently at any prefix
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # beyond which queries or rotary angles are computed differently at any prefix
     unknown: dict[str, int]  # name -> value of options that look like lengths of neither kind
 
     @classmethod
     def of(cls, text_config: Any) -> Thresholds:
         """Read a decoder's configuration."""
-        windows: set[int] = set()
-        positions: set[int] = set()
-        unknown: dict[str, int] = {}
-        for name, value in _lengths(text_config.to_dict()):
-            if name in _WINDOWS:
-                windows.add(value)
-            elif name in _POSITIONS:
-                positions.add(value)
-            else:
-                unknown[name] = value
+        lengths = list(_lengths(text_config.to_dict()))
+        windows = {value for name, value in lengths if name == _WINDOW}
+        positions = {value for name, value in lengths if name in _POSITIONS}
+        unknown = {name: value for name, value in lengths if name not in (_WINDOW, *_POSITIONS)}
         return cls(tuple(sorted(windows)), tuple(sorted(positions)), unknown)
 
     def probe_positions(self, context: int | None) -> list[int]:
-        """Positions on both sides of every length and at powers of four over the whole context; ascending.
-
-        The latter also reveal thresholds that the configuration does not name.
-        """
+        """Positions on both sides of every length, and at powers of four for lengths that have no name; ascending."""
         lengths = (*self.windows, *self.positions, *self.unknown.values())
         last = (context or max((*lengths, 4096)) * 4 + 2) - 1
         sides = {n + d for n in lengths for d in (-1, 0, 1)}
@@ -134,11 +184,5 @@ def _lengths(values: dict[Any, Any]) -> Iterator[tuple[str, int]]:
         name = str(key)
         if isinstance(value, dict) and not name.endswith("_config"):
             yield from _lengths(value)
-        elif (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value > 1
-            and _LENGTH_NAME.search(name)
-            and not _NOT_LENGTH_NAME.search(name)
-        ):
+        elif type(value) is int and value > 1 and _LENGTH_NAME.search(name) and not _NOT_LENGTH_NAME.search(name):
             yield name, value

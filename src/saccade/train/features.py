@@ -17,7 +17,7 @@ from saccade.inputs.families import family_of, media_spans, type_ids, visual_mas
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.stock import AttentionProbe, FeatureTap
+from saccade.target_model.stock import AttentionProbe, captured_states
 from saccade.train.data import TrainingSample
 
 
@@ -98,9 +98,9 @@ def read_features(target: Target, samples: Sequence[TrainingSample], layers: Seq
     wanted = sorted({0, *layers, len(target.layers)})
     read: list[Features] = []
     for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
-        with torch.no_grad(), FeatureTap(target, wanted) as tap, _given(target) as given:
+        with torch.no_grad(), captured_states(target, wanted) as hidden, _given(target) as given:
             target.model(**inputs, use_cache=False, logits_to_keep=1)
-        embeddings = given[0] if given else tap.hidden[0]
+        embeddings = given[0] if given else hidden[0]
         for row, sample in enumerate(samples[part]):
             count = len(sample.ids)
             ids = torch.tensor(sample.ids, device=target.device)
@@ -109,7 +109,7 @@ def read_features(target: Target, samples: Sequence[TrainingSample], layers: Seq
                 ids=ids,
                 visual=visual_mask(target.config, ids),
                 answer=answer_mask(len(sample.prompt), count).to(target.device),
-                states={layer: tap.hidden[layer][row, :count] for layer in {*layers, len(target.layers)}},
+                states={layer: hidden[layer][row, :count] for layer in {*layers, len(target.layers)}},
                 embeddings=embeddings[row, :count],
                 stops=tuple(stop for _, stop in spans),
             )
