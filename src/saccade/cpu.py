@@ -91,7 +91,8 @@ def available_memory() -> int | None:
     """Bytes of main memory that programs can still take; None where the system does not say."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+        return 1024 * int(available.split()[1])
     return None
 
 
@@ -153,7 +154,8 @@ def _capabilities() -> dict[str, Any]:
 def _speed_over_float32(dtype: torch.dtype) -> float:
     """Time of float32 products over those of a format, for a decoder's weights and a block of 8 tokens."""
     generator = torch.Generator().manual_seed(0)
-    weights, tokens = (torch.randn(shape, generator=generator) for shape in ((2048, 1024), (8, 1024)))
+    weights = torch.randn(2048, 1024, generator=generator)
+    tokens = torch.randn(8, 1024, generator=generator)
     times: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
     with torch.inference_mode():
         for _ in range(7):

@@ -93,5 +93,6 @@ def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> s
             row = weight.detach()
             if row.dim():
                 row = row[(row.shape[0] // 2, *[0] * (row.dim() - 2))]
-            hasher.update(row.reshape(-1)[:32].to(dtype).float().cpu().numpy().tobytes())
+            numbers = row.reshape(-1)[:32].to(dtype).float()
+            hasher.update(numbers.cpu().numpy().tobytes())
     return hasher.hexdigest()

@@ -258,9 +258,9 @@ def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
     shared = min(len(ours), len(theirs))
     added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())
     compared = ((i, token) for token, i in theirs.items() if i < shared and i not in added)
-    differing = min(((i, token) for i, token in compared if ours.get(token) != i), default=None)
-    if differing is not None:
-        there, token = differing
+    differing = [(i, token) for i, token in compared if ours.get(token) != i]
+    if differing:
+        there, token = min(differing)
         here = f"id {ours[token]}" if token in ours else "no id"
         raise ModelError(
             f"The drafter {names[1]} has another tokenizer than the target {names[0]} (token {token!r} has "

@@ -97,7 +97,8 @@ class Target:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shares = 1 if self.ranks is None else self.ranks.shares
-        return int(2 * heads * dim * len(self.layers) * self._embeddings.weight.element_size()) // shares
+        elements = 2 * heads * dim * len(self.layers)
+        return int(elements * self.dtype.itemsize) // shares
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
@@ -159,11 +160,14 @@ class Target:
         if self._rope_index is None:
             return None, 0
         if not prompt.media:
-            return torch.arange(ids.shape[1], device=ids.device).expand(3, 1, -1), 0
-        inputs: dict[str, Any] = {**join(self.config, prompt.media), **type_ids(self.config, prompt.ids)}
-        inputs["attention_mask"] = torch.ones_like(ids)
+            places = torch.arange(ids.shape[1], device=ids.device)
+            return places.expand(3, 1, -1), 0
+        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+        inputs |= join(self.config, prompt.media)
+        inputs |= type_ids(self.config, prompt.ids)
         names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
-        positions, delta = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
+        arguments = {name: inputs[name].to(ids.device) for name in names}
+        positions, delta = self._rope_index(ids, **arguments)
         return positions, int(delta.flatten()[0])
 
     def media_inputs(self, media: Sequence[Medium]) -> dict[str, Any]:
@@ -265,8 +269,10 @@ class Target:
 
     def _embedded(self, blocks: Sequence[TokenBlock]) -> Tensor:
         """``[T, d]`` decoder inputs of a packed sequence."""
-        embeddings = [b.embeddings if b.embeddings is not None else self.embed(b.tokens) for b in blocks]
-        parts = [part.flatten(0, 1) for part in embeddings]
+        parts = []
+        for block in blocks:
+            embeddings = self.embed(block.tokens) if block.embeddings is None else block.embeddings
+            parts.append(embeddings.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
@@ -286,7 +292,8 @@ class Target:
         positions = [self.place(cache, block).flatten(1) for block in blocks]
         parts = []
         for block in blocks:
-            lengths, pending = [cache.lengths[row] for row in block.rows], cache.pending[block.rows[0]]
+            lengths = [cache.lengths[row] for row in block.rows]
+            pending = cache.pending[block.rows[0]]
             entries = block.attention_mask, lengths, block.count, pending, block.depth
             masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
             parts.append((block.rows, block.count, masks))
@@ -320,7 +327,9 @@ class Target:
             positions = (depth + first[0]).expand(len(rows), -1)
         else:
             positions = depth + cache.numbers.get(first).to(self.device)[:, None]
-        ahead = cache.numbers.get(deltas).to(self.device)[:, None] if max(deltas) > 0 else None
+        ahead = None
+        if max(deltas) > 0:
+            ahead = cache.numbers.get(deltas).to(self.device)[:, None]
         return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
 
     def _run_row(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
@@ -336,12 +345,14 @@ class Target:
         replacing = replaced_embeddings(self.decoder, block.embeddings, mask, block.deepstack)
         with captured_states(self, requirements.layers, requirements.final) as hidden, replacing:
             logits: Tensor = self.model(**inputs).logits
-        logits = logits[:, logits.shape[1] - (block.count - block.logits_from) :].to(self.device)
-        return ForwardOutput(logits, hidden)
+        first = logits.shape[1] - (block.count - block.logits_from)
+        return ForwardOutput(logits[:, first:].to(self.device), hidden)
 
     def _stock_inputs(self, tokens: Tensor, mask: Any, positions: Tensor, cache: RowCache) -> dict[str, Any]:
         """Keyword arguments of a stock forward over positions ``[3 or 1, n]``."""
-        position_ids = positions if self._rope_index is None else positions[:, None].expand(3, -1, -1)
+        position_ids = positions
+        if self.has_rope_index:
+            position_ids = positions[:, None].expand(3, -1, -1)
         return {
             "input_ids": tokens,
             "attention_mask": mask,

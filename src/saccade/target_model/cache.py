@@ -152,9 +152,8 @@ class RowCache(Cache):
 
     def ends(self, rows: Sequence[int], new: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the first slot behind each row's committed entries, or behind ``new`` more of each."""
-        return tuple(
-            self.start(row) + self.lengths[row] + more for row, more in zip(rows, new or [0] * len(rows), strict=True)
-        )
+        more = new or [0] * len(rows)
+        return tuple(self.start(row) + self.lengths[row] + n for row, n in zip(rows, more, strict=True))
 
     def plan_layout(self, parts: Sequence[tuple[Sequence[int], int, Masks]]) -> Layout:
         """Lay out the next forward, whose entries become pending."""
@@ -166,7 +165,8 @@ class RowCache(Cache):
             pending = self.pending[rows[0]]
             if len(rows) > 1:
                 new = torch.arange(pending, pending + count, device=device)
-                slots.append((self.numbers.get(self.ends(rows))[:, None] + new).flatten())
+                ends = self.numbers.get(self.ends(rows))
+                slots.append((ends[:, None] + new).flatten())
             elif not is_single:
                 first = self.ends(rows)[0] + pending
                 slots.append(torch.arange(first, first + count, device=device))
@@ -177,15 +177,15 @@ class RowCache(Cache):
                         f"Row {row} of the KV cache has {self.capacity(row)} slots but {visible} are needed; "
                         "the request was sized too small, which is a bug worth reporting."
                     )
-                seen = {k: None if m is None else m[place if m.shape[0] > 1 else 0][None] for k, m in masks.items()}
-                spans.append(Span(row, at, count, start, visible, seen))
+                spans.append(Span(row, at, count, start, visible, _masks_of(masks, place)))
                 self.pending[row] += count
                 at += count
         if is_single:
             stop = spans[0].start + spans[0].visible
             self.layout = Layout(spans, slice(stop - at, stop), self.slots)
         else:
-            self.layout = Layout(spans, slots[0] if len(slots) == 1 else torch.cat(slots), self.slots)
+            joint = slots[0] if len(slots) == 1 else torch.cat(slots)
+            self.layout = Layout(spans, joint, self.slots)
         return self.layout
 
     def reserve(self, row: int, capacity: int) -> None:
@@ -273,7 +273,9 @@ class RowCache(Cache):
         if slots <= self.slots:
             return
         for store in self._stores.values():
-            store.keys, store.values = (pad(old, (0, 0, 0, slots - self.slots)) for old in (store.keys, store.values))
+            more = (0, 0, 0, slots - self.slots)
+            store.keys = pad(store.keys, more)
+            store.values = pad(store.values, more)
         self.slots = slots
         self.moves += 1
         for layer in self.layers:
@@ -315,12 +317,16 @@ class RowCache(Cache):
     def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
         seen = slice(self.start(row), self.start(row) + self.lengths[row])
-        layers = self.layers
-        return [(layer.keys[None, :, seen].clone(), layer.values[None, :, seen].clone()) for layer in layers]
+        entries = []
+        for layer in self.layers:
+            keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
+            entries.append((keys.clone(), values.clone()))
+        return entries
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
         """Return the store of layer ``index``, shared with the device's other layers when their shapes agree."""
-        key: tuple[Any, ...] = (k.device, k.dtype, k.shape[1], k.shape[3], v.shape[1], v.shape[3])
+        shapes = k.shape[1], k.shape[3], v.shape[1], v.shape[3]
+        key: tuple[Any, ...] = (k.device, k.dtype, *shapes)
         store = self._stores.get(key)
         if store is None:
             layers = [i for i, d in enumerate(self._devices) if d == k.device]
@@ -334,6 +340,14 @@ class RowCache(Cache):
             self._stores[key] = store
             self.moves += 1
         return store
+
+
+def _masks_of(masks: Masks, place: int) -> Masks:
+    """A row's masks ``[1, n, W]`` among those of several rows or, for all of them, one."""
+    each = {}
+    for kind, mask in masks.items():
+        each[kind] = None if mask is None else mask[min(place, mask.shape[0] - 1)][None]
+    return each
 
 
 class HostNumbers:

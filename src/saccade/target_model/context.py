@@ -77,7 +77,8 @@ class Context:
         )
         self._contents[row] = reused
         self.cache.crop(row, num_cached(start, reused.dropped))
-        return Prefill(self, row, reused, prompt, spans, [*reused.dropped, *(d for d in dropped if d >= start)])
+        new = [d for d in dropped if d >= start]
+        return Prefill(self, row, reused, prompt, spans, [*reused.dropped, *new])
 
     def load(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> PrefillResult:
         """Prefill a whole prompt into a row; arguments and errors as of `prefill`."""
@@ -118,10 +119,11 @@ class Context:
         """Integers that a forward of some rows looks up on the device, once ``new`` more entries are committed."""
         if len(rows) == 1:
             return []
-        more = new or [0] * len(rows)
+        new = new or [0] * len(rows)
         deltas = tuple(self._contents[row].rope_delta for row in rows)
-        first = [self.cache.lengths[row] + n + d for row, n, d in zip(rows, more, deltas, strict=True)]
-        needed = [self.cache.ends(rows, more)]
+        ends = [self.cache.lengths[row] + more for row, more in zip(rows, new, strict=True)]
+        first = [end + delta for end, delta in zip(ends, deltas, strict=True)]
+        needed = [self.cache.ends(rows, new)]
         if min(first) < max(first):
             needed.append(tuple(first))
         return [*needed, deltas] if max(deltas) > 0 else needed
@@ -151,7 +153,8 @@ class Context:
         table = []
         for row in rows:
             shifts, length = self._contents[row].slot_shifts or [], self.cache.lengths[row]
-            table.append([0] * (longest - length) + shifts[:length] + [0] * (length - len(shifts)))
+            before, behind = [0] * (longest - length), [0] * (length - len(shifts))
+            table.append([*before, *shifts[:length], *behind])
         return on_device(table, self.target.device)
 
 
@@ -315,7 +318,8 @@ class Prefill:
             deepstack = tuple(layer[chosen - start] for layer in deepstack)
         shifts = None
         if self._target.traits.masks.window is not None and any(d < start for d in self._dropped):
-            shifts = torch.tensor([slot_shifts(start, self._dropped)], device=device, dtype=torch.long)
+            table = [slot_shifts(start, self._dropped)]
+            shifts = torch.tensor(table, device=device, dtype=torch.long)
         block = TokenBlock(
             rows=[self.row],
             tokens=self._ids[:, chosen],
@@ -381,7 +385,8 @@ class Prefill:
             first = max(start, min(visual[-1] + 1, len(self.prompt) - 1))
         if needs.attention is None or not visual or first >= stop:
             return nullcontext()
-        return AttentionProbe(self._target, queries=range(first - start, stop - start), layers=needs.attention or None)
+        queries = range(first - start, stop - start)
+        return AttentionProbe(self._target, queries=queries, layers=needs.attention or None)
 
     def _finish(self, logits: Tensor) -> None:
         content, length = self._content, len(self.prompt)
@@ -389,8 +394,8 @@ class Prefill:
         content.rope_delta, content.prompt_length = self._rope_delta + len(self._dropped), length
         has_gaps = self._dropped and self._target.traits.masks.window is not None
         content.slot_shifts = slot_shifts(length, self._dropped) if has_gaps else None
-        if self._hidden:
-            self.result.hidden = {i: torch.cat([h[i] for h in self._hidden]) for i in self._hidden[0]}
+        for layer in self._hidden[0] if self._hidden else ():
+            self.result.hidden[layer] = torch.cat([states[layer] for states in self._hidden])
         if self._embeddings:
             self.result.embeddings = torch.cat(self._embeddings)
         self._hidden, self._embeddings = [], []

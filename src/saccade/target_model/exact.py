@@ -132,7 +132,10 @@ def make_steady(products: Sequence[SteadyLinear]) -> tuple[int, ...]:
         if shape not in known:
             known[shape] = agreeing_sizes(product)
         product.sizes = known[shape]
-    return tuple(sorted(set.intersection(*(set(sizes) for sizes in known.values()))))
+    shared = set(SIZES)
+    for sizes in known.values():
+        shared &= set(sizes)
+    return tuple(sorted(shared))
 
 
 def agreeing_sizes(product: SteadyLinear) -> tuple[int, ...]:
@@ -141,7 +144,8 @@ def agreeing_sizes(product: SteadyLinear) -> tuple[int, ...]:
     A stand-in for the weight is multiplied, such that every sum would be zero without rounding: what is left of it
     shows any other order in its first digits, which the format of the result cannot hide.
     """
-    weight, longest, half = product.weight, SIZES[-1] + max(_STARTS), product.weight.shape[1] // 2
+    weight = product.weight
+    longest, half = SIZES[-1] + max(_STARTS), weight.shape[1] // 2
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(weight.shape[0], half, generator=generator).to(weight)
     x = torch.randn(-(-longest // REFERENCE) * REFERENCE, half, generator=generator).to(weight)
@@ -183,7 +187,9 @@ def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: t
     counts = torch.tensor([heads, kv_heads, kv_heads])
     steps = torch.tensor([_QUERY_GRID, _QUERY_GRID, 1.5 * 2.0 ** (23 - VALUE_BITS[dtype])])
     factors = torch.tensor([scale, 1.0, 1.0])  # queries are not kept, and need not be rounded to the dtype
-    return factors.repeat_interleave(counts)[:, None].to(device), steps.repeat_interleave(counts)[:, None].to(device)
+    both = torch.stack([factors, steps]).repeat_interleave(counts, 1)
+    one, other = both[..., None].to(device)
+    return one, other
 
 
 def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
@@ -218,7 +224,8 @@ class ExactAttention:
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool = False
     ) -> Tensor:
         """Compute attention ``[A, H, n, D_v]``; arguments as of `saccade.target_model.forward.attend`."""
-        dtype, block = values.dtype, max(_FEWEST, _BLOCK // (query.shape[:2].numel() * keys.shape[2]))
+        dtype = values.dtype
+        block = max(_FEWEST, _BLOCK // (query.shape[:2].numel() * keys.shape[2]))
         largest = values.abs().float().amax(-1).clamp_min_(_LEAST)  # of every key
         unit = power_of_two(largest)[:, :, None].double()
         keys, values = keys.double(), values.double()
@@ -226,9 +233,10 @@ class ExactAttention:
             return self._attend(query, keys, values, unit, mask, scale).to(dtype)
         parts = []
         for part, rows in zip(query.split(block, 2), mask.split(block, 2), strict=True):
-            last = int((rows == 0).flatten(0, 2).any(0).nonzero()[-1]) + 1
-            seen = keys[:, :, :last], values[:, :, :last], unit[..., :last], rows[..., :last]
-            parts.append(self._attend(part, *seen, scale))
+            visible = (rows == 0).flatten(0, 2).any(0)
+            last = int(visible.nonzero()[-1]) + 1
+            seen = keys[:, :, :last], values[:, :, :last], unit[..., :last]
+            parts.append(self._attend(part, *seen, rows[..., :last], scale))
         return torch.cat(parts, 2).to(dtype)
 
     def _attend(

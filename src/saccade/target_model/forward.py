@@ -115,11 +115,13 @@ def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[
     outputs, token, logit = [], 0, 0
     for block in blocks:
         rows, count = block.tokens.shape
-        states = {i: s[token : token + rows * count].view(rows, count, -1) for i, s in hidden.items()}
-        size = rows * (count - block.logits_from)
-        part = logits[logit : logit + size].view(rows, count - block.logits_from, logits.shape[-1])
+        tokens = slice(token, token + rows * count)
+        states = {layer: state[tokens].view(rows, count, -1) for layer, state in hidden.items()}
+        size = count - block.logits_from
+        part = logits[logit : logit + rows * size].view(rows, size, logits.shape[-1])
         outputs.append(ForwardOutput(part, states))
-        token, logit = token + rows * count, logit + size
+        token = tokens.stop
+        logit += rows * size
     return outputs
 
 
@@ -127,7 +129,10 @@ def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
     """Deepstack features of the packed sequence, ``[T, d]`` per layer; empty without any."""
     depth = max(len(block.deepstack) for block in blocks)
     like = next((block.deepstack[0] for block in blocks if block.deepstack), torch.empty(0, 0))
-    parts = [b.deepstack or [like.new_zeros(b.tokens.numel(), like.shape[1])] * depth for b in blocks]
+    parts = []
+    for block in blocks:
+        zeros = () if block.deepstack else [like.new_zeros(block.tokens.numel(), like.shape[1])] * depth
+        parts.append(block.deepstack or zeros)
     return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
@@ -183,7 +188,8 @@ class MaskPlan:
         if shifts is not None:  # negative padding crops
             cached = cached + pad(shifts, (longest - shifts.shape[1], 0))
         rows = max(cached.shape[0], depth.shape[0])
-        key = torch.cat([cached.expand(rows, -1), depth.expand(rows, -1)], 1)
+        positions = cached.expand(rows, -1), depth.expand(rows, -1)
+        key = torch.cat(positions, 1)
         query = depth[:, depth.shape[1] - count :]
         return key[:, None] > query[..., None] - self.window
 
@@ -239,7 +245,8 @@ class RowGroup:
         if mask is None:
             return None
         if kind not in self.folded:
-            self.folded[kind] = mask.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
+            for_each_head = mask.expand(-1, heads, -1, -1)
+            self.folded[kind] = for_each_head.flatten(1, 2)[:, None]
         return self.folded[kind]
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -351,7 +358,8 @@ def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) ->
     is_even = all(span.visible == visible for span in spans)
     if is_even and all(mask is masks[0] for mask in masks):
         return masks[0]
-    joint = like.new_full((len(spans), 1, spans[0].count, visible), torch.finfo(like.dtype).min)
+    shape, lowest = (len(spans), 1, spans[0].count, visible), torch.finfo(like.dtype).min
+    joint = like.new_full(shape, lowest)
     for place, (span, mask) in enumerate(zip(spans, masks, strict=True)):
         joint[place, :, :, : span.visible] = 0 if mask is None else mask[0]
     return joint

@@ -115,7 +115,8 @@ class GraphPool:
         self.moves = 0
         self.lock = Lock()
         head = target.model.get_output_embeddings()
-        self._weights = [*target.decoder.parameters(), *target.decoder.buffers(), *head.parameters()]
+        self._weights = [*target.decoder.parameters(), *target.decoder.buffers()]
+        self._weights += head.parameters()
         self._addresses = [w.data_ptr() for w in self._weights]
         self._pool: Any = None
         self._logits: dict[int, Tensor] = {}
@@ -223,7 +224,8 @@ class StepGraphs:
                 step.replay()
                 ours = self._output(step, shape, block.count).logits.float()
         except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
-            self._pool.give_up(f"capturing failed ({type(problem).__name__}: {str(problem).strip().split(chr(10))[0]})")
+            first, *_ = str(problem).strip().splitlines() or [""]
+            self._pool.give_up(f"capturing failed ({type(problem).__name__}: {first})")
             return ordinary()[0]
         output = ordinary()[0]
         if not are_close(ours, output.logits.float(), self._pool.target.dtype):
@@ -332,10 +334,12 @@ def _mask(shape: Shape, inputs: _Inputs, starts: Tensor, dtype: torch.dtype) -> 
     first = inputs.first - starts  # counted within the segments
     if inputs.mask is None:
         new = torch.arange(shape.queries, device=starts.device)
-        return additive(keys <= (first[:, None] + new)[..., None], dtype)[:, None]
+        last = first[:, None] + new  # [A, n]
+        return additive(keys <= last[..., None], dtype)[:, None]
     assert shape.pending is not None
     behind = keys - (first - shape.pending)[:, None]  # [A, K] index among the uncommitted entries
     known = inputs.mask.shape[2]
-    index = behind.clamp(0, known - 1)[:, None].expand(-1, shape.queries, -1)
-    uncommitted = inputs.mask.gather(2, index) & (behind < known)[:, None]
+    index = behind.clamp(0, known - 1)[:, None]
+    visible = inputs.mask.gather(2, index.expand(-1, shape.queries, -1))
+    uncommitted = visible & (behind < known)[:, None]
     return additive((behind < 0)[:, None] | uncommitted, dtype)[:, None]

@@ -139,7 +139,8 @@ class LeanDecoder:
         states: dict[int, Tensor] = {}
         count, width = x.shape
         padding = sum(pieces(count, self._sizes)) - count if self._sizes else 0
-        x, positions = _pad(x, padding), F.pad(positions, (0, padding)) if padding else positions
+        if padding:
+            x, positions = _pad(x, padding), F.pad(positions, (0, padding))
         cos, sin = self._angles(x, positions)
         heads, kv, dim, half = self._heads, self._kv_heads, self.head_dim, self.head_dim // 2
         each = zip(self._layers[:until], cache.layers[:until], self._kinds[:until], strict=True)
@@ -154,12 +155,14 @@ class LeanDecoder:
                 turning = torch.cat([q, k], 1)
             else:
                 turning = qkv[:, : heads + kv]
-            turned, new = torch.addcmul(turning * cos, turning.roll(half, -1), sin), qkv[:, heads + kv :]
+            turned = torch.addcmul(turning * cos, turning.roll(half, -1), sin)
+            new = qkv[:, heads + kv :]
             if self._grids is None:
                 query, key, scale = turned[:, :heads], turned[:, heads:], self._scale
             else:
                 rounded = on_grid(torch.cat([turned, new], 1)[:count], *self._grids)
-                query, entries, scale = rounded[:, :heads], rounded[:, heads:].to(x.dtype), 1.0
+                query, scale = rounded[:, :heads], 1.0
+                entries = rounded[:, heads:].to(x.dtype)
                 key, new = entries[:, :kv], entries[:, kv:]
             keys, values = layer.write(key.transpose(0, 1), new.transpose(0, 1))
             mixed = layout.attend(query.transpose(0, 1), keys, values, scale, kind, kernel=self._exact)
@@ -179,7 +182,9 @@ class LeanDecoder:
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
-        cos, sin = self._rotary(x[None], positions if positions.shape[0] == 1 else positions[:, None])
+        if positions.shape[0] > 1:
+            positions = positions[:, None]
+        cos, sin = self._rotary(x[None], positions)
         if cos.dim() == 4:  # M-RoPE: one angle per position axis
             cos, sin = (self._mixed(t) for t in (cos, sin))
         half = self.head_dim // 2
@@ -189,7 +194,8 @@ class LeanDecoder:
     def _mixed(self, angles: Tensor) -> Tensor:
         """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from another position axis."""
         sections = [*self._sections, *self._sections]
-        return torch.cat([m[i % 3] for i, m in enumerate(angles.split(sections, -1))], -1)
+        parts = angles.split(sections, -1)
+        return torch.cat([part[i % 3] for i, part in enumerate(parts)], -1)
 
 
 def _pad(rows: Tensor, padding: int) -> Tensor:
@@ -222,9 +228,10 @@ def _fits(model: Any, decoder: Any) -> bool:
     weights = [*decoder.parameters(), head.weight]
     if any(type(p) not in WEIGHTS or hasattr(p, "device_mesh") for p in weights):  # quantised, or a part of each
         return False
-    if len({(p.device, p.dtype) for p in weights}) > 1 or not hasattr(decoder.layers[0], "input_layernorm"):
+    if len({(p.device, p.dtype) for p in weights}) > 1:
         return False
-    eps = getattr(decoder.layers[0].input_layernorm, "variance_epsilon", None)
+    norm = getattr(decoder.layers[0], "input_layernorm", None)
+    eps = getattr(norm, "variance_epsilon", None)
     return eps is not None and all(_layer_fits(layer, eps) for layer in decoder.layers)
 
 
@@ -240,7 +247,9 @@ def _layer_fits(layer: Any, eps: float) -> bool:
         return False
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if any(type(m) is not nn.Linear for m in linears) or any(m.bias is not None for m in linears[3:]):
+    if any(type(m) is not nn.Linear for m in linears):
+        return False
+    if any(m.bias is not None for m in linears[3:]):
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attention, n) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
@@ -263,9 +272,10 @@ def gives_stock_logits(target: Any) -> bool:
     prompt = torch.tensor([ids[:7]], device=target.device)
     target.forward(cache, [TokenBlock([0], prompt, logits_from=6)])
     cache.commit([0], [range(7)])
-    mask = ancestors_of(torch.tensor([[0, 0, 0, 1, *(0 for _ in far)]], device=target.device), 2)
-    depth = torch.tensor([[0, 1, 1, 2, *(max(n - 7, 1) for n in far)]], device=target.device)
-    tree = TokenBlock([0], torch.tensor([ids[7:]], device=target.device), mask, depth)
+    parents = [0, 0, 0, 1, *(0 for _ in far)]
+    depths = [0, 1, 1, 2, *(max(n - 7, 1) for n in far)]
+    tokens, above, depth = torch.tensor([ids[7:], parents, depths], device=target.device)[:, None]
+    tree = TokenBlock([0], tokens, ancestors_of(above, 2), depth)
     with target.stock():
         stock = target.forward(cache, [tree])[0].logits.float()
     cache.drop([0])
@@ -315,7 +325,8 @@ def fuse_parameters(parameters: list[Any]) -> Tensor:
     in_one = len({p.untyped_storage().data_ptr() for p in parts}) == 1
     if in_one and [p.data_ptr() for p in parts[1:]] == ends[:-1]:  # fused by an earlier lean decoder of the same model
         first = parts[0]
-        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+        shape = sum(sizes), *first.shape[1:]
+        return first.as_strided(shape, first.stride(), first.storage_offset())
     fused = torch.cat(parts)
     for parameter, part in zip(parameters, fused.split(sizes), strict=True):
         parameter.data = part
@@ -333,7 +344,8 @@ class ModuleGuard:
         around = {m for m in model.modules() if any(root in set(m.modules()) for root in replaced)}
         modules = [*inside, *(around - inside)]
         # Dictionaries of the modules themselves, compared by C code: a tenth of the time of visiting the modules.
-        self._hooks: list[dict[Any, Any]] = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooks: list[dict[Any, Any]] = [m._forward_hooks for m in modules]
+        self._hooks += [m._forward_pre_hooks for m in modules]
         # Global hooks would not see the replaced modules, either.
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self._attributes = [m.__dict__ for m in modules]
@@ -432,5 +444,7 @@ def is_exact(target: Any) -> bool:
     for part in (prompt[:4], prompt[4:]):
         run(1, part, range(len(part)))
     plain = torch.cat([run(1, [nodes[node]], [0]) for node in path])
-    ours, theirs = ([part for entry in cache.export(row) for part in entry] for row in range(2))
-    return all(map(torch.equal, ours, theirs)) and torch.equal(drafted, plain)
+    for ours, theirs in zip(cache.export(0), cache.export(1), strict=True):
+        if not all(map(torch.equal, ours, theirs)):
+            return False
+    return torch.equal(drafted, plain)

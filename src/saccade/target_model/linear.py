@@ -113,7 +113,8 @@ def packed_rows(weight: Tensor) -> range:
 def _can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN is there and packs weights of a dtype on this processor: not bfloat16 on one with AVX2 alone."""
     try:
-        return torch.backends.mkldnn.is_available() and reordered(torch.zeros(64, 64, dtype=dtype), 8) is not None
+        weight = torch.zeros(64, 64, dtype=dtype)
+        return torch.backends.mkldnn.is_available() and reordered(weight, 8) is not None
     except RuntimeError:
         return False
 

@@ -99,7 +99,8 @@ class MediaCache:
         if tower is not None and outputs is None:
             self._store(tower_key, recorded, sum(t.nbytes for t in _tensors(recorded)))
         self.seconds += sum(seconds)
-        self._store(key, features, sum(t.nbytes for t in (features.embeddings, *features.deepstack)))
+        tensors = features.embeddings, *features.deepstack
+        self._store(key, features, sum(t.nbytes for t in tensors))
         return features
 
     def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
@@ -143,7 +144,8 @@ def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
 def tower_of(model: Any) -> nn.Module | None:
     """Return a model's vision tower; None without one of a known name."""
     base = getattr(model, "base_model", model)
-    return next((m for name in TOWERS if isinstance(m := getattr(base, name, None), nn.Module)), None)
+    towers = [getattr(base, name, None) for name in TOWERS]
+    return next((tower for tower in towers if isinstance(tower, nn.Module)), None)
 
 
 _COMPARED: WeakKeyDictionary[nn.Module, tuple[nn.Module, bool]] = WeakKeyDictionary()
@@ -153,7 +155,7 @@ _COMPARED: WeakKeyDictionary[nn.Module, tuple[nn.Module, bool]] = WeakKeyDiction
 def _have_equal_towers(models: Sequence[Target]) -> bool:
     """Whether all models have equal towers."""
     first, *others = (tower_of(m.model) for m in models)
-    if first is None or any(m.dtype != models[0].dtype or m.device != models[0].device for m in models):
+    if first is None or len({(m.dtype, m.device) for m in models}) > 1:
         return False
     for other in others:
         if other is None:
@@ -162,7 +164,8 @@ def _have_equal_towers(models: Sequence[Target]) -> bool:
         if known is None or known[0] is not other:
             ours, theirs = first.state_dict(), other.state_dict()
             alike = type(first) is type(other) and ours.keys() == theirs.keys()
-            _COMPARED[first] = known = (other, alike and all(torch.equal(ours[name], theirs[name]) for name in ours))
+            alike = alike and all(torch.equal(ours[name], theirs[name]) for name in ours)
+            _COMPARED[first] = known = (other, alike)
         if not known[1]:
             return False
     return True

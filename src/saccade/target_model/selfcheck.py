@@ -40,11 +40,14 @@ def self_check(target: Target) -> None:
         raise _refusal(target, f"it has layers of type {', '.join(sorted(unlike))}")
     thresholds = Thresholds.of(target.text_config)
     if thresholds.unknown:
-        lengths = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
-        raise _refusal(target, f"what it does with sequences longer than {lengths} is not known")
+        named = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
+        raise _refusal(target, f"what it does with sequences longer than {named} is not known")
     windows = thresholds.windows if target.traits.masks.window is not None else ()
     near = [n for n in windows if n <= LONGEST]
-    for length in sorted({PROMPT_LENGTH, *(n + d for n in near for d in (-2, 2))} - {0, 1}):
+    lengths = {PROMPT_LENGTH}
+    for window in near:
+        lengths |= {window - 2, window + 2}
+    for length in sorted(lengths - {0, 1}):
         _compare(target, length, 0)
     limits = target.traits.limits
     last = limits.longrope_threshold or limits.context  # positions of new tokens are clamped to it
@@ -69,8 +72,9 @@ def _compare(target: Target, length: int, start: int) -> None:
     except Exception as error:  # any failure of an unknown architecture is a refusal
         raise _refusal(target, f"its forward failed ({type(error).__name__}: {error})") from error
     difference = (ours - theirs).float()
-    spread = (theirs - theirs.mean(-1, keepdim=True)).float().norm(dim=-1)
-    relative = float((difference.norm(dim=-1) / spread.clamp(min=1e-12)).max())
+    centred = theirs - theirs.mean(-1, keepdim=True)
+    spread = centred.float().norm(dim=-1).clamp(min=1e-12)
+    relative = float((difference.norm(dim=-1) / spread).max())
     if not relative <= tolerance(target.dtype):  # not <=, so that NaN is refused
         raise _refusal(
             target,
@@ -93,11 +97,13 @@ def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], afte
     context.cache.reserve(0, len(prompt) + len(nodes) + 1)
     first = context.load(0, Prompt(tuple(prompt))).logits
     assert first is not None
-    depth = torch.tensor([[0, *map(len, SHAPE.paths)]], device=target.device) + gap
-    mask = ancestors_of(torch.tensor([SHAPE.parents], device=target.device), SHAPE.max_depth)
-    tree = context.forward([0], torch.tensor([nodes], device=target.device), mask, depth)
+    depths = [0, *map(len, SHAPE.paths)]
+    tokens, parents, depth = torch.tensor([nodes, SHAPE.parents, depths], device=target.device)[:, None]
+    depth = depth + gap
+    tree = context.forward([0], tokens, ancestors_of(parents, SHAPE.max_depth), depth)
     context.commit([0], [ACCEPTED], [[nodes[i] for i in ACCEPTED]])
-    last = context.forward([0], torch.tensor([[after]], device=target.device), None, depth[:, :1])
+    one = torch.tensor([[after]], device=target.device)
+    last = context.forward([0], one, None, depth[:, :1])
     return torch.cat([first[None], tree.logits[0], last.logits[0]])
 
 
@@ -114,7 +120,8 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
     logits = target.model(input_ids=tokens, use_cache=False, **more).logits
     start = len(prompt)
     shared = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
-    return torch.stack([*shared, *logits[:, start + 2], logits[-1, start + 3]])
+    leaves = logits[:, start + 2]
+    return torch.stack([*shared, *leaves, logits[-1, start + 3]])
 
 
 @contextmanager

@@ -180,7 +180,8 @@ class Ranks:
         else:
             joint = torch.empty(sum(counts), dtype=torch.long, device=self._device)
         received = zip(self._send(joint).split(counts), sizes, parts, strict=True)
-        return numbers, [new.view(size).to(like.device, like.dtype) for new, size, like in received]
+        tensors = [new.view(size).to(like.device, like.dtype) for new, size, like in received]
+        return numbers, tensors
 
     def tree(self, tree: DraftTree) -> DraftTree:
         """Return rank 0's tree.

@@ -100,7 +100,8 @@ def _packed(
         mask = span.mask(kind)
         if mask is None:
             mask = query.new_zeros(1, 1, span.count, span.visible)
-        mixed, *_ = attention(module, part, layer.keys[None, :, seen], layer.values[None, :, seen], mask, **options)
+        keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
+        mixed, *_ = attention(module, part, keys, values, mask, **options)
         out.append(mixed)
     return torch.cat(out, 1), None
 
@@ -267,7 +268,8 @@ class AttentionProbe:
                     f"Query row {row} does not exist; this forward has {count} tokens, so give -{count} to {count - 1}."
                 )
         columns, entropies = [], []
-        for part in torch.tensor([row % count for row in queries], device=query.device).split(ROWS_AT_ONCE):
+        rows = torch.tensor([row % count for row in queries], device=query.device)
+        for part in rows.split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))
             # half the time of torch.special.entr
@@ -293,7 +295,8 @@ def attention_rows(
     if part is None and causal:
         part = torch.arange(keys, device=query.device) <= rows[:, None]
     if part is not None and part.dtype == torch.bool:  # one mask for all heads costs a fraction of filling each
-        part = torch.zeros(part.shape, device=part.device).masked_fill(~part, float("-inf"))
+        zeros = torch.zeros(part.shape, device=part.device)
+        part = zeros.masked_fill(~part, float("-inf"))
     return (scores if part is None else scores + part).softmax(-1)
 
 

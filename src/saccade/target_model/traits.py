@@ -127,7 +127,8 @@ class ModelTraits:
 def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
     """Fixed ids without a meaning in the configuration (placeholder, end of sequence), repeated where there are few."""
     special: set[int] = set()
-    for name, value in (*config.to_dict().items(), *config.get_text_config(decoder=True).to_dict().items()):
+    values = [*config.to_dict().items(), *config.get_text_config(decoder=True).to_dict().items()]
+    for name, value in values:
         if name.endswith(("token_id", "token_index", "token_ids")):
             special.update(value if isinstance(value, list) else [value])
     generator = torch.Generator().manual_seed(0)
@@ -184,5 +185,7 @@ def _lengths(values: dict[Any, Any]) -> Iterator[tuple[str, int]]:
         name = str(key)
         if isinstance(value, dict) and not name.endswith("_config"):
             yield from _lengths(value)
-        elif type(value) is int and value > 1 and _LENGTH_NAME.search(name) and not _NOT_LENGTH_NAME.search(name):
+            continue
+        is_length = _LENGTH_NAME.search(name) and not _NOT_LENGTH_NAME.search(name)
+        if is_length and type(value) is int and value > 1:
             yield name, value
