@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import ssl
 import threading
@@ -16,14 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from media_files import encoded
 from saccade.errors import InputError
 from saccade.inputs.media import SERVER, MediaLimits, load_image
 from saccade.inputs.media.sources import is_public
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
-_buffer = io.BytesIO()
-PICTURE.save(_buffer, "PNG")
-PNG = _buffer.getvalue()
+PNG = encoded("PNG", PICTURE)
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n" % len(PNG) + PNG
 
 

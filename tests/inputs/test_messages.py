@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,20 @@ from kits import LLAVA_TEMPLATE, VIDEO, VISUAL, kit
 from PIL import Image
 from test_same_as_transformers import assert_same_prompt, clip, picture, user
 
+from media_files import data_uri, encoded
 from saccade.errors import InputError
 from saccade.inputs.processor import InputProcessor
 
 IMAGE = picture(40, 30)
 
 
-def png() -> bytes:
-    buffer = io.BytesIO()
-    IMAGE.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-DATA = "data:image/png;base64," + base64.b64encode(png()).decode()
-
-
-def openai(part: dict[str, Any]) -> list[dict[str, Any]]:
-    return user(part, "What is this?")
+PNG = encoded("PNG", IMAGE)
+DATA = data_uri(PNG)
 
 
 def test_hugging_face_and_openai_parts_mean_the_same(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
-    path.write_bytes(png())
+    path.write_bytes(PNG)
     k = kit("qwen2_vl")
     expected = k.ours.prompt("What is this?", [IMAGE])
     for part in (
@@ -41,12 +32,12 @@ def test_hugging_face_and_openai_parts_mean_the_same(tmp_path: Path) -> None:
         {"type": "image", "image": str(path)},
         {"type": "image", "path": str(path)},
         {"type": "image", "url": path.as_uri()},
-        {"type": "image", "base64": base64.b64encode(png()).decode()},
+        {"type": "image", "base64": base64.b64encode(PNG).decode()},
         {"type": "image_url", "image_url": {"url": DATA}},
         {"type": "image_url", "image_url": DATA},
         {"type": "input_image", "image_url": DATA},
     ):
-        assert_same_prompt(k.ours.prompt(openai(part)), expected)
+        assert_same_prompt(k.ours.prompt(user(part, "What is this?")), expected)
     assert_same_prompt(k.ours.prompt([{"role": "user", "content": [
         {"type": "input_image", "image_url": DATA}, {"type": "input_text", "text": "What is this?"}
     ]}]), expected)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Images and videos of strangers: every known trick is refused with one sentence, honest files stay as they are."""
+"""Untrusted images and videos: every known trick is refused with one sentence, honest files stay as they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ import numpy as np
 import pytest
 from kits import VIDEO, kit
 from PIL import Image
+from test_same_as_transformers import user
 
+import media_files
+from media_files import data_uri
 from saccade.errors import InputError
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits, decoder, load_image, load_video, videos
 from saccade.inputs.processor import MediaOptions
@@ -33,9 +36,7 @@ IN_PROCESS = replace(SERVER, own_process=False)
 
 
 def encoded(kind: str, image: Image.Image = PICTURE, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
+    return media_files.encoded(kind, image, **options)
 
 
 def refused(source: Any, says: str, limits: MediaLimits = SERVER, load: Any = load_image) -> str:
@@ -58,14 +59,12 @@ def png_header(width: int, height: int) -> bytes:
 # Images
 
 
-@pytest.mark.parametrize("limits", [SERVER, LOCAL], ids=["server", "local"])
-def test_postscript_never_reaches_ghostscript(limits: MediaLimits, tmp_path: Path) -> None:
+def test_postscript_never_reaches_ghostscript(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(POSTSCRIPT)
     assert Image.open(path).format == "EPS"  # whose load() starts gs
-    refused(POSTSCRIPT, "not an image in an accepted format", limits)
-    if limits.paths:
-        refused(path, "not an image in an accepted format", limits)
+    for source, limits in ((POSTSCRIPT, SERVER), (POSTSCRIPT, LOCAL), (path, LOCAL)):
+        refused(source, "not an image in an accepted format", limits)
 
 
 @pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "SGI", "JPEG2000", "DDS"])
@@ -74,11 +73,6 @@ def test_formats_that_are_not_listed_are_refused(kind: str) -> None:
     assert Image.open(io.BytesIO(data)).size
     refused(data, "give one of PNG, JPEG, WEBP, GIF, BMP, TIFF")
     assert load_image(data, replace(SERVER, formats=(kind,))).size
-
-
-def test_a_format_that_runs_programs_cannot_be_listed() -> None:
-    with pytest.raises(InputError, match="EPS can run other programs"):
-        MediaLimits(formats=("PNG", "EPS"))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -139,7 +133,7 @@ def test_a_short_file_with_an_absurd_side_is_refused_before_it_is_decoded(
     assert load_image(Image.new("L", (most, 1)), limits).size == (most, 1)
 
 
-@pytest.mark.parametrize("size", [(1080, 40_000), (16_382, 3000), (30_000, 1500), (600, 12_000), (8160, 6120)], ids=str)
+@pytest.mark.parametrize("size", [(301, 60_000), (16_382, 800), (8160, 6120)], ids=str)
 def test_long_screenshots_panoramas_receipts_and_large_photographs_are_accepted(size: tuple[int, int]) -> None:
     assert load_image(encoded("PNG", Image.new("1", size)), SERVER).size == size
 
@@ -151,14 +145,14 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("limits", [SERVER, LOCAL], ids=["server", "local"])
 @pytest.mark.parametrize(("kind", "options"), FORMATS, ids=str)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, about what is missing
-def test_a_file_that_ends_inside_its_pixels_is_refused(kind: str, options: dict[str, Any], limits: MediaLimits) -> None:
-    data = encoded(kind, PICTURE.resize((300, 200)), **options)
-    assert load_image(data, limits).size == (300, 200)
-    for part in (0.2, 0.5, 0.8, 0.95):
-        refused(data[: int(part * len(data))], "The image given as bytes is", limits)
+def test_a_file_that_ends_inside_its_pixels_is_refused(kind: str, options: dict[str, Any]) -> None:
+    data = encoded(kind, PICTURE.resize((150, 100)), **options)
+    for limits in (SERVER, LOCAL):
+        assert load_image(data, limits).size == (150, 100)
+        for part in (0.2, 0.5, 0.8, 0.95):
+            refused(data[: int(part * len(data))], "The image given as bytes is", limits)
 
 
 @pytest.mark.parametrize("colour", [0, 2, 3, 4, 6])
@@ -238,19 +232,19 @@ def flooded(kind: str, piece: bytes, count: int) -> bytes:
 
 
 LABORIOUS = {
-    "scans": progressive,
-    "markers": lambda n: flooded("JPEG", b"\xff\xfe\0\x02", n * 2000),
-    "chunks": lambda n: flooded("PNG", chunk(b"aaAa", b""), n * 2000),
-    "strips": lambda n: strips(n * 2000),
-    "strips, big-endian": lambda n: strips(n * 2000, ">"),
-    "strips, BigTIFF": lambda n: strips(n * 2000, big=True),
+    "scans": lambda n: progressive(n // 1000),
+    "markers": lambda n: flooded("JPEG", b"\xff\xfe\0\x02", n),
+    "chunks": lambda n: flooded("PNG", chunk(b"aaAa", b""), n),
+    "strips": strips,
+    "strips, big-endian": lambda n: strips(n, ">"),
+    "strips, BigTIFF": lambda n: strips(n, big=True),
 }
 
 
 @pytest.mark.parametrize("name", LABORIOUS)
 def test_small_files_that_take_long_are_refused_at_once(name: str) -> None:
-    assert load_image(LABORIOUS[name](15), SERVER).size
-    data, start = LABORIOUS[name](100), time.process_time()
+    assert load_image(LABORIOUS[name](20_000), SERVER).size
+    data, start = LABORIOUS[name](70_000), time.process_time()
     refused(data, "far more parts than a picture needs")
     assert time.process_time() - start < 1
     assert Image.open(io.BytesIO(data)).size, "Pillow would read it"
@@ -294,20 +288,11 @@ def test_damaged_files_are_refused_or_read_but_nothing_else(kind: str) -> None:
 # Places
 
 
-def test_strangers_name_no_files(tmp_path: Path) -> None:
+def test_untrusted_sources_name_no_files(tmp_path: Path) -> None:
     path = tmp_path / "secret.png"
     path.write_bytes(encoded("PNG"))
     assert load_image(path).size
-    for source in (
-        path,
-        str(path),
-        path.as_uri(),
-        f"FILE://{path}",
-        "/etc/passwd",
-        "\0",
-        "",
-        os.fsencode("x").decode(),
-    ):
+    for source in (path, str(path), path.as_uri(), f"FILE://{path}", "/etc/passwd", "\0", "", "x"):
         assert "secret" not in refused(source, "here; send its content as a data: URI")
     for source in ("http://127.0.0.1/a.png", "https://example.com/a.png", "ftp://h/a", "gopher://h"):
         assert "send its content as a data: URI" in refused(source, "an address, and none is fetched")
@@ -339,7 +324,9 @@ def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused("data:image/png;base64," + "A" * 10_000, "more than 100 bytes", few)
 
 
-def test_limits_are_above_zero_and_hosts_well_formed() -> None:
+def test_limits_are_above_zero_hosts_well_formed_and_formats_no_programs() -> None:
+    with pytest.raises(InputError, match="EPS can run other programs"):
+        MediaLimits(formats=("PNG", "EPS"))
     for name in ("image_bytes", "decode_seconds", "media"):
         with pytest.raises(InputError, match=f"media limit {name} is 0"):
             MediaLimits(**{name: 0})
@@ -351,20 +338,11 @@ def test_limits_are_above_zero_and_hosts_well_formed() -> None:
 # Videos
 
 
-def film(
-    kind: str = "mp4", codec: str = "mpeg4", frames: int = 12, size: tuple[int, int] = (64, 48), rate: int = 10
-) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=kind) as container:
-        stream: Any = container.add_stream(codec, rate=25 if codec == "mpeg1video" else 10)
-        stream.width, stream.height = size
-        stream.pix_fmt = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
-        for n in range(frames):
-            pixels = np.full((size[1], size[0], 3), (9 * n) % 256, np.uint8)
-            pixels[: size[1] // 2, : size[0] // 4] = 255 - pixels[0, 0]  # up and down, left and right differ
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue()
+def film(kind: str = "mp4", codec: str = "mpeg4", frames: int = 12, size: tuple[int, int] = (64, 48)) -> bytes:
+    pixels = [np.full((size[1], size[0], 3), (9 * n) % 256, np.uint8) for n in range(frames)]
+    for frame in pixels:
+        frame[: size[1] // 2, : size[0] // 4] = 255 - frame[0, 0]  # up and down, left and right differ
+    return media_files.film(pixels, kind, codec, 25 if codec == "mpeg1video" else 10)
 
 
 FILMS = [
@@ -527,22 +505,22 @@ def test_a_decoder_that_hangs_or_crashes_is_one_sentence(tmp_path: Path, monkeyp
     stuck, crash = tmp_path / "stuck.py", tmp_path / "crash.py"
     stuck.write_text("import time\ntime.sleep(600)")
     crash.write_text("import os\nos.abort()")
-    data, start = film(), time.monotonic()
-    for program, says in ((stuck, "takes longer than 2 seconds"), (crash, "not a video that PyAV can decode")):
+    for program, limits, says in (
+        (stuck, replace(SERVER, decode_seconds=0.5), "takes longer than 0.5 seconds"),
+        (crash, SERVER, "not a video that PyAV can decode"),
+    ):
         monkeypatch.setattr(videos.decoder, "__file__", str(program))
-        refused(data, says, replace(SERVER, decode_seconds=2), load_video)
-    assert time.monotonic() - start < 60
+        refused(film(), says, limits, load_video)
 
 
-CAPTURED = [("[1, 2]", b""), ("[1, 10.0, 3072]", b"x"), ("{}", b""), ('[1e400, "x", null]', b"")]
-
-
-@pytest.mark.parametrize("answer", [('{"refused": "no such reason"}', b""), *CAPTURED])
+@pytest.mark.parametrize(
+    ("head", "content"),
+    [('{"refused": "no such reason"}', b""), ("[1, 2]", b""), ("[1, 10.0, 3072]", b"x"), ('[1e400, "x", null]', b"")],
+)
 def test_a_captured_decoder_can_say_nothing_harmful(
-    answer: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "captured.py"
-    head, content = answer
     data = struct.pack("<QQ", len(head), len(content)) + head.encode() + content
     program.write_text(f"import sys\nsys.stdout.buffer.write({data!r})")
     monkeypatch.setattr(videos.decoder, "__file__", str(program))
@@ -593,20 +571,13 @@ def test_frames_given_one_by_one_are_bounded() -> None:
 # Whole conversations
 
 
-def question(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
-
-
-def uri(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
 @pytest.mark.parametrize("name", VIDEO)
 def test_loaded_messages_make_the_prompt_of_their_files(name: str) -> None:
     processor = kit(name).ours
-    messages = question(
-        {"type": "image_url", "image_url": {"url": uri(encoded("PNG"))}},
-        {"type": "video_url", "video_url": {"url": uri(film(), "video/mp4")}},
+    messages = user(
+        {"type": "image_url", "image_url": {"url": data_uri(encoded("PNG"))}},
+        {"type": "video_url", "video_url": {"url": data_uri(film(), "video/mp4")}},
+        "What?",
     )
     loaded = processor.load_media(messages, MediaOptions(4, limits=IN_PROCESS))
     kinds = [part["type"] for part in loaded[0]["content"]]
@@ -618,12 +589,12 @@ def test_loaded_messages_make_the_prompt_of_their_files(name: str) -> None:
 
 def test_a_conversation_has_a_limit_of_media_and_of_pixels() -> None:
     processor = kit("llava").ours
-    picture = {"type": "image_url", "image_url": uri(encoded("PNG"))}
+    picture = {"type": "image_url", "image_url": data_uri(encoded("PNG"))}
     for call in (processor.load_media, processor.prompt):
         with pytest.raises(InputError, match="has 3 images and videos; at most 2 are accepted"):
-            call(question(*[picture] * 3), options=MediaOptions(limits=replace(SERVER, media=2)))
+            call(user(*[picture] * 3, "What?"), options=MediaOptions(limits=replace(SERVER, media=2)))
         with pytest.raises(InputError, match="more than 5999 pixels together"):
-            call(question(*[picture] * 3), options=MediaOptions(limits=replace(SERVER, total_pixels=5999)))
-        call(question(*[picture] * 3), options=MediaOptions(limits=replace(SERVER, total_pixels=6000)))
+            call(user(*[picture] * 3, "What?"), options=MediaOptions(limits=replace(SERVER, total_pixels=5999)))
+        call(user(*[picture] * 3, "What?"), options=MediaOptions(limits=replace(SERVER, total_pixels=6000)))
         with pytest.raises(InputError, match="given as a path, and no files are read here"):
-            call(question({"type": "image", "path": "/etc/passwd"}), options=MediaOptions(limits=SERVER))
+            call(user({"type": "image", "path": "/etc/passwd"}, "What?"), options=MediaOptions(limits=SERVER))
