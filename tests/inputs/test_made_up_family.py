@@ -179,9 +179,3 @@ def test_its_views_need_nothing_more() -> None:
     seen = pooled(target()).read(prompt())
     assert [m.n_tokens for m in seen.media] == [2 * TOKENS // 4] * 2
     assert vision_signature(config()) != vision_signature(LlavaConfig())
-
-
-def test_without_its_registry_line_the_family_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(FAMILIES, "glimpses", raising=False)
-    monkeypatch.setattr("saccade.inputs.families.FAMILIES", FAMILIES)
-    assert family_of(config()).is_composite

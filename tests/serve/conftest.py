@@ -13,10 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from live_server import TINY, WORDS, Live, live
 
 from checkpoints import vlm
-from saccade.inputs.media import SERVER
 
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Live]:
-    with live([(TINY, vlm("qwen", "qwen-draft")), (WORDS, vlm("llama"))], media=SERVER) as found:
+    with live([(TINY, vlm("qwen", "qwen-draft")), (WORDS, vlm("llama"))]) as found:
         yield found

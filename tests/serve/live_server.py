@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import random
 import socket
@@ -18,6 +16,7 @@ from typing import Any
 from openai import OpenAI
 
 from checkpoints import picture, vlm
+from media_files import data_uri, encoded
 from saccade import VLM
 from saccade.inputs.media import SERVER
 from saccade.serve.app import make_app
@@ -124,9 +123,7 @@ def _no_signals() -> Iterator[None]:
 
 def uri(number: int, size: tuple[int, int] = (32, 32)) -> str:
     """A picture as a data URI."""
-    content = io.BytesIO()
-    picture(number, size).save(content, "PNG")
-    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
+    return data_uri(encoded("PNG", picture(number, size)))
 
 
 def asks(words: str, *images: str) -> list[dict[str, Any]]:

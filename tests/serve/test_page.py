@@ -11,15 +11,18 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from live_server import TINY, Live, live
 
 from checkpoints import vlm
+from media_files import encoded, film
 from saccade import load
 from saccade.pocket import draw
 from saccade.serve.app import HEADERS
@@ -121,21 +124,6 @@ def test_files_beside_the_page_are_not_served(shared: Live) -> None:
         assert shared.call("GET", path)[0] == 404
 
 
-def test_the_page_needs_no_key_and_the_models_do(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("secret\n")
-    with live(api_key_file=str(keys)) as server:
-        assert server.call("GET", "/")[0] == 200
-        assert server.call("GET", "/v1/models")[0] == 401
-
-
-def test_models_list_lossy_methods(shared: Live) -> None:
-    about = shared.client().models.list().data[0].model_dump()["saccade"]
-    assert {"chain", "plain"} <= set(about["methods"])
-    assert about["lossy"]
-    assert not {"off", "chain", "plain", "short"} & set(about["lossy"])
-
-
 # -- the browser ---------------------------------------------------------------------------------------------
 
 
@@ -157,26 +145,48 @@ def chromium() -> Iterator[Any]:
 
 
 class Window:
-    """A page in a window of its own; anything on its console is a failure."""
+    """A page in a window of its own."""
 
-    def __init__(self, chromium: Any, server: Live, **options: Any) -> None:
-        self.context = chromium.new_context(**options)
-        self.page = self.context.new_page()
+    def __init__(self, page: Any) -> None:
+        self.page = page
         self.problems: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("console", lambda message: self._console(message))
-        self.page.on("pageerror", lambda problem: self.problems.append(str(problem)))
-        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
-        self.origin = f"127.0.0.1:{server.port}"
-        self.page.goto(f"http://{self.origin}/")
 
-    def _console(self, message: Any) -> None:
+    def console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
     def ready(self) -> Any:
         self.page.wait_for_selector("#method:enabled")
         return self.page
+
+    def ask(self, text: str, button: str = "#send", length: int | None = None) -> None:
+        """Send a question; with a length, to the tiny model, whose random weights never end an answer."""
+        if length is not None:
+            self.page.select_option("#model", "tiny")
+            self.page.click("#settings")
+            self.page.fill("#length", str(length))
+        self.page.fill("#text", text)
+        self.page.click(button)
+
+    def give(self, image: Any, event: str = "drop") -> None:
+        """Drop or paste a picture."""
+        self.page.evaluate(
+            """([content, event]) => {
+              const bytes = Uint8Array.from(atob(content), (sign) => sign.charCodeAt(0));
+              const data = new DataTransfer();
+              data.items.add(new File([bytes], "chart.png", { type: "image/png" }));
+              const about = { bubbles: true, cancelable: true };
+              document.body.dispatchEvent(event === "drop"
+                ? new DragEvent("drop", { dataTransfer: data, ...about })
+                : new ClipboardEvent("paste", { clipboardData: data, ...about }));
+            }""",
+            [base64.b64encode(encoded("PNG", image)).decode(), event],
+        )
+        self.page.wait_for_selector("#media img")
+
+    def give_sample(self) -> None:
+        self.page.click("#sample")
+        self.page.wait_for_selector("#media img")
 
     def ended(self, turn: int = 1) -> Any:
         """The answers of a turn, at their end."""
@@ -185,33 +195,25 @@ class Window:
         return self.page.locator(f".turn:nth-child({turn}) .answer")
 
 
+@contextmanager
+def opened(chromium: Any, server: Live, **options: Any) -> Iterator[Window]:
+    """The page in a window; anything on its console is a failure, and so is a request to another host."""
+    context = chromium.new_context(**options)
+    window, hosts, origin = Window(context.new_page()), set[str](), f"127.0.0.1:{server.port}"
+    window.page.on("console", window.console)
+    window.page.on("pageerror", lambda problem: window.problems.append(str(problem)))
+    window.page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    window.page.goto(f"http://{origin}/")
+    yield window
+    context.close()
+    assert window.problems == []
+    assert hosts - {""} == {origin}
+
+
 @pytest.fixture
 def window(chromium: Any, pocket: Live) -> Iterator[Window]:
-    found = Window(chromium, pocket, viewport=DESKTOP)
-    yield found
-    found.context.close()
-    assert found.problems == []
-    assert found.hosts - {""} == {found.origin}
-
-
-def give(page: Any, image: Any, tmp_path: Path, event: str) -> None:
-    """Drop or paste a picture."""
-    file = tmp_path / "chart.png"
-    image.save(file)
-    content = base64.b64encode(file.read_bytes()).decode()
-    page.evaluate(
-        """([content, event]) => {
-          const bytes = Uint8Array.from(atob(content), (sign) => sign.charCodeAt(0));
-          const data = new DataTransfer();
-          data.items.add(new File([bytes], "chart.png", { type: "image/png" }));
-          const about = { bubbles: true, cancelable: true };
-          document.body.dispatchEvent(event === "drop"
-            ? new DragEvent("drop", { dataTransfer: data, ...about })
-            : new ClipboardEvent("paste", { clipboardData: data, ...about }));
-        }""",
-        [content, event],
-    )
-    page.wait_for_selector("#media img")
+    with opened(chromium, pocket, viewport=DESKTOP) as window:
+        yield window
 
 
 def shown(answer: Any) -> str:
@@ -220,9 +222,9 @@ def shown(answer: Any) -> str:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("event", ["drop", "paste"])
-def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(window: Window, tmp_path: Path, event: str) -> None:
+def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(window: Window, event: str) -> None:
     page, sample = window.ready(), draw(5, "chart")
-    give(page, sample.image, tmp_path, event)
+    window.give(sample.image, event)
     page.fill("#text", sample.question)
     page.keyboard.press("Enter")
     answer = window.ended()
@@ -235,29 +237,19 @@ def test_a_dropped_or_pasted_picture_is_answered_with_marked_tokens(window: Wind
     assert page.locator(".turn .question img").count() == 1
     assert expected.text in page.locator("#status").text_content()
     assert page.locator("#chart svg .line.fast").count() == 1
-    page.fill("#text", "Again.")
-    page.click("#send")
+    window.ask("Again.")
     assert shown(window.ended(2))
 
 
 @pytest.mark.browser
 def test_a_chosen_video_is_answered(window: Window, tmp_path: Path) -> None:
-    av = pytest.importorskip("av", reason="videos need the video extra")
+    pytest.importorskip("av", reason="videos need the video extra")
     path, page = tmp_path / "film.mp4", window.ready()
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for number in range(8):
-            frame = av.VideoFrame.from_image(draw(number, "scene").image.resize((32, 32)))
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    page.select_option("#model", "tiny")
-    page.click("#settings")
-    page.fill("#length", "9")
+    frames = [draw(number, "scene").image.convert("RGB").resize((32, 32)) for number in range(8)]
+    path.write_bytes(film([np.asarray(frame) for frame in frames], rate=4))
     page.set_input_files("#files", str(path))
     page.wait_for_selector("#media video")
-    page.fill("#text", "What happens?")
-    page.click("#send")
+    window.ask("What happens?", length=9)
     answer = window.ended()
     expected = vlm("qwen", "qwen-draft").generate("What happens?", videos=[str(path)], max_new_tokens=9)
     assert shown(answer) == expected.text
@@ -267,8 +259,7 @@ def test_a_chosen_video_is_answered(window: Window, tmp_path: Path) -> None:
 @pytest.mark.browser
 def test_the_tree_of_a_step_shows_under_the_pointer_and_the_arrow_keys(window: Window) -> None:
     page = window.ready()
-    page.click("#sample")
-    page.wait_for_selector("#media img")
+    window.give_sample()
     page.select_option("#method", "sage")
     page.click("#send")
     answer = window.ended()
@@ -291,19 +282,14 @@ def test_the_tree_of_a_step_shows_under_the_pointer_and_the_arrow_keys(window: W
 @pytest.mark.browser
 def test_stop_keeps_what_has_arrived_and_frees_the_row(window: Window, pocket: Live) -> None:
     page = window.ready()
-    page.select_option("#model", "tiny")
-    page.click("#settings")
-    page.fill("#length", str(LONG))
-    page.fill("#text", "Say much.")
-    page.click("#send")
+    window.ask("Say much.", length=LONG)
     page.wait_for_selector(".answer mark")
     page.keyboard.press("Escape")
     answer = window.ended()
     assert answer.locator(".note").inner_text().endswith("stopped")
     assert 0 < answer.locator("mark").count() < LONG
     pocket.until(lambda: pocket.is_idle)
-    page.fill("#text", "Go on.")  # a stopped answer stays in the conversation
-    page.click("#send")
+    window.ask("Go on.")  # a stopped answer stays in the conversation
     page.wait_for_selector(".turn:nth-child(2) .answer mark")
     page.click("#stop")
     assert window.ended(2).locator(".note").inner_text().endswith("stopped")
@@ -324,8 +310,7 @@ def test_a_speed_up_is_claimed_only_where_tokens_were_drafted(tree: str, expecte
 @pytest.mark.browser
 def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> None:
     page = window.ready()
-    page.click("#sample")
-    page.wait_for_selector("#media img")
+    window.give_sample()
     page.click("#race")
     answers = window.ended()
     assert answers.count() == 2
@@ -345,11 +330,7 @@ def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> 
 @pytest.mark.browser
 def test_stop_ends_both_answers_of_a_race(window: Window, pocket: Live) -> None:
     page = window.ready()
-    page.select_option("#model", "tiny")
-    page.click("#settings")
-    page.fill("#length", str(LONG))
-    page.fill("#text", "Say much.")
-    page.click("#race")
+    window.ask("Say much.", "#race", length=LONG)
     page.wait_for_selector(".answer mark")
     page.click("#stop")
     notes = window.ended().locator(".note").all_inner_texts()
@@ -360,22 +341,22 @@ def test_stop_ends_both_answers_of_a_race(window: Window, pocket: Live) -> None:
 
 @pytest.mark.browser
 def test_a_server_that_has_gone_is_named_and_the_question_comes_back(chromium: Any) -> None:
-    with live() as server:
-        window = Window(chromium, server)
-        page = window.ready()
-    page.fill("#text", "Anyone?")
-    page.click("#send")
-    assert "The server does not answer" in window.ended().locator(".error").inner_text()
-    assert page.locator("#text").input_value() == "Anyone?"
-    window.context.close()
+    with ExitStack() as stack:
+        with live() as server:
+            window = stack.enter_context(opened(chromium, server))
+            page = window.ready()
+        window.ask("Anyone?")
+        assert "The server does not answer" in window.ended().locator(".error").inner_text()
+        assert page.locator("#text").input_value() == "Anyone?"
+        window.problems.clear()  # the connection, which is gone
 
 
 @pytest.mark.browser
 def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("secret\n")
-    with live(api_key_file=str(keys)) as server:
-        window = Window(chromium, server)
+    with live(api_key_file=str(keys)) as server, opened(chromium, server) as window:
+        assert server.call("GET", "/v1/models")[0] == 401
         page = window.page
         page.wait_for_selector("#trouble:not([hidden])")
         assert "API key" in page.locator("#trouble").inner_text()
@@ -385,11 +366,9 @@ def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, tmp_pa
         assert page.locator("#trouble").is_hidden()
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
         page.fill("#length", "5")
-        page.fill("#text", "Hello?")
-        page.click("#send")
+        window.ask("Hello?")
         assert shown(window.ended())
-        window.context.close()
-        assert [problem for problem in window.problems if "401" not in problem] == []
+        window.problems = [problem for problem in window.problems if "401" not in problem]
 
 
 @pytest.mark.browser
@@ -399,8 +378,7 @@ def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window) ->
         "**/v1/chat/completions",
         lambda route: route.fulfill(status=400, json={"error": {"message": "<img src=x onerror=alert(1)> is wrong."}}),
     )
-    page.fill("#text", "<b>bold</b>")
-    page.click("#send")
+    window.ask("<b>bold</b>")
     answer = window.ended()
     assert answer.locator(".error").inner_text() == "<img src=x onerror=alert(1)> is wrong."
     assert page.locator(".question p").inner_text() == "<b>bold</b>"
@@ -415,10 +393,9 @@ PHONE = {"viewport": {"width": 390, "height": 700}, "is_mobile": True, "has_touc
 @pytest.fixture(params=["phone", "desktop"])
 def either(request: Any, chromium: Any, pocket: Live) -> Iterator[Window]:
     """A window of a phone's size, and one of a desktop's."""
-    found = Window(chromium, pocket, **(PHONE if request.param == "phone" else {"viewport": DESKTOP}))
-    yield found
-    found.context.close()
-    assert found.problems == []
+    options = PHONE if request.param == "phone" else {"viewport": DESKTOP}
+    with opened(chromium, pocket, **options) as window:
+        yield window
 
 
 def in_sight(page: Any, element: Any, above: str = "#ask") -> bool:
@@ -450,12 +427,12 @@ def test_bad_files_are_named_when_they_are_chosen_and_good_ones_are_kept(either:
 
 
 @pytest.mark.browser
-def test_an_error_is_in_sight_above_the_composer_and_in_words_of_the_page(either: Window, tmp_path: Path) -> None:
+def test_an_error_is_in_sight_above_the_composer_and_in_words_of_the_page(either: Window) -> None:
     page, tall = either.ready(), draw(5, "chart").image.resize((400, 600))
     message = "The image in the data: URI has too many pixels; send a smaller one."
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": message}}))
     for _ in range(5):
-        give(page, tall, tmp_path, "drop")
+        either.give(tall)
     for turn, key in enumerate(["Enter", "Control+Enter", "Enter"], 1):  # each brings the pictures back
         page.press("#text", key)
         error = either.ended(turn).last.locator(".error")
@@ -479,8 +456,7 @@ def test_numbers_that_cannot_be_used_are_named_at_their_fields_and_not_sent(eith
             page.fill(f"#{field}", value)
             assert re.fullmatch(words, page.locator(f"#{field}-problem").inner_text())
         page.click("#settings")
-        page.fill("#text", "Hello?")
-        page.click("#send")
+        either.ask("Hello?")
         assert page.locator("#sheet").is_visible()
         assert page.evaluate("document.activeElement.id") == field
         page.fill(f"#{field}", right)
@@ -507,8 +483,7 @@ def test_settings_move_the_chat_down_and_cover_nothing(either: Window) -> None:
 def test_an_answer_stays_in_sight_and_a_phone_folds_the_speed(either: Window) -> None:
     page = either.ready()
     for turn in range(1, 4):
-        page.fill("#text", "Tell me a story.")
-        page.click("#send")
+        either.ask("Tell me a story.")
         assert in_sight(page, either.ended(turn).locator(".note"))
     is_phone = page.evaluate("innerWidth") < 600
     assert page.locator("#chart").is_visible() is not is_phone
@@ -524,32 +499,30 @@ def test_an_answer_stays_in_sight_and_a_phone_folds_the_speed(either: Window) ->
 def test_axe_finds_nothing_and_no_width_scrolls_sideways(chromium: Any, pocket: Live, scheme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra `browser`").Axe()
     phone = {"is_mobile": True, "has_touch": True} if width < 600 else {}
-    window = Window(chromium, pocket, viewport={"width": width, "height": 800}, color_scheme=scheme, **phone)
-    page = window.ready()
+    options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, **phone}
+    with opened(chromium, pocket, **options) as window:
+        page = window.ready()
 
-    def check() -> None:
-        found = axe.run(page).response["violations"]
-        assert [(one["id"], [node["target"] for node in one["nodes"]]) for one in found] == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        def check() -> None:
+            violations = axe.run(page).response["violations"]
+            assert [(one["id"], [node["target"] for node in one["nodes"]]) for one in violations] == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
-    check()
-    page.click("#settings")
-    check()
-    sheet = page.locator("#sheet").bounding_box()
-    assert 0 <= sheet["x"] <= sheet["x"] + sheet["width"] <= width
-    page.click("#settings")
-    page.click("#sample")
-    page.wait_for_selector("#media img")
-    page.select_option("#method", "sage")
-    check()
-    page.click("#race")
-    window.ended()
-    check()
-    page.locator(".answer:last-child .step").nth(5).click()
-    page.wait_for_selector("#tree:not([hidden])")
-    check()
-    window.context.close()
-    assert window.problems == []
+        check()
+        page.click("#settings")
+        check()
+        sheet = page.locator("#sheet").bounding_box()
+        assert 0 <= sheet["x"] <= sheet["x"] + sheet["width"] <= width
+        page.click("#settings")
+        window.give_sample()
+        page.select_option("#method", "sage")
+        check()
+        page.click("#race")
+        window.ended()
+        check()
+        page.locator(".answer:last-child .step").nth(5).click()
+        page.wait_for_selector("#tree:not([hidden])")
+        check()
 
 
 @pytest.mark.browser

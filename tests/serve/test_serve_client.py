@@ -8,13 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
 from live_server import WORDS, Live, asks, live, uri
 
 import saccade
-from checkpoints import tokenizer, vlm
+from checkpoints import llama, tokenizer, vlm
+from media_files import data_uri, film
 from saccade import load
 from saccade.serve.configuration import ModelEntry
 
@@ -61,21 +63,10 @@ def test_a_second_turn_reuses_the_first_ones_cache(shared: Live) -> None:
 
 def test_a_video_is_read_from_its_data_uri(shared: Live, tmp_path: Path) -> None:
     pytest.importorskip("av", reason="videos need the video extra")
-    from base64 import b64encode
-
-    import av
-    import numpy as np
-
     path = tmp_path / "film.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for shade in range(8):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), shade * 30, np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    film = "data:video/mp4;base64," + b64encode(path.read_bytes()).decode()
-    parts = [{"type": "video_url", "video_url": {"url": film}}, {"type": "text", "text": "What happens?"}]
+    path.write_bytes(film([np.full((32, 32, 3), shade * 30, np.uint8) for shade in range(8)], rate=4))
+    video = data_uri(path.read_bytes(), "video/mp4")
+    parts = [{"type": "video_url", "video_url": {"url": video}}, {"type": "text", "text": "What happens?"}]
     answer = shared.client().chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": parts}], max_tokens=9, extra_body={"num_frames": 4}
     )
@@ -118,18 +109,11 @@ def test_a_stop_string_ends_the_text_before_it(shared: Live, chosen: int) -> Non
     client, messages = shared.client(), asks("Say much.")
     text = client.chat.completions.create(model="tiny", messages=messages, max_tokens=30).choices[0].message.content
     stop = [text[4:6], text[9:13], text[3]][chosen]
-    for stream in (False, True):
-        answer = client.chat.completions.create(
-            model="tiny", messages=messages, max_tokens=30, stop=[stop, "never!"], stream=stream
-        )
-        if stream:
-            chunks = list(answer)
-            found = "".join(c.choices[0].delta.content or "" for c in chunks)
-            reason = chunks[-1].choices[0].finish_reason
-        else:
-            found, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
-        assert found == text[: text.index(stop)]
-        assert reason == "stop"
+    body = {"model": "tiny", "messages": messages, "max_tokens": 30, "stop": [stop, "never!"]}
+    (whole,) = client.chat.completions.create(**body).choices
+    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    assert whole.message.content == "".join(c.delta.content or "" for c in streamed) == text[: text.index(stop)]
+    assert whole.finish_reason == streamed[-1].finish_reason == "stop"
 
 
 def test_a_trace_has_every_token_with_its_mark_and_the_steps_tree(shared: Live) -> None:
@@ -175,8 +159,6 @@ SCHEMA = {
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server of a byte-level model whose answers end with its tokenizer's end."""
     pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
-    from checkpoints import llama
-
     tok = tokenizer()
     folder = llama(tmp_path_factory.mktemp("writer") / "llama", tok=tok, answers=len(tok), seed=4)
     with live([(WORDS, load(folder, method="prompt-lookup"))]) as server:
@@ -237,6 +219,8 @@ def test_models_are_listed_with_their_context_and_methods(shared: Live) -> None:
     assert found["tiny"].max_model_len == 1024
     assert "sage" in found["tiny"].saccade["methods"]
     assert "chain" not in found["words"].saccade["methods"], "it has no draft model"
+    assert found["tiny"].saccade["lossy"]
+    assert not {"off", "chain", "plain", "short"} & set(found["tiny"].saccade["lossy"])
     assert client.models.retrieve("words").id == "words"
 
 

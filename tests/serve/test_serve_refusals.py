@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 import re
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 from live_server import Live, asks, live, uri
+
+from media_files import data_uri
 
 HELLO = {"model": "tiny", "messages": asks("Hello"), "max_tokens": 2}
 
@@ -60,12 +61,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 def _picture(content: bytes) -> dict[str, Any]:
-    return {"messages": asks("x", f"data:image/png;base64,{base64.b64encode(content).decode()}")}
+    return {"messages": asks("x", data_uri(content))}
 
 
 def _film(content: bytes) -> dict[str, Any]:
-    url = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
-    return {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}]}]}
+    part = {"type": "video_url", "video_url": {"url": data_uri(content, "video/mp4")}}
+    return {"messages": [{"role": "user", "content": [part]}]}
 
 
 WRONG += [
@@ -205,7 +206,7 @@ def test_keys_are_asked_for_and_hosts_are_checked(tmp_path: Any) -> None:
             assert headers["www-authenticate"] == "Bearer"
         assert server.call("POST", path, body, {"authorization": "Bearer second-key"})[0] == 200
         assert server.call("GET", "/v1/models")[0] == 401
-        assert server.call("GET", "/health")[0] == 200
+        assert server.call("GET", "/health")[0] == server.call("GET", "/")[0] == 200
         bearer = {"authorization": "Bearer first-key"}
         assert server.call("GET", "/v1/models", b"", {**bearer, "host": "evil.example"})[0] == 403
         assert server.call("GET", "/v1/models", b"", {**bearer, "host": "localhost:1"})[0] == 200

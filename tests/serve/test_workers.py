@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from live_server import TINY, asks, live, uri
 from PIL import Image
 
 from checkpoints import picture, vlm
+from media_files import data_uri, encoded
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import SERVER
@@ -48,12 +47,6 @@ def workers() -> Iterator[PromptWorkers]:
     found.close()
 
 
-def source(kind: str, **options: Any) -> str:
-    content = io.BytesIO()
-    picture(3, (90, 60)).save(content, kind, **options)
-    return f"data:;base64,{base64.b64encode(content.getvalue()).decode()}"
-
-
 def here(messages: Any, processor: InputProcessor) -> Prompt:
     loaded = processor.load_media(messages, OPTIONS)
     return processor.prompt(loaded, options=OPTIONS)
@@ -70,7 +63,7 @@ def are_equal(first: Prompt, second: Prompt) -> bool:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_workers_make_the_prompts_of_this_process(kind: str, workers: PromptWorkers) -> None:
-    messages = asks("What is </s> this?", source(kind), uri(1))
+    messages = asks("What is </s> this?", data_uri(encoded(kind, picture(3, (90, 60)))), uri(1))
     row = workers.row(messages, SEEN, OPTIONS)
     for processor in SEEN:
         assert are_equal(row.prompt(processor), here(messages, processor))
@@ -78,9 +71,7 @@ def test_workers_make_the_prompts_of_this_process(kind: str, workers: PromptWork
 
 def test_workers_make_the_prompts_of_films(workers: PromptWorkers) -> None:
     frames = [Image.new("RGB", (60, 40), (40 * n, 0, 255 - 40 * n)) for n in range(5)]
-    content = io.BytesIO()
-    frames[0].save(content, "GIF", save_all=True, append_images=frames[1:])
-    film = "data:video/gif;base64," + base64.b64encode(content.getvalue()).decode()
+    film = data_uri(encoded("GIF", frames[0], save_all=True, append_images=frames[1:]), "video/gif")
     messages = [{"role": "user", "content": [{"type": "video", "video": film}, {"type": "text", "text": "What?"}]}]
     assert are_equal(workers.row(messages, SEEN[:1], OPTIONS).prompt(SEEN[0]), here(messages, SEEN[0]))
 
@@ -109,40 +100,24 @@ def test_workers_see_no_keys(workers: PromptWorkers) -> None:
     assert "PATH" not in str(caught.value).split()
 
 
-def test_a_fork_server_that_has_ended_is_started_again(workers: PromptWorkers) -> None:
-    assert workers.row(asks("Hello", uri(0)), SEEN, OPTIONS).prompt(SEEN[0]).media
+def test_a_fork_server_that_has_ended_is_started_again_and_leaves_nothing_behind(workers: PromptWorkers) -> None:
+    workers.row(asks("Hello", uri(0)), SEEN, OPTIONS)
     assert workers._process is not None
     workers._process.kill()
     workers._process.wait()
     assert workers.row(asks("Hello", uri(0)), SEEN, OPTIONS).prompt(SEEN[0]).media
-
-
-def group(leader: int) -> list[int]:
-    """Processes whose parent is this one."""
-    return [int(pid) for pid in Path(f"/proc/{leader}/task/{leader}/children").read_text().split()]
-
-
-def test_nothing_is_left_behind() -> None:
-    workers = PromptWorkers([FAILING], seconds=600, memory=1 << 30)
-    errors: list[BaseException] = []
-
-    def hang() -> None:
-        try:
-            workers.row(asks("hang", uri(0)), [FAILING], OPTIONS)
-        except InputError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=hang, daemon=True)
-    thread.start()
-    end = time.monotonic() + 60
-    while workers._process is None or not (left := group(workers._process.pid)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    workers.close()
-    thread.join(60)
-    assert len(errors) == 1
+    children = Path(f"/proc/{workers._process.pid}/task/{workers._process.pid}/children")
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(workers.row, asks("hang", uri(0)), [FAILING], OPTIONS)
+        end = time.monotonic() + 60
+        while not (left := children.read_text().split()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        workers.close()
+        with pytest.raises(InputError):
+            hanging.result(60)
     with pytest.raises(ProcessLookupError):
-        os.kill(left[0], signal.SIG_DFL)
+        os.kill(int(left[0]), signal.SIG_DFL)
 
 
 def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed() -> None:
@@ -153,15 +128,12 @@ def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed(
         status, answer = server.post({**body, "messages": asks("crash", uri(0))})
         assert status == 400
         assert "the decoder has failed" in answer["error"]["message"]
-        answers: list[Any] = []
-        ask = {**body, "messages": asks("hang", uri(0))}
-        thread = threading.Thread(target=lambda: answers.append(server.post(ask)))
-        thread.start()
-        server.until(lambda: server.service._preparing)
-        assert server.post({**body, "messages": asks("Hello")})[0] == 200
-        assert thread.is_alive(), "text waits for no picture"
-        status, _ = server.post({**body, "messages": asks("Hello", uri(0))})
-        assert status == 200
-        thread.join(60)
-        assert answers[0][0] == 400
-        assert "take longer than 6 seconds" in answers[0][1]["error"]["message"]
+        with ThreadPoolExecutor(1) as pool:
+            hanging = pool.submit(server.post, {**body, "messages": asks("hang", uri(0))})
+            server.until(lambda: server.service._preparing)
+            assert server.post({**body, "messages": asks("Hello")})[0] == 200
+            assert not hanging.done(), "text waits for no picture"
+            assert server.post({**body, "messages": asks("Hello", uri(0))})[0] == 200
+            status, answer = hanging.result(60)
+        assert status == 400
+        assert "take longer than 6 seconds" in answer["error"]["message"]
