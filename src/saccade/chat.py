@@ -8,8 +8,8 @@ from typing import Any, Unpack
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import InputProcessor, one_or_more
-from saccade.output import Output
-from saccade.stream import Chunk, PromptOptions, Stream, split_options
+from saccade.output import Chunk, Output
+from saccade.stream import PromptOptions, Stream, split_options
 
 
 class Chat:

@@ -154,10 +154,38 @@ class TreeTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Tokens emitted by one step, for every row."""
+class TicketChunk:
+    """The tokens of one step of one row.
 
-    tokens: tuple[tuple[int, ...], ...]  # per row; empty for a row that had finished
-    marks: tuple[tuple[Mark, ...], ...]  # per row, one per token
-    finished: tuple[bool, ...]  # per row, True from the step on in which it ended
-    trees: tuple[TreeTrace | None, ...] = ()  # per row the verified tree, None for a finished one; empty unless traced
+    Attributes:
+        tokens: ids.
+        marks: origin of each token.
+        finished: whether the answer has ended.
+        tree: the verified tree, where the batch traces.
+        text: completed characters; empty in the engine, which knows no tokenizer.
+    """
+
+    tokens: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    finished: bool
+    tree: TreeTrace | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of one step of all rows.
+
+    Attributes:
+        text: completed characters of the first row; empty in the engine, which knows no tokenizer.
+        tokens: per row; empty for a row that had finished.
+        marks: per row, the origin of each token.
+        trees: per row, the verified tree, None for a finished one; empty unless traced.
+        finished: per row, True from the step on in which it ended.
+    """
+
+    text: str
+    tokens: tuple[tuple[int, ...], ...]
+    marks: tuple[tuple[Mark, ...], ...]
+    trees: tuple[TreeTrace | None, ...] = ()
+    finished: tuple[bool, ...] = ()

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
 from saccade.engine import Request, RunningBatch
-from saccade.engine.row import Row, RowStep, plan
+from saccade.engine.row import Row, plan
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
-from saccade.output import Mark, Output, TreeTrace
+from saccade.output import Output, TicketChunk
 from saccade.stream import Detokenizer, PromptOptions, split_options, text_of
-
-
-@dataclass(frozen=True, slots=True)
-class TicketChunk:
-    """Part of one answer.
-
-    Attributes:
-        text: completed characters.
-        tokens: ids.
-        marks: origin of each token.
-        finished: whether the answer has ended.
-        tree: the verified tree, where the batch traces.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    marks: tuple[Mark, ...]
-    finished: bool
-    tree: TreeTrace | None = None
 
 
 class Ticket:
@@ -73,7 +54,7 @@ class Ticket:
     def __iter__(self) -> Iterator[TicketChunk]:
         while True:
             while self._row.steps:
-                yield self._chunk(self._row.steps.pop(0))
+                yield self._next()
             if self._row.error is not None:
                 raise self._row.error
             if self._row.done:
@@ -90,9 +71,10 @@ class Ticket:
             pass
         return self.output
 
-    def _chunk(self, step: RowStep) -> TicketChunk:
-        text = self._text.add(step.tokens) + (self._text.finish() if step.finished else "")
-        return TicketChunk(text, step.tokens, step.marks, step.finished, step.tree)
+    def _next(self) -> TicketChunk:
+        """Remove and return the oldest chunk."""
+        chunk = self._row.steps.pop(0)
+        return replace(chunk, text=self._text.add(chunk.tokens) + (self._text.finish() if chunk.finished else ""))
 
 
 class Batch:
@@ -166,11 +148,7 @@ class Batch:
         self._ended.clear()
         self.step_once()
         self._ended.clear()
-        return [
-            (ticket, ticket._chunk(ticket._row.steps.pop(0)))
-            for ticket in tickets
-            for _ in range(len(ticket._row.steps))
-        ]
+        return [(ticket, ticket._next()) for ticket in tickets for _ in range(len(ticket._row.steps))]
 
     def close(self) -> None:
         """Cancel all requests and free the caches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypedDict
 
@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from saccade.engine import Request, Run
 from saccade.inputs.media import MediaLimits
 from saccade.inputs.processor import MediaOptions
-from saccade.output import Mark, Output, TreeTrace
+from saccade.output import Chunk, Output
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -83,23 +83,6 @@ def split_options(options: PromptOptions) -> tuple[MediaOptions, GenerationOptio
     return media, rest
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of one step.
-
-    Attributes:
-        text: completed characters of the first row.
-        tokens: per row.
-        marks: per row, the origin of each token.
-        trees: per row, the verified tree; empty unless traced.
-    """
-
-    text: str
-    tokens: tuple[tuple[int, ...], ...]
-    marks: tuple[tuple[Mark, ...], ...]
-    trees: tuple[TreeTrace | None, ...] = ()
-
-
 class Stream:
     """A generation in progress; iteration may stop at any chunk, `outputs` holds the tokens so far."""
 
@@ -120,7 +103,7 @@ class Stream:
                 if self._streamer is not None:
                     for token in step.tokens[0]:
                         self._streamer.put(torch.tensor([token]))
-                yield Chunk(piece, step.tokens, step.marks, step.trees)
+                yield replace(step, text=piece)
         finally:
             if self._streamer is not None:
                 self._streamer.end()  # or its reader in another thread would wait for ever

@@ -49,6 +49,17 @@ class DraftTree:
             q=q,
         )
 
+    def rows(self, start: int, stop: int) -> DraftTree:
+        """Return the trees of rows ``start`` to ``stop``; what all rows share remains shared."""
+        if stop - start == self.tokens.shape[0]:
+            return self
+        cut: dict[str, Any] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Tensor) and value.shape[0] > 1:
+                cut[entry.name] = value[start:stop]
+        return replace(self, **cut)
+
     @property
     def size(self) -> int:
         """Nodes per row, root and padding included."""

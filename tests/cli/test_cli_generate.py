@@ -29,10 +29,9 @@ from saccade.engine.step import StepRunner
 from saccade.inputs.families.family import Prompt
 from saccade.methods import METHODS
 from saccade.methods import options as options_of
-from saccade.output import Mark
+from saccade.output import Chunk, Mark
 from saccade.pocket import draft_path, head_path
 from saccade.profile import Profile
-from saccade.stream import Chunk
 
 PAIR = ("-t", ready("llava"), "-d", ready("llava-draft"))
 

@@ -17,7 +17,7 @@ from saccade.errors import InputError, SaccadeError
 from saccade.jobs import batch_file
 from saccade.jobs.job import seed_of
 from saccade.jobs.running import PlainForm
-from saccade.resumable import RunProgress
+from saccade.resumable import Report
 
 LLAVA = {"name": "llava", "method": "plain"}
 
@@ -48,13 +48,13 @@ def run(source: Path, out: Path, **changes: Any) -> Any:
 
 
 def test_every_picture_gets_the_answer_of_generate_and_a_broken_one_its_reason(photos: Path, tmp_path: Path) -> None:
-    seen = list[RunProgress]()
+    seen = list[Report]()
     kept = tmp_path / "out.jsonl.journal" / "records.jsonl"
 
-    def progress(found: RunProgress) -> None:
+    def progress(found: Report) -> None:
         seen.append(found)
-        if found.answered:  # every record can be read at once
-            assert [bool(json.loads(line)["record"]) for line in kept.open()] == [True] * found.answered
+        if found.done:  # every record can be read at once
+            assert [bool(json.loads(line)["record"]) for line in kept.open()] == [True] * found.done
 
     report = run(photos, tmp_path / "out.jsonl", progress=progress)
     found = records(tmp_path / "out.jsonl")

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import picture, saved_picture, vlm
 from processes import settle
 from saccade.jobs import batch_file
-from saccade.resumable import RunProgress
+from saccade.resumable import Report
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
@@ -40,13 +40,13 @@ def run(source: Path, out: Path, **changes: Any) -> Any:
     return batch_file(vlm("llava", "llava-draft"), source, out, **{**options, **changes})
 
 
-def killed(work: Callable[[Callable[[RunProgress], None]], Any], *, seconds: float = 1e9, records: int = 10**9) -> bool:
+def killed(work: Callable[[Callable[[Report], None]], Any], *, seconds: float = 1e9, records: int = 10**9) -> bool:
     """Work in a forked process, which is killed after some seconds or records; whether it came to its end."""
     child = os.fork()
     if not child:
 
-        def progress(found: RunProgress) -> None:
-            if found.answered >= records:
+        def progress(found: Report) -> None:
+            if found.done >= records:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
@@ -118,7 +118,7 @@ def test_memory_stays_flat_over_thousands_of_pictures(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(row.format(n, n % 20) for n in range(3000)))
     used: list[int] = []
 
-    def progress(found: RunProgress) -> None:
+    def progress(found: Report) -> None:
         if found.done >= 200 and not found.done % 100:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             used.append(pages * os.sysconf("SC_PAGESIZE"))

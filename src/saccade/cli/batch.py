@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from saccade.distill.run import Preview
     from saccade.jobs.job import Survey
     from saccade.ray_cluster import Places
-    from saccade.resumable import Report, RunProgress, Worker
+    from saccade.resumable import Report, Worker
 
 
 @group("Items")
@@ -154,17 +154,18 @@ def batch(
 
 
 @contextmanager
-def _progress(stopped: str) -> Iterator[Callable[[RunProgress], None]]:
+def _progress(stopped: str) -> Iterator[Callable[[Report], None]]:
     """Show the progress of a resumable run: rates of this attempt, and failures."""
     with screen.progress("starting", stopped) as show:
 
-        def update(progress: RunProgress) -> None:
+        def update(progress: Report) -> None:
             words = "starting"
-            if progress.answered and progress.seconds:
-                items, tokens = progress.answered / progress.seconds, progress.tokens / progress.seconds
+            new = progress.done - progress.there
+            if new and progress.seconds:
+                items, tokens = new / progress.seconds, progress.tokens / progress.seconds
                 words = f"{items:.{1 if items < 100 else 0}f} items/s, {tokens:.0f} tokens/s"
             failed = f", {progress.failed} failed" if progress.failed else ""
-            show(progress.done, progress.total, words + failed)
+            show(progress.done, progress.items, words + failed)
 
         yield update
 

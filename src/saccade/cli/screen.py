@@ -21,8 +21,8 @@ from saccade.wording import count, duration
 
 if TYPE_CHECKING:
     from saccade.chat import Turn
-    from saccade.output import Mark, Output
-    from saccade.stream import Chunk, Stream
+    from saccade.output import Chunk, Mark, Output
+    from saccade.stream import Stream
     from saccade.vlm import VLM
 _UNCUT = 10_000
 _notes = Console(stderr=True, highlight=False)

@@ -19,7 +19,7 @@ from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.inputs.families import visual_ids
 from saccade.jobs.running import facts_of
 from saccade.output import Output
-from saccade.resumable import SHOWN, Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, check_place
+from saccade.resumable import SHOWN, Finished, Journal, JournalRunner, Pending, Report, Worker, check_place
 from saccade.stream import decode
 from saccade.vlm import VLM
 
@@ -36,7 +36,7 @@ def distill(
     media_root: str | Path | None = None,
     on_bad_line: str = "stop",
     method_options: Mapping[str, Any] | None = None,
-    progress: Callable[[RunProgress], None] = lambda _: None,
+    progress: Callable[[Report], None] = lambda _: None,
     **options: Any,
 ) -> Report:
     """Generate the target's answers to a prompt set as training data of drafters.
@@ -211,7 +211,7 @@ class QuestionWorker:
         }
 
 
-def run(worker: Worker, setup: Setup, progress: Callable[[RunProgress], None] = lambda _: None) -> Report:
+def run(worker: Worker, setup: Setup, progress: Callable[[Report], None] = lambda _: None) -> Report:
     """Run a distillation by a model of this process or by actors; lines are in the order of the plan either way."""
     with setup.journal(worker.facts) as journal:
         journal.begin()

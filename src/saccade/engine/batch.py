@@ -13,13 +13,13 @@ import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import LONGEST_STEP, ChunkSizes, Pacer
-from saccade.engine.row import DecodingPlan, Request, Row, RowPlan, RowStep, plan
-from saccade.engine.slots import BatchState, Components
+from saccade.engine.row import DecodingPlan, Request, Row, RowPlan, plan
+from saccade.engine.slots import BatchState
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
-from saccade.output import FinishReason, Output, Step
+from saccade.output import Chunk, FinishReason, Output, TicketChunk
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.media_cache import MEDIA_BYTES
@@ -39,7 +39,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        engine: Components,
+        engine: Engine,
         *,
         max_rows: int = 8,
         kv_memory: int | None = None,
@@ -65,7 +65,9 @@ class RunningBatch:
         self._state = self._new_state()
 
     def _new_state(self) -> BatchState:
-        return BatchState(self.engine, self._max_rows, self._kv_memory, self._media_cache)
+        engine = self.engine
+        limits = self._max_rows, self._kv_memory, self._media_cache
+        return BatchState(engine.target, engine.drafter, engine.pacer, engine.rule, *limits)
 
     @property
     def context(self) -> Context:
@@ -127,9 +129,8 @@ class RunningBatch:
             self._waiting.remove(row)
         else:
             # The hidden states of a half-prefilled prompt never reached the drafters and rules that need them.
-            incomplete = self._state.is_prefilling(row) and self.context.requirements.any
-            self._state.leave(row, empty=incomplete)
-        row.steps.append(RowStep((), (), True))
+            self._state.leave(row, empty=self._state.is_prefilling(row) and self.context.requirements.any)
+        row.steps.append(TicketChunk((), (), True))
 
     def drop(self, rows: Iterable[Row]) -> None:
         """Cancel abandoned rows from any thread: at once from the owner, else before the next step.
@@ -165,7 +166,7 @@ class RunningBatch:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def step(self) -> list[tuple[Row, RowStep]]:
+    def step(self) -> list[tuple[Row, TicketChunk]]:
         """Run one step.
 
         A row that fails ends with its error and the others continue; an error that belongs to no row (memory, the
@@ -204,8 +205,7 @@ class RunningBatch:
             active.append(waiting.popleft())
             if len(fresh) > 1 and not state.active and self._kv_memory is None:
                 state.slots.preallocate(fresh)
-            has_slot = state.slots.assign(active[-1])
-            if not has_slot:
+            if not state.slots.assign(active[-1]):
                 waiting.appendleft(active.pop())
                 return
             state.admit(active[-1])
@@ -228,11 +228,7 @@ class Engine:
     """A target, optionally a drafter, and the rule that decides between them."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None = None,
-        rule: Rule | None = None,
-        pacer: Pacer | None = None,
+        self, target: Target, drafter: Drafter | None = None, rule: Rule | None = None, pacer: Pacer | None = None
     ) -> None:
         self.target = target  # the model whose output is reproduced
         self.drafter = drafter  # proposes draft trees; None for plain decoding, one target pass per token
@@ -288,10 +284,8 @@ class Engine:
                 "same method, by the engine that is to use it."
             )
         batch = session or self.open(len(requests))
-        rows = [
-            batch.prepare(request, row, decoding.do_sample)
-            for request, row in zip(requests, decoding.rows, strict=True)
-        ]
+        pairs = zip(requests, decoding.rows, strict=True)
+        rows = [batch.prepare(request, row, decoding.do_sample) for request, row in pairs]
         return Run(batch, rows, self.lossless, trace)
 
 
@@ -315,16 +309,18 @@ class Run:
         for row in self.rows:
             self.batch.cancel(row, "interrupted")
 
-    def _iterate(self) -> Generator[Step, None, None]:
+    def _iterate(self) -> Generator[Chunk, None, None]:
         self.batch.trace = self.trace
         for row in self.rows:
             if not row.done:
                 self.batch.queue(row)
         try:
             while True:
-                step = self._next_step()
-                if step is not None:
-                    yield step
+                for row in self.rows:
+                    if row.error is not None:
+                        raise row.error
+                if any(row.steps for row in self.rows):
+                    yield self._oldest()
                 elif all(row.done for row in self.rows):
                     return
                 else:
@@ -332,17 +328,14 @@ class Run:
         finally:
             self.batch.drop(self.rows)
 
-    def _next_step(self) -> Step | None:
-        """Remove and return these rows' oldest steps; None without any."""
-        for row in self.rows:
-            if row.error is not None:
-                raise row.error
-        if not any(row.steps for row in self.rows):
-            return None
-        steps: list[RowStep | None] = [row.steps.pop(0) if row.steps else None for row in self.rows]
-        return Step(
-            tuple(step.tokens if step else () for step in steps),
-            tuple(step.marks if step else () for step in steps),
-            tuple(row.done and not row.steps for row in self.rows),
-            tuple(step.tree if step else None for step in steps) if self.trace else (),
+    def _oldest(self) -> Chunk:
+        """Remove and return these rows' oldest steps."""
+        none = TicketChunk((), (), True)
+        steps = [row.steps.pop(0) if row.steps else none for row in self.rows]
+        return Chunk(
+            text="",
+            tokens=tuple(step.tokens for step in steps),
+            marks=tuple(step.marks for step in steps),
+            trees=tuple(step.tree for step in steps) if self.trace else (),
+            finished=tuple(row.done and not row.steps for row in self.rows),
         )

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from saccade.engine.costs import Trials
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
-from saccade.output import FinishReason, Mark, Output, Stats, Times, TreeTrace
+from saccade.output import FinishReason, Mark, Output, Stats, TicketChunk, Times
 from saccade.processors import criterion_of_row, of_row
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import RowProcessing
@@ -248,16 +248,6 @@ class Request:
         return self.draft_prompt or self.prompt
 
 
-@dataclass(frozen=True, slots=True)
-class RowStep:
-    """Tokens that one step added to a row."""
-
-    tokens: tuple[int, ...]
-    marks: tuple[Mark, ...]
-    finished: bool  # whether the row has ended
-    tree: TreeTrace | None = None  # the verified tree, where traced
-
-
 class Row:
     """A row from its request to its end."""
 
@@ -269,7 +259,7 @@ class Row:
         self.stats = Stats(prompt_tokens=len(self.ids))  # counts so far
         self.error: BaseException | None = None  # cause of the row's failure; None without one
         self.slot: int | None = None  # of the batch's caches; None before admission and after the row's end
-        self.steps: list[RowStep] = []  # unread steps, oldest first; readers remove them
+        self.steps: list[TicketChunk] = []  # unread steps, oldest first; readers remove them
         self.processing = RowProcessing(plan.processors, plan.eos)
         self.generator = torch.Generator().manual_seed(request.seed)  # random generator, on the host
         self.drafter_prefilled = False  # whether the drafter has cached its prompt ahead of the target

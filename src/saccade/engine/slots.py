@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import ChunkSizes, Clock, Pacer
-from saccade.engine.row import Row, RowStep
+from saccade.engine.row import Row
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
+from saccade.output import TicketChunk
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import round_to_segment
 from saccade.target_model.context import Context, Prefill, PrefillResult
@@ -74,8 +74,7 @@ class SlotAllocator:
         if not free:
             return False
         slot = self._best(free, row)
-        has_room = self._make_room(row, slot, free)
-        if not has_room:
+        if not self._make_room(row, slot, free):
             return False
         if self._salts[slot] != row.request.salt:
             self._clear(slot)
@@ -117,22 +116,16 @@ class SlotAllocator:
         """Drop cached contents, those freed first, until the row fits; return whether it does."""
         if self._limit is None:
             return True
-        needed = self._bytes(row)
-        cache = self._context.cache
-        for other in sorted(free, key=lambda s: self._freed_at[s]):
-            if self.nbytes - cache.capacity(slot) * self._entry_bytes + needed <= self._limit:
-                return True
-            if other != slot:
-                self._clear(other)
-        return self.nbytes - cache.capacity(slot) * self._entry_bytes + needed <= self._limit
+        others = sorted(set(free) - {slot}, key=lambda s: self._freed_at[s])
+        held = self._context.cache.capacity(slot) * self._entry_bytes  # which the row takes over
+        while self.nbytes - held + self._bytes(row) > self._limit:
+            if not others:
+                return False
+            self._clear(others.pop(0))
+        return True
 
     def _bytes(self, row: Row) -> int:
         return round_to_segment(row.max_entries + self._extra) * self._entry_bytes
-
-
-def most_slots(limit: int | None, target: Target, drafter: Drafter | None) -> int:
-    """Slots of the target's cache with which it and the draft model's take ``limit`` bytes."""
-    return sys.maxsize if limit is None else limit // _entry_bytes(target, drafter)
 
 
 def _entry_bytes(target: Target, drafter: Drafter | None) -> int:
@@ -149,36 +142,33 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class Components(Protocol):
-    """Target, drafter and rules of a batch; `Engine` is one."""
-
-    target: Target
-    drafter: Drafter | None
-    pacer: Pacer | None
-
-    def rule(self, do_sample: bool) -> Rule:
-        """Return the acceptance rule of greedy decoding or sampling."""
-        ...
-
-
 class BatchState:
     """Caches of a batch and the rows that use them."""
 
-    def __init__(self, components: Components, max_rows: int, kv_memory: int | None, media_cache: int) -> None:
-        self.target, self.drafter, self.pacer = components.target, components.drafter, components.pacer
-        self._components = components
-        most = most_slots(kv_memory, self.target, self.drafter)  # drafters limit their own caches by the target's
-        self.context = Context(self.target, max_rows, MediaCache(media_cache), most)  # the target's caches
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        pacer: Pacer | None,
+        rule: Callable[[bool], Rule],  # acceptance rule of greedy decoding (False) or sampling
+        max_rows: int,
+        kv_memory: int | None,
+        media_cache: int,
+    ) -> None:
+        self.target, self.drafter, self.pacer, self._rule = target, drafter, pacer, rule
+        # Drafters limit their own caches by the target's.
+        most = sys.maxsize if kv_memory is None else kv_memory // _entry_bytes(target, drafter)
+        self.context = Context(target, max_rows, MediaCache(media_cache), most)  # the target's caches
         self.drafting: DraftSession | None = None  # the drafter's session; None without a drafter
-        self.models = [self.target]  # target and draft model, each once
-        if self.drafter is not None:
-            self.drafting = self.drafter.open(max_rows, self.context)
-            if self.drafter.model is not None and self.drafter.model is not self.target:
-                self.models.append(self.drafter.model)
+        self.models = [target]  # target and draft model, each once
+        if drafter is not None:
+            self.drafting = drafter.open(max_rows, self.context)
+            if drafter.model is not None and drafter.model is not target:
+                self.models.append(drafter.model)
                 self.context.media.share(self.models)
         self._judges: dict[bool, tuple[Rule, Judge]] = {}
         self.judge(False)  # which adds its requirements to every forward
-        self.slots = SlotAllocator(self.context, self.drafter, self.drafting, kv_memory)  # allocator of cache slots
+        self.slots = SlotAllocator(self.context, drafter, self.drafting, kv_memory)
         self.active: list[Row] = []  # admitted rows, prefilling ones included
         self.prefills: dict[int, Prefill] = {}  # prefills under way, by slot
 
@@ -194,7 +184,7 @@ class BatchState:
     def judge(self, do_sample: bool) -> tuple[Rule, Judge]:
         """Return the rule of greedy decoding or sampling, and its state."""
         if do_sample not in self._judges:
-            rule = self._components.rule(do_sample)
+            rule = self._rule(do_sample)
             known = next((judge for other, judge in self._judges.values() if other is rule), None)
             self._judges[do_sample] = rule, known or rule.open(self.context)
         return self._judges[do_sample]
@@ -223,7 +213,7 @@ class BatchState:
         """End a row with its error; the others continue."""
         row.end("error", error)
         self.leave(row, empty)
-        row.steps.append(RowStep((), (), True))
+        row.steps.append(TicketChunk((), (), True))
 
 
 @dataclass(slots=True)
@@ -289,9 +279,7 @@ class PromptRunner:
                 continue
             if not alone:
                 chunk.has_tree = chunk.is_last and self._drafts_early(row)
-                chunks.append(chunk)
-            else:
-                (done if prefill.done else ahead).append(chunk)
+            (chunks if not alone else done if prefill.done else ahead).append(chunk)
         return chunks, done, ahead
 
     def _run_ahead(self, chunk: PrefillChunk) -> bool:
@@ -352,8 +340,7 @@ class PromptRunner:
             if pacer is None or not pacer.is_proven or len(row.output) % _LATE or not self._can_draft_early(row):
                 return
             row.drafts = None
-            drafts = self.drafts(row)
-            if not drafts:
+            if not self.drafts(row):
                 return
         row.drafts = self._load_part(row)
 
@@ -374,11 +361,10 @@ class PromptRunner:
         spent = self._clock.timer() - started
         row.drafter_seconds += spent
         row.drafter_begun = tokens > 0
-        if tokens:
-            self._draft_sizes.observe_chunk(tokens, spent)
-        if tokens:
-            return False
-        return self.prefill_drafter(row, None)
+        if not tokens:
+            return self.prefill_drafter(row, None)
+        self._draft_sizes.observe_chunk(tokens, spent)
+        return False
 
     def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
         """Prefill the drafter, without the prompt's last token before the target's prefill; False if it cannot."""

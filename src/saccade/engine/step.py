@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
 from saccade.engine.costs import ChunkSizes, Clock, sampled_length
-from saccade.engine.row import Row, RowStep
+from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, PrefillChunk, PromptRunner
 from saccade.errors import InputError, ModelError
-from saccade.output import DRAFTED, TreeTrace
+from saccade.output import DRAFTED, TicketChunk, TreeTrace
 from saccade.processors import name_of
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput, TokenBlock, concat_outputs
@@ -106,7 +106,9 @@ class VerificationGroup:
         numbers = None if self.uniforms is None else self.uniforms.judging
         self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
         if ranks is not None:
-            self.verdict = _first_verdict(ranks, self.verdict)
+            marks = [] if self.verdict.marks is None else [self.verdict.marks]
+            _, shared = ranks.tensors([], [self.verdict.path, self.verdict.count, self.verdict.token, *marks])
+            self.verdict = Verdict(*shared)
         sampled = self.scores if self.rule.samples else None
         return pack(self.tree, self.verdict, self.output.logits, sampled)
 
@@ -120,57 +122,27 @@ class VerificationGroup:
                 return logits
         parts = []
         for index, row in enumerate(self.rows):  # find the rows whose processors fail; the others continue
-            alone = Processing([row.processing])
+            alone, tree = Processing([row.processing]), self.tree.rows(index, index + 1)
             one = logits[index : index + 1]
             try:
-                parts.append(alone(select_trees(self.tree, [index]), one, [row.ids], [row.remaining]).float())
+                parts.append(alone(tree, one, [row.ids], [row.remaining]).float())
             except Exception as error:
                 self.failed[index] = error
                 parts.append(one.float())
         return torch.cat(parts)
 
 
-def _first_verdict(ranks: Ranks, verdict: Verdict) -> Verdict:
-    marks = [] if verdict.marks is None else [verdict.marks]
-    _, found = ranks.tensors([], [verdict.path, verdict.count, verdict.token, *marks])
-    return Verdict(*found)
-
-
-def select_trees(tree: DraftTree, places: Sequence[int]) -> DraftTree:
-    """Select the trees of some rows."""
-    index = list(places)
-
-    def mine(tensor: Tensor) -> Tensor:
-        return tensor if tensor.shape[0] == 1 and tree.tokens.shape[0] != 1 else tensor[index]
-
-    return DraftTree(
-        tokens=tree.tokens[index],
-        parents=mine(tree.parents),
-        depth=mine(tree.depth),
-        ancestors=mine(tree.ancestors),
-        valid=mine(tree.valid),
-        max_depth=tree.max_depth,
-        max_children=tree.max_children,
-        q=None if tree.q is None else tree.q[index],
-    )
-
-
 def tree_block(context: Context, slots: Sequence[int], tree: DraftTree) -> TokenBlock:
     """Block of the trees of decoding rows; ``tree`` may hold further rows behind theirs."""
-    count = len(slots)
-
-    def mine(tensor: Tensor) -> Tensor:
-        return tensor if tensor.shape[0] == 1 else tensor[:count]
-
-    mask = None if tree.size == 1 else mine(tree.ancestors)
-    return context.block(slots, tree.tokens[:count], mask, mine(tree.depth))
+    own = tree.rows(0, len(slots))
+    return context.block(slots, own.tokens, None if tree.size == 1 else own.ancestors, own.depth)
 
 
 def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTree, index: int) -> TokenBlock:
     """Append one row's tree to the last chunk of a prompt of ``length`` tokens, whose last token is the root."""
     target, count, nodes = context.target, chunk.count, tree.size - 1
     device = target.device
-    one = select_trees(tree, [index])
+    one = tree.rows(index, index + 1)
     tokens, depth, above = one.tokens[0, 1:], one.depth[0, 1:], one.ancestors[0, 1:, 1:]
     mask = torch.ones(count + nodes, count + nodes, dtype=torch.bool, device=device).tril()
     if chunk.attention_mask is not None:
@@ -399,14 +371,14 @@ class StepRunner:
         """Join the outputs of every group's trees."""
         for group in groups:
             order = {id(row): index for index, row in enumerate(group.rows)}
-            found: list[tuple[int, ForwardOutput, int]] = []  # index of the first row, output, first token of the tree
+            parts: list[tuple[int, ForwardOutput, int]] = []  # index of the first row, output, first token of the tree
             for (block, owner), output in zip(blocks, outputs, strict=True):
                 if owner is group:
-                    found.append((-1, output, 0))
+                    parts.append((-1, output, 0))
                 elif isinstance(owner, PrefillChunk) and owner.has_tree and id(owner.row) in order:
-                    found.append((order[id(owner.row)], output, block.logits_from))
-            found.sort(key=lambda part: part[0])
-            group.output = concat_outputs([output for _, output, _ in found], [start for *_, start in found])
+                    parts.append((order[id(owner.row)], output, block.logits_from))
+            parts.sort(key=lambda part: part[0])
+            group.output = concat_outputs([output for _, output, _ in parts], [start for *_, start in parts])
 
     def _follow(self, groups: Sequence[VerificationGroup]) -> None:
         """Let a drafter that reads the target's states take in a step of rows that it does not draft for."""
@@ -513,7 +485,7 @@ class StepRunner:
         if first:
             row.stats.prefill_tokens = len(emitted)
         marks = tuple(row.marks[len(row.marks) - len(emitted) :])
-        row.steps.append(RowStep(tuple(emitted), marks, row.done))
+        row.steps.append(TicketChunk(tuple(emitted), marks, row.done))
         nodes = path[: len(emitted)]
         if chunk is not None:
             assert chunk.block is not None

@@ -38,7 +38,7 @@ from saccade.jobs.job import (
     written,
 )
 from saccade.options import check_whole
-from saccade.resumable import Finished, Journal, JournalRunner, Pending, Report, RunProgress, Worker, encoded
+from saccade.resumable import Finished, Journal, JournalRunner, Pending, Report, Worker, encoded
 from saccade.stream import GenerationOptions, text_of
 from saccade.vlm import VLM
 
@@ -86,7 +86,7 @@ def batch_file(
     retry_failed: bool = False,
     max_failures: int | None = None,
     method_options: Mapping[str, Any] | None = None,
-    progress: Callable[[RunProgress], None] = lambda _: None,
+    progress: Callable[[Report], None] = lambda _: None,
     **options: Unpack[GenerationOptions],
 ) -> Report:
     """Answer every item of a file or folder, or continue where an earlier attempt stopped.

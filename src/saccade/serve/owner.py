@@ -16,9 +16,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from saccade.engine import Request, Row, RunningBatch
-from saccade.engine.row import RowStep
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
-from saccade.output import Mark, Output, TreeTrace
+from saccade.output import Mark, Output, TicketChunk, TreeTrace
 from saccade.serve.configuration import MIB, Limits
 from saccade.serve.decoding import Planned, TokenLogprob
 from saccade.serve.refusals import Refusal, broken, draining, overloaded
@@ -63,7 +62,7 @@ class Job:
     repeated: bool = False  # whether it is
     submitted: float = field(default_factory=time.perf_counter)  # `time.perf_counter` of its submission
 
-    def event(self, row: Row, step: RowStep, lossless: bool) -> Event:
+    def event(self, row: Row, step: TicketChunk, lossless: bool) -> Event:
         """Make the event of one step of its row, without the tokens that the client has."""
         recorder, drop = self.planned.recorder, min(self.skip, len(step.tokens))
         self.skip -= drop
