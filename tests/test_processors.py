@@ -18,45 +18,28 @@ from transformers.generation import (
 )
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
+import harness
 from families import FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, reference_greedy
 from processes import exit_code_of, run_anew
 from saccade import hf
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.policy import Chain, StaticTree
-from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.processors import StatefulProcessor, stateless
-from saccade.target_model.adapter import Target
 
 CASE = FAMILIES["llama"]
 NEW = 20
-TREE = StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 
 
-@cache
-def engine(method: str) -> Engine:
-    target = Target(CASE.model())
-    if method == "plain":
-        return Engine(target)
-    if method == "lookup":
-        return Engine(target, PromptLookup(gamma=4))
-    return Engine(target, ModelDrafter(Target(CASE.draft_model()), Chain(4) if method == "chain" else TREE))
-
-
-@cache
-def prompts(rows: int = 3) -> list[Prompt]:
-    return split(CASE.model().config, CASE.inputs("text", rows=rows))
+def prompts() -> list[Prompt]:
+    return [request.prompt for request in harness.requests("llama")]
 
 
 def run(method: str, rows: int = 3, **options: Any) -> list[list[int]]:
-    asked = [Request(p, seed=i) for i, p in enumerate(prompts(rows))]
-    return [o.tokens for o in engine(method).generate(asked, max_new_tokens=NEW, **options)]
+    asked = harness.requests("llama", rows=rows)
+    return harness.tokens(harness.engine("llama", method).generate(asked, max_new_tokens=NEW, **options))
 
 
-METHOD = pytest.mark.parametrize("method", ["plain", "lookup", "chain", "tree"])
+METHOD = pytest.mark.parametrize("method", ["plain", "lookup", "chain", "static"])
 
 
 # --------------------------------------------------------------------------- rows
@@ -124,7 +107,7 @@ def test_transformers_own_processors_for_a_batch_are_cut_to_each_row() -> None:
         ),
     ]
     wanted = reference_greedy(CASE.model(), inputs, NEW, logits_processor=LogitsProcessorList(own))
-    assert run("tree", logits_processor=own) == wanted
+    assert run("static", logits_processor=own) == wanted
 
 
 def test_a_processor_that_changes_the_shape_is_named() -> None:
@@ -190,7 +173,7 @@ def test_a_state_follows_every_branch_of_a_tree(method: str) -> None:
 
 
 def test_a_state_stands_in_order_with_other_processors() -> None:
-    sampled = run("tree", logits_processor=[Alternating()], do_sample=True, temperature=1.5, repetition_penalty=1.3)
+    sampled = run("static", logits_processor=[Alternating()], do_sample=True, temperature=1.5, repetition_penalty=1.3)
     for tokens in sampled:
         assert all(not forbidden(tokens[:n])[token] for n, token in enumerate(tokens))
 

@@ -183,16 +183,6 @@ def test_models_go_to_a_gpu_unless_a_device_is_given(
 # -- streams -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bytes", "llava"])
-def test_pieces_of_a_stream_join_to_the_text(name: str) -> None:
-    """llama-bytes answers bytes that are hardly ever whole characters."""
-    stream = vlm(name, method="prompt-lookup").stream("Say", max_new_tokens=80)
-    chunks = list(stream)
-    assert "".join(chunk.text for chunk in chunks) == stream.output.text
-    assert [t for chunk in chunks for t in chunk.tokens[0]] == stream.output.tokens
-    assert [m for chunk in chunks for m in chunk.marks[0]] == stream.output.marks
-
-
 @pytest.mark.parametrize("name", ["llama", "llama-bytes"])
 def test_pieces_join_to_the_text_when_a_stream_is_left_and_read_on(name: str) -> None:
     stream = vlm(name, method="prompt-lookup").stream("Say", max_new_tokens=80)

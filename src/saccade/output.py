@@ -132,14 +132,8 @@ class Output:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
-        return {
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "lossless": self.lossless,
-            "tokens": self.tokens,
-            "marks": self.marks,
-            "stats": self.stats.as_dict(),
-        }
+        names = ("text", "finish_reason", "lossless", "tokens", "marks")
+        return {**{name: getattr(self, name) for name in names}, "stats": self.stats.as_dict()}
 
 
 @dataclass(frozen=True, slots=True)

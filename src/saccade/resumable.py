@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from saccade.errors import SaccadeError
@@ -51,7 +51,7 @@ class Journal:
         self.path = path
         self._names, self._compared, self._inputs, self._advice = names, compared, inputs, advice
         self._lines = path / names[1]
-        self._header = json.loads(json.dumps({"schema": SCHEMA, **header}))
+        self._header: dict[str, Any] = json.loads(json.dumps({"schema": SCHEMA, **header}))
         self._file: int | None = None
         self._check()
 
@@ -71,9 +71,7 @@ class Journal:
         os.ftruncate(self._file, whole_lines(self._lines))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._file is not None
         os.close(self._file)
 
@@ -84,7 +82,7 @@ class Journal:
             earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return earlier
         write_file(path, encoded(self._header, indent=2), advice=self._advice)
-        return dict(self._header)
+        return self._header
 
     def rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Number, offset in bytes and content of every line; an unfinished last one is skipped."""
@@ -195,29 +193,16 @@ def lock(file: int) -> None:
 
 def whole_lines(path: Path) -> int:
     """Bytes of a file up to the end of its last whole line: one that ends, and is JSON."""
-    with path.open("rb") as file:
-        end = _after_newline(file, path.stat().st_size)
-        if end:
-            start = _after_newline(file, end - 1)
-            file.seek(start)
-            try:
-                json.loads(file.read(end - start))
-            except ValueError:
-                return start
+    if not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+        start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
+        try:
+            json.loads(content[start:end])
+        except ValueError:
+            return start
     return end
-
-
-def _after_newline(file: Any, end: int) -> int:
-    """Offset behind the last newline before ``end``; 0 without one."""
-    block = 1 << 16
-    while end > 0:
-        start = max(0, end - block)
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            return int(start + at + 1)
-        end = start
-    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from saccade.engine import Request, Run
 from saccade.inputs.media import MediaLimits
@@ -145,14 +145,6 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     return text.add(ids) + text.finish()
 
 
-@cache
-def _bytes_by_sign() -> dict[str, int]:
-    """Signs that stand for bytes in byte-level vocabularies: printable ones for themselves, as GPT-2 has it."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 class TokenTexts:
     """Texts and bytes of single tokens, as they are inside of a text.
 
@@ -163,6 +155,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._before: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._length = len(self._decode(self._before))
+        self._bytes = {sign: byte for byte, sign in bytes_to_unicode().items()}  # of byte-level vocabularies
 
     def text(self, token: int) -> str:
         """Text of a token; replacement characters for parts of characters."""
@@ -175,8 +168,8 @@ class TokenTexts:
         if isinstance(piece, str):
             if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):  # byte fallback
                 return bytes([int(piece[3:5], 16)])
-            if all(sign in _bytes_by_sign() for sign in piece):
-                return bytes(_bytes_by_sign()[sign] for sign in piece)
+            if all(sign in self._bytes for sign in piece):
+                return bytes(self._bytes[sign] for sign in piece)
         return text.encode()
 
     def _decode(self, ids: list[int]) -> str:

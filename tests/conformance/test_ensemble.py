@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 from enumeration import ManyUniforms, Table, Trial, _paths, p_of
+from sampling_kit import LIKELY, UNLIKELY
+from test_sampling import identity
+from test_turns import FIRST, second_turn
+from torch import Tensor
+
+from families import FAMILIES, pristine, reference_greedy
 from harness import (
     POLICIES,
     assert_equals_generate,
@@ -21,17 +27,11 @@ from harness import (
     requests,
     target,
 )
-from sampling_kit import LIKELY, UNLIKELY
-from test_sampling import identity
-from test_turns import FIRST, second_turn
-from torch import Tensor
-
-from families import FAMILIES, pristine, reference_greedy
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, Mixture
 from saccade.draft.ensemble.views import Caption, Multimodal, Pruned, TextOnly, View, pooled
 from saccade.draft.ensemble.weights import Fixed, Grid, InverseError, Random, Weighting
-from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
@@ -153,22 +153,6 @@ def test_the_pruned_view_alone_is_the_pruned_draft_model(name: str, select: Any)
         assert_equals_generate(Engine(target(name), drafter), name, "images2") for drafter in (alone, pruned)
     )
     assert list(map(course, ours)) == list(map(course, theirs))
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(name: str, weighting: str) -> None:
-    case = FAMILIES[name]
-    method = ensemble(name, "MT", "static", WEIGHTINGS[weighting])
-    rows = [Request(prompt, seed=60 + row) for row, prompt in enumerate(prompts(case, case.inputs("image", 3)))]
-    for options in (
-        {"max_new_tokens": 16},
-        {"do_sample": True, "max_new_tokens": 16, "temperature": 0.7, "top_k": 20},
-    ):
-        together = method.generate(rows, **options)
-        for ours, row in zip(together, rows, strict=True):
-            (alone,) = method.generate([row], **options)
-            assert course(alone) == course(ours)
 
 
 @pytest.mark.parametrize("carry", [True, False])
@@ -336,11 +320,3 @@ def test_verifying_with_one_view_s_distribution_is_noticed(form: str, monkeypatc
 
     monkeypatch.setattr(module, "mixture", noted)
     assert p_of(mixed(form, proposer), ROWS, DEPTH + 1) < UNLIKELY
-
-
-def test_the_plain_draft_model_and_the_ensemble_share_one_loop() -> None:
-    """What a draft session learns to do, an ensemble does too."""
-    drafter = EnsembleDrafter(draft("llava"), Chain(3), views("llava", "MT"))
-    session = drafter.open(2, engine("llava", "plain").open(2).context)
-    assert isinstance(session._session, ModelDraftSession)
-    assert isinstance(session._session._drafter, ModelDrafter)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import harness
 import pytest
 import torch
 
+import harness
 import saccade
 from families import FAMILIES, FamilyCase
 from saccade import pocket
@@ -107,8 +107,8 @@ def plain(name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(together(Engine(target(name)), [prompt])[0]) for prompt in prompts(name))
 
 
-def together(engine: Engine, rows: list[Prompt], **options: Any) -> list[list[int]]:
-    return harness.tokens(engine.generate([Request(row) for row in rows], max_new_tokens=NEW, **options))
+def together(engine: Engine, rows: list[Prompt]) -> list[list[int]]:
+    return harness.tokens(engine.generate([Request(row) for row in rows], max_new_tokens=NEW))
 
 
 def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]:
@@ -160,9 +160,9 @@ def test_a_reused_prefix_changes_no_token(name: str) -> None:
     """The second turn continues from entries that verification wrote, plain decoding in an empty cache from none."""
     engine, first = Engine(target(name), DRAFTERS["dynamic"](name)), prompts(name)[-1]
     session = engine.open(1)
-    (answer,) = together(engine, [first], session=session)
-    second = Prompt((*first.ids, *answer, *first.ids[:5]), first.media)
-    (output,) = engine.generate([Request(second)], max_new_tokens=NEW, session=session)
+    said = harness.answer(engine, first, NEW, session=session).tokens
+    second = Prompt((*first.ids, *said, *first.ids[:5]), first.media)
+    output = harness.answer(engine, second, NEW, session=session)
     assert output.stats.reused_tokens >= len(first)
     assert output.tokens == together(Engine(target(name)), [second])[0]
 

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from enumeration import ManyUniforms, Table, Trial, p_of
-from harness import POLICIES, assert_equals_generate, draft, prompts, requests, target
 from sampling_kit import LIKELY, PROMPT, small_model
-from test_turns import FIRST, second_turn
+from test_turns import FIRST, assert_one_shot, second_turn
 
-from families import FAMILIES, pristine, reference_greedy
+from harness import POLICIES, answer, assert_equals_generate, draft, prompt, target
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter, union
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.tree import DraftTree
@@ -52,13 +51,9 @@ def test_a_node_cap_changes_no_token(total: int) -> None:
 
 
 def test_a_second_turn_goes_on() -> None:
-    method = engine("llava", "chain")
-    session = method.open(1)
-    method.generate(requests("llava", rows=1), max_new_tokens=FIRST, session=session)
-    inputs = second_turn("llava", "image", 0)
-    (prompt,) = prompts(FAMILIES["llava"], inputs)
-    (output,) = method.generate([Request(prompt)], max_new_tokens=24, session=session)
-    assert output.tokens == reference_greedy(pristine("llava"), inputs, 24)[0]
+    session = engine("llava", "chain").open(1)
+    answer(session.engine, prompt("llava"), FIRST, session=session)
+    output = assert_one_shot(session, "llava", second_turn("llava", "image"))
     assert output.stats.reused_tokens > 0
 
 
@@ -66,12 +61,10 @@ def test_an_answer_that_repeats_the_prompt_is_copied_where_the_draft_model_is_lo
     """The draft model knows nothing of the target; what was said before is all that helps."""
     stranger = ModelDrafter(Target(small_model(7)), Chain(3))
     own = Target(small_model(1))
-    (answer,) = Engine(own).generate([Request(Prompt(tuple(PROMPT)))], max_new_tokens=26)
-    asked = [Request(Prompt((*PROMPT, *answer.tokens)))]
-    outputs = [
-        Engine(own, drafter).generate(asked, max_new_tokens=26)[0]
-        for drafter in (stranger, MergedDrafter(stranger, PromptLookup(8)))
-    ]
+    first = answer(Engine(own), Prompt(tuple(PROMPT)), 26)
+    again = Prompt((*PROMPT, *first.tokens))
+    merged = MergedDrafter(stranger, PromptLookup(8))
+    outputs = [answer(Engine(own, drafter), again, 26) for drafter in (stranger, merged)]
     assert outputs[0].tokens == outputs[1].tokens
     assert outputs[1].stats.target_passes < outputs[0].stats.target_passes
 

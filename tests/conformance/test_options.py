@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import METHODS, draft, engine, prompts, run, tokens
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine, reference_greedy
+from harness import METHODS, OPTIONS, answer, draft, engine, prompt, requests, run, tokens
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
-from saccade.engine import Engine, Request
+from saccade.engine import Engine
 from saccade.target_model.adapter import Target
 
 NEW = 24
@@ -27,27 +27,6 @@ def kind_of(name: str) -> str:
 def common(name: str) -> list[int]:
     """Tokens of the unconstrained answer of row 0: forbidding or rewarding these changes something."""
     return FAMILIES[name].reference(kind_of(name))[0]
-
-
-OPTIONS: dict[str, Any] = {
-    "repetition_penalty": lambda a: {"repetition_penalty": 1.3},
-    "no_repeat_ngram_size": lambda a: {"no_repeat_ngram_size": 1},
-    "no_repeat_ngram_size_2": lambda a: {"no_repeat_ngram_size": 2, "repetition_penalty": 0.8},
-    "encoder_repetition_penalty": lambda a: {"encoder_repetition_penalty": 1.5},
-    "encoder_no_repeat_ngram_size": lambda a: {"encoder_no_repeat_ngram_size": 1},
-    "bad_words": lambda a: {"bad_words_ids": [[a[3]], [a[5], a[6]]]},
-    "suppress_tokens": lambda a: {"suppress_tokens": [a[2], a[7]]},
-    "begin_suppress_tokens": lambda a: {"begin_suppress_tokens": [a[0]]},
-    "sequence_bias": lambda a: {"sequence_bias": [[[a[4]], 3.0], [[a[8], a[9]], -5.0]]},
-    "eos": lambda a: {"eos_token_id": a[10]},
-    "several_eos": lambda a: {"eos_token_id": [a[20], a[12], EOS]},
-    "min_new_tokens": lambda a: {"eos_token_id": a[6], "min_new_tokens": 15},
-    "min_length": lambda a: {"eos_token_id": a[6], "min_length": 20},
-    "forced_eos_token_id": lambda a: {"eos_token_id": EOS, "forced_eos_token_id": EOS},
-    "exponential_decay": lambda a: {"eos_token_id": a[22], "exponential_decay_length_penalty": (4, 1.5)},
-    "remove_invalid_values": lambda a: {"remove_invalid_values": True, "renormalize_logits": True},
-    "sampling_settings_without_sampling": lambda a: {"temperature": 0.3, "top_p": 0.4, "top_k": 3},
-}
 
 
 @cache
@@ -108,13 +87,10 @@ def test_the_options_of_the_checkpoint_count_when_the_caller_is_silent() -> None
     inputs = case.row_inputs("image", 0)
     (wanted,) = reference.generate(**inputs)[:, inputs["input_ids"].shape[1] :].tolist()
     under_test = Engine(Target(model), ModelDrafter(draft("qwen2_5_vl"), Chain(4)))
-    requests = [Request(prompt) for prompt in prompts(case, inputs)]
-    (output,) = under_test.generate(requests)
-    assert output.tokens == wanted
+    assert answer(under_test, prompt("qwen2_5_vl"), None).tokens == wanted
     assert wanted != case.reference("image", n=20)[0]
-
-    (plain,) = under_test.generate(requests, repetition_penalty=1.0)
-    assert plain.tokens == case.reference("image", n=20)[0]
+    unpunished = answer(under_test, prompt("qwen2_5_vl"), None, repetition_penalty=1.0)
+    assert unpunished.tokens == case.reference("image", n=20)[0]
 
 
 def test_a_generation_config_and_options_over_it() -> None:
@@ -122,19 +98,17 @@ def test_a_generation_config_and_options_over_it() -> None:
     config = GenerationConfig(repetition_penalty=1.4, max_new_tokens=12, do_sample=False)
     inputs = case.row_inputs("text", 0)
     (wanted,) = reference_greedy(pristine("llama"), inputs, 18, repetition_penalty=1.4)
-    (output,) = Engine(Target(case.model()), ModelDrafter(draft("llama"), Chain(4))).generate(
-        [Request(prompt) for prompt in prompts(case, inputs)], config, max_new_tokens=18
-    )
+    output = answer(engine("llama", "chain"), prompt("llama"), 18, generation_config=config)
     assert output.tokens == wanted
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_max_length_counts_each_row_s_own_prompt(method: str) -> None:
     case = FAMILIES["llama"]
-    rows = prompts(case, case.inputs("text", rows=3))
-    outputs = engine("llama", method).generate([Request(prompt) for prompt in rows], max_length=30)
-    for row, (prompt, output) in enumerate(zip(rows, outputs, strict=True)):
-        assert output.tokens == case.reference("text", rows=3, n=30 - len(prompt))[row]
+    rows = requests("llama")
+    outputs = engine("llama", method).generate(rows, max_length=30)
+    for row, (asked, output) in enumerate(zip(rows, outputs, strict=True)):
+        assert output.tokens == case.reference("text", rows=3, n=30 - len(asked.prompt))[row]
 
 
 def test_a_prompt_of_one_token_with_a_forced_first_token() -> None:
@@ -238,15 +212,3 @@ def test_stop_strings_end_a_row_where_generate_ends_it(name: str, method: str) -
 
 
 # --------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 2}, {"guidance_scale": 1.5}, {"no_such_option": 1}, {"max_new_tokens": 0}],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_cannot_be_done_is_refused(options: dict[str, Any]) -> None:
-    case = FAMILIES["llama"]
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs("text"))]
-    with pytest.raises(ValueError, match=r"not supported|Unknown|greater than 0"):
-        Engine(Target(case.model())).generate(requests, **{"max_new_tokens": 4, **options})

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_equals_generate, draft, prompts, target, tokens
+from test_turns import assert_one_shot
 
-from families import FAMILIES, pristine, reference_greedy
+from families import FAMILIES
+from harness import answer, assert_equals_generate, draft, prompt, target, tokens
 from saccade.draft.pruning import PrunedDrafter, Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
@@ -53,18 +54,13 @@ def test_other_selections_equal_generate(name: str, select: str) -> None:
 @pytest.mark.parametrize("drafter", ["smaller", "self"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_turn_with_a_new_image_equals_one_shot(name: str, drafter: str) -> None:
-    case, under_test = FAMILIES[name], engine(name, drafter, "chain")
-    session = under_test.open(1)
-    (first,) = prompts(case, case.row_inputs("image", 0))
-    (answer,) = under_test.generate([Request(first)], max_new_tokens=NEW, session=session)
-    inputs = case.continued("image", 0, answer.tokens)
-    (longer,) = prompts(case, inputs)
+    session, first = engine(name, drafter, "chain").open(1), prompt(name, "image")
+    said = answer(session.engine, first, session=session).tokens
     drafting: Any = session.drafting
     reads: list[PrefillResult] = []
     load = drafting.context.load
     drafting.context.load = lambda *given: reads.append(load(*given)) or reads[-1]
-    (output,) = under_test.generate([Request(longer)], max_new_tokens=NEW, session=session)
-    assert output.tokens == reference_greedy(pristine(name), inputs, NEW)[0]
+    output = assert_one_shot(session, name, FAMILIES[name].continued("image", 0, said))
     assert output.stats.reused_tokens == len(first) + NEW - 1
     (read,) = reads
     assert read.start >= len(first)  # what was emitted last it has not been shown
@@ -73,62 +69,56 @@ def test_a_second_turn_with_a_new_image_equals_one_shot(name: str, drafter: str)
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
 def test_rows_with_and_without_images_share_a_batch(name: str) -> None:
-    case = FAMILIES[name]
     kinds = ["text", "image", "images2"]
-    requests = [Request(prompts(case, case.row_inputs(kind, 0))[0]) for kind in kinds]
+    requests = [Request(prompt(name, kind)) for kind in kinds]
     for drafter in ("smaller", "self"):
         outputs = engine(name, drafter, "sage").generate(requests, max_new_tokens=NEW)
-        assert tokens(outputs) == [case.reference(kind, n=NEW)[0] for kind in kinds]
+        assert tokens(outputs) == [FAMILIES[name].reference(kind, n=NEW)[0] for kind in kinds]
 
 
 def test_without_pruning_self_speculation_is_always_right() -> None:
     """Two contexts on the same weights, one of them filled by way of the other's prompt."""
-    case, own = FAMILIES["qwen3_vl"], target("qwen3_vl")
+    own = target("qwen3_vl")
     drafter = PrunedDrafter(own, Chain(4), pruning=Pruning(keep_images=1.0, keep_videos=1.0))
-    (prompt,) = prompts(case, case.row_inputs("image", 0))
-    (output,) = Engine(own, drafter).generate([Request(prompt)], max_new_tokens=20)
-    assert output.tokens == case.reference("image", n=20)[0]
+    (output,) = assert_equals_generate(Engine(own, drafter), "qwen3_vl", "image", 1, 20)
     assert output.stats.target_passes == 3, "behind the pass that ends the prompt, which gives five tokens too"
     assert output.stats.accepted_tokens == 16
 
 
 def test_the_target_s_prompt_is_read_once() -> None:
     """Attention comes from the target's own prefill: no second pass is made for it."""
-    case, own = FAMILIES["llava"], target("llava")
+    own, asked = target("llava"), prompt("llava", "image")
     widths: list[int] = []
 
     def note(_: torch.nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         widths.append(kwargs["inputs_embeds"].shape[1])
 
     handle = own.decoder.register_forward_pre_hook(note, with_kwargs=True)
-    (prompt,) = prompts(case, case.row_inputs("image", 0))
-    engine("llava", "smaller", "chain").generate([Request(prompt)], max_new_tokens=2)
+    answer(engine("llava", "smaller", "chain"), asked, 2)
     handle.remove()
-    assert widths[0] == len(prompt)
-    assert max(widths[1:]) < len(prompt), "verification alone follows (on the stock modules, because of the hook)"
+    assert widths[0] == len(asked)
+    assert max(widths[1:]) < len(asked), "verification alone follows (on the stock modules, because of the hook)"
 
 
 @pytest.mark.some_families
 @pytest.mark.parametrize("name", NAMES)
 def test_the_target_drafting_for_itself_looks_at_the_image_once(name: str) -> None:
-    case, own = FAMILIES[name], target(name)
+    own, asked = target(name), prompt(name, "image")
     base = own.model.base_model
     tower = next(m for n in ("vision_tower", "visual") if (m := getattr(base, n, None)) is not None)
     looks: list[torch.nn.Module] = []
     handle = tower.register_forward_pre_hook(lambda module, _: looks.append(module))
-    (prompt,) = prompts(case, case.row_inputs("image", 0))
-    under_test = engine(name, "self", "chain")
-    session = under_test.open(1)
-    (output,) = under_test.generate([Request(prompt)], max_new_tokens=NEW, session=session)
+    session = engine(name, "self", "chain").open(1)
+    output = answer(session.engine, asked, session=session)
     handle.remove()
     assert len(looks) == 1
-    assert output.tokens == case.reference("image", n=NEW)[0]
+    assert output.tokens == FAMILIES[name].reference("image", n=NEW)[0]
 
     drafting: Any = session.drafting
     assert session.context.media is drafting.context.media
     assert session.context.media.misses == 1
     again = Context(own, 1)
-    again.load(0, prompt, drafting.context.dropped(0))  # which looks for itself
+    again.load(0, asked, drafting.context.dropped(0))  # which looks for itself
     kept = again.lengths[0]
     for one, other in zip(again.cache.export(0), drafting.context.cache.export(0), strict=True):
         torch.testing.assert_close(one[0], other[0][:, :, :kept], rtol=0.0, atol=0.0)

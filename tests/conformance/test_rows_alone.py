@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import harness
 import pytest
 import torch
-from harness import course
 from torch import Tensor
 
-from families import FAMILIES
+import harness
+from harness import course
 from numerals import Numerals
 from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, TextOnly
+from saccade.draft.ensemble.weights import InverseError, Random, Weighting
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
@@ -54,15 +54,17 @@ def headed(name: str, kind: str, policy: Any, **options: Any) -> Drafter:
     return HeadDrafter(head, target, policy)
 
 
-def ensemble(name: str, policy: Any) -> Drafter:
+def ensemble(name: str, policy: Any, weighting: Weighting | None = None) -> Drafter:
     draft = harness.draft(name)
-    return EnsembleDrafter(draft, policy, [Multimodal(), TextOnly(draft.config, Numerals())])
+    return EnsembleDrafter(draft, policy, [Multimodal(), TextOnly(draft.config, Numerals())], weighting)
 
 
 DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
     "plain": lambda name, tree: None,
     "model": lambda name, tree: ModelDrafter(harness.draft(name), TREES[tree]),
     "ensemble": lambda name, tree: ensemble(name, TREES[tree]),
+    "random views": lambda name, tree: ensemble(name, TREES[tree], Random()),
+    "weighed views": lambda name, tree: ensemble(name, TREES[tree], InverseError()),
     "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
     "pruned": lambda name, tree: PrunedDrafter(harness.draft(name), TREES[tree], pruning=Pruning(keep_images=0.5)),
     **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
@@ -76,15 +78,8 @@ def engine(name: str, drafter: str, tree: str, rule: Any = None) -> Engine:
     return Engine(harness.target(name), DRAFTERS[drafter](name, tree), rule)
 
 
-def requests(name: str) -> list[Request]:
-    """Three rows of different lengths, each with a seed of its own."""
-    case = FAMILIES[name]
-    rows = harness.prompts(case, case.inputs(case.kinds[0], rows=3))
-    return [Request(prompt, seed=60 + row) for row, prompt in enumerate(rows)]
-
-
 def beside_and_alone(method: Engine, name: str, options: dict[str, Any]) -> tuple[list[Output], list[Output]]:
-    asked = requests(name)
+    asked = harness.requests(name, seed=60)
     together = method.generate(asked, **options)
     alone = [method.generate([request], **options)[0] for request in asked]
     if method.drafter is not None:
@@ -96,6 +91,8 @@ CASES = [
     *(("model", tree, name) for tree in TREES for name in ("llama", "qwen2_5_vl")),
     *(("model", tree, "gemma3") for tree in harness.POLICIES),
     *(("ensemble", tree, "llava") for tree in TREES),
+    ("random views", "static", "qwen2_5_vl"),
+    ("weighed views", "static", "llava"),
     *(("kangaroo", "confident", name) for name in ("llama", "qwen2_5_vl")),
     *(("merged", tree, "llama") for tree in ("chain", "dynamic", "confident")),
     *((head, "static", "llava") for head in HEADS),
@@ -116,11 +113,7 @@ def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, 
 
 def test_a_row_without_pictures_learns_nothing_of_its_views_from_being_read_beside_one_with_pictures() -> None:
     """Alone its views are one, so there is nothing to learn; later turns start from what was learned."""
-    case = FAMILIES["llava"]
-    asked = [
-        Request(harness.prompts(case, case.row_inputs(kind, row))[0], seed=row)
-        for row, kind in enumerate(("text", "image"))
-    ]
+    asked = [Request(harness.prompt("llava", kind, row), seed=row) for row, kind in enumerate(("text", "image"))]
 
     def weights(rows: list[Request]) -> Tensor:
         method = engine("llava", "ensemble", "chain")
@@ -143,7 +136,7 @@ def test_what_is_forgiven_at_random_does_not_depend_on_neighbours(tree: str) -> 
 
 
 def test_a_seed_gives_the_same_tokens_again_and_another_gives_others() -> None:
-    method, asked = engine("llama", "model", "chain"), requests("llama")
+    method, asked = engine("llama", "model", "chain"), harness.requests("llama")
     first, again = (harness.tokens(method.generate(asked, **SAMPLED)) for _ in range(2))
     assert first == again
     (other,) = harness.tokens(method.generate([Request(asked[0].prompt, seed=7)], **SAMPLED))

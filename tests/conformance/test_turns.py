@@ -1,14 +1,13 @@
-"""A conversation that goes on from its KV cache gives what asking anew with the whole history gives."""
+"""A conversation that goes on from its KV cache gives what the whole history at once gives."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
-from harness import METHODS, POLICIES, engine, prompts, tokens
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES, Inputs, pristine, reference_greedy
-from saccade.engine import Request
+from harness import METHODS, POLICIES, answer, engine, prompt, prompts, requests, tokens
+from saccade.engine import Request, RunningBatch
+from saccade.output import Output
 
 FIRST, SECOND = 18, 24
 
@@ -19,50 +18,48 @@ CASES += [(name, "video") for name in VISUAL_FAMILIES if FAMILIES[name].video]
 CASES += [(name, "text") for name, case in FAMILIES.items() if not case.is_visual]
 
 
-def second_turn(name: str, kind: str, row: int) -> Inputs:
+def second_turn(name: str, kind: str, row: int = 0) -> Inputs:
     """First question, its answer, and a question with new media."""
     case = FAMILIES[name]
     return case.continued(kind, row, case.reference(kind, rows=row + 1, n=FIRST)[row])
 
 
-@cache
-def one_shot(name: str, kind: str, row: int) -> list[int]:
-    return reference_greedy(pristine(name), second_turn(name, kind, row), SECOND)[0]
+def assert_one_shot(session: RunningBatch, name: str, inputs: Inputs, n: int = SECOND) -> Output:
+    """A session's answer equals that of `generate` to the whole history."""
+    (longer,) = prompts(FAMILIES[name], inputs)
+    output = answer(session.engine, longer, n, session=session)
+    assert output.tokens == reference_greedy(pristine(name), inputs, n)[0]
+    return output
 
 
 @pytest.mark.some_families
 @pytest.mark.singly
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_second_turn_with_new_media_equals_one_shot(name: str, kind: str, method: str) -> None:
-    case = FAMILIES[name]
-    under_test = engine(name, method)
-    session = under_test.open(1)
-    (prompt,) = prompts(case, case.row_inputs(kind, 0))
-    (answer,) = under_test.generate([Request(prompt)], max_new_tokens=FIRST, session=session)
-    assert answer.tokens == case.reference(kind, n=FIRST)[0]
-
-    (longer,) = prompts(case, second_turn(name, kind, 0))
-    (output,) = under_test.generate([Request(longer)], max_new_tokens=SECOND, session=session)
-    assert output.tokens == one_shot(name, kind, 0)
+@pytest.mark.parametrize("follow_up", ["media", "words"])
+def test_a_second_turn_equals_one_shot(name: str, kind: str, method: str, follow_up: str) -> None:
+    """With new media, or in words, where the image's features are in the cache and its rope delta still counts."""
+    case, session = FAMILIES[name], engine(name, method).open(1)
+    first = prompt(name, kind)
+    said = answer(session.engine, first, FIRST, session=session).tokens
+    assert said == case.reference(kind, n=FIRST)[0]
+    inputs = second_turn(name, kind) if follow_up == "media" else case.continued(kind, 0, said, follow_up="text")
+    output = assert_one_shot(session, name, inputs)
     # All but the answer's last token, which nothing has been drafted behind yet.
-    assert output.stats.reused_tokens == len(prompt) + FIRST - 1
+    assert output.stats.reused_tokens == len(first) + FIRST - 1
 
 
 @pytest.mark.some_families
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["mistral", "llava_next", "qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3"])
 def test_ragged_rows_go_on_together(name: str, policy: str) -> None:
-    case = FAMILIES[name]
+    case, session = FAMILIES[name], engine(name, policy).open(3)
     kind = case.kinds[0]
-    under_test = engine(name, policy)
-    session = under_test.open(3)
-    first = [Request(prompt) for prompt in prompts(case, case.inputs(kind, rows=3))]
-    answers = under_test.generate(first, max_new_tokens=FIRST, session=session)
-    assert tokens(answers) == case.reference(kind, rows=3, n=FIRST)
-    second = [Request(prompts(case, second_turn(name, kind, row))[0]) for row in range(3)]
-    outputs = under_test.generate(second, max_new_tokens=SECOND, session=session)
-    assert tokens(outputs) == [one_shot(name, kind, row) for row in range(3)]
+    session.engine.generate(requests(name), max_new_tokens=FIRST, session=session)
+    later = [second_turn(name, kind, row) for row in range(3)]
+    second = [Request(prompts(case, inputs)[0]) for inputs in later]
+    outputs = session.engine.generate(second, max_new_tokens=SECOND, session=session)
+    assert tokens(outputs) == [reference_greedy(pristine(name), inputs, SECOND)[0] for inputs in later]
     assert all(output.stats.reused_tokens > 0 for output in outputs)
 
 
@@ -70,46 +67,20 @@ def test_ragged_rows_go_on_together(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
 def test_the_same_words_about_another_image_reuse_nothing_of_the_old_one(name: str) -> None:
     """Placeholder ids are equal for every image; only the digest tells them apart."""
-    case = FAMILIES[name]
-    under_test = engine(name, "chain")
-    session = under_test.open(1)
-    inputs = case.row_inputs("image", 0)
+    session = engine(name, "chain").open(1)
+    inputs = FAMILIES[name].row_inputs("image", 0)
     changed = {**inputs, "pixel_values": inputs["pixel_values"].flip(0).neg()}
     for question in (inputs, changed, inputs):
-        (prompt,) = prompts(case, question)
-        (output,) = under_test.generate([Request(prompt)], max_new_tokens=FIRST, session=session)
-        assert output.tokens == reference_greedy(pristine(name), question, FIRST)[0]
-        first_placeholder = prompt.ids.index(IMAGE)
-        assert output.stats.reused_tokens <= first_placeholder
-
-
-@pytest.mark.some_families
-@pytest.mark.parametrize("name", VISUAL_FAMILIES)
-def test_a_follow_up_in_words_keeps_the_image(name: str) -> None:
-    """The image's features are in the cache and its rope delta still counts."""
-    case = FAMILIES[name]
-    under_test = engine(name, "static")
-    session = under_test.open(1)
-    (prompt,) = prompts(case, case.row_inputs("image", 0))
-    (answer,) = under_test.generate([Request(prompt)], max_new_tokens=FIRST, session=session)
-    inputs = case.continued("image", 0, answer.tokens, follow_up="text")
-    (longer,) = prompts(case, inputs)
-    (output,) = under_test.generate([Request(longer)], max_new_tokens=SECOND, session=session)
-    assert output.tokens == reference_greedy(pristine(name), inputs, SECOND)[0]
-    assert output.stats.reused_tokens == len(prompt) + FIRST - 1
+        output = assert_one_shot(session, name, question, FIRST)
+        assert output.stats.reused_tokens <= prompt(name, "image").ids.index(IMAGE)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_5_vl", "gemma3"])
 def test_asking_again_with_less_history_forgets_the_rest(name: str) -> None:
     """Regenerating an answer, or editing the last question: the cache is cut back, inside an answer too."""
-    case = FAMILIES[name]
+    case, session = FAMILIES[name], engine(name, "dynamic").open(1)
     kind = case.kinds[0]
-    under_test = engine(name, "dynamic")
-    session = under_test.open(1)
     for cut in (FIRST, 7, 0):
-        answer = case.reference(kind, n=FIRST)[0][:cut]
-        inputs = case.continued(kind, 0, answer, follow_up="text")
-        (prompt,) = prompts(case, inputs)
-        (output,) = under_test.generate([Request(prompt)], max_new_tokens=SECOND, session=session)
-        assert output.tokens == reference_greedy(pristine(name), inputs, SECOND)[0]
+        said = case.reference(kind, n=FIRST)[0][:cut]
+        output = assert_one_shot(session, name, case.continued(kind, 0, said, follow_up="text"))
     assert output.stats.reused_tokens > 0

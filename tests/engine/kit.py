@@ -8,43 +8,24 @@ from typing import Any
 
 import pytest
 
+import harness
 from families import FAMILIES
-from saccade.draft.lookup import PromptLookup
-from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.dynamic import DynamicTree
-from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request, Row, RunningBatch
 from saccade.engine.row import plan
-from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
-from saccade.target_model.adapter import Target
 
-POLICIES = {
-    "chain": Chain(4),
-    "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-    "dynamic": DynamicTree(top=3, max_depth=3, total=8),
-}
 METHODS = ("plain", "lookup", "chain", "static")
 
 
-def build(method: str, family: str = "llama") -> Engine:
-    case = FAMILIES[family]
-    target = Target(case.model())
-    if method == "plain":
-        return Engine(target)
-    if method == "lookup":
-        return Engine(target, PromptLookup(gamma=4))
-    return Engine(target, ModelDrafter(Target(case.draft_model()), POLICIES[method]))
-
-
-engine = cache(build)
+def engine(method: str, family: str = "llama") -> Engine:
+    return harness.engine(family, method)
 
 
 @cache
 def prompts(kind: str = "text", family: str = "llama", rows: int = 4) -> tuple[Prompt, ...]:
     """Of different lengths."""
     case = FAMILIES[family]
-    return tuple(split(engine("plain", family).target.config, case.inputs(kind, rows=rows)))
+    return tuple(harness.prompts(case, case.inputs(kind, rows=rows)))
 
 
 def add(
@@ -71,19 +52,19 @@ def alone(method: str, prompt: Prompt, family: str = "llama", **options: Any) ->
 
 
 class Forwards:
-    """The pieces of every forward of a batch's target."""
+    """The blocks of every forward of a batch's target."""
 
     def __init__(self, batch: RunningBatch, patched: pytest.MonkeyPatch) -> None:
         self.passes: list[list[Any]] = []
         run = batch.context.run
 
-        def counted(pieces: Sequence[Any]) -> Any:
-            self.passes.append(list(pieces))
-            return run(pieces)
+        def counted(blocks: Sequence[Any]) -> Any:
+            self.passes.append(list(blocks))
+            return run(blocks)
 
         patched.setattr(batch.context, "run", counted)
 
     @property
     def rows(self) -> list[int]:
         """Of every forward, how many rows took part."""
-        return [sum(len(piece.rows) for piece in pieces) for pieces in self.passes]
+        return [sum(len(block.rows) for block in blocks) for blocks in self.passes]

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import kit
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit import METHODS, build, engine
+from kit import METHODS, engine
+from kit import prompts as all_prompts
 
+import harness
 from families import FAMILIES
-from saccade.engine import Engine, Request, Run, RunningBatch
+from saccade.engine import Engine, Request, Run
 from saccade.engine.row import DEFAULT_NEW_TOKENS, plan
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.output import Output
-from saccade.processors import stateless
+from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM
 
 NEW = 24
@@ -26,57 +27,32 @@ DRAFTING = pytest.mark.parametrize("method", [*METHODS, "dynamic"])
 
 
 def prompts() -> Sequence[Prompt]:
-    return kit.prompts()[:3]
+    return all_prompts()[:3]
 
 
-def requests(seed: int = 0) -> list[Request]:
-    return [Request(prompt, seed=seed + row) for row, prompt in enumerate(prompts())]
+def requests() -> list[Request]:
+    return harness.requests("llama")
+
+
+def fresh(method: str) -> Engine:
+    """An engine whose weights may be changed."""
+    case = FAMILIES["llama"]
+    return harness.build(Target(case.model()), Target(case.draft_model()), method)
 
 
 def reference(row: int) -> list[int]:
     return FAMILIES["llama"].reference("text", rows=3, n=NEW)[row]
 
 
-def run(method: str, asked: Sequence[Request] | None = None, n: int = NEW, **options: Any) -> list[Output]:
-    return engine(method).generate(asked or requests(), max_new_tokens=n, **options)
+def run(method: str, n: int = NEW, **options: Any) -> list[Output]:
+    return engine(method).generate(requests(), max_new_tokens=n, **options)
 
 
-def start(under_test: Engine, session: RunningBatch | None = None, **options: Any) -> Run:
-    decoding = plan(under_test.target, prompts(), max_new_tokens=NEW, **options)
-    return under_test.start(requests(), decoding, session)
+def start(under_test: Engine, **options: Any) -> Run:
+    return under_test.start(requests(), plan(under_test.target, prompts(), max_new_tokens=NEW, **options))
 
 
 # --------------------------------------------------------------------------- where outputs end
-
-
-@DRAFTING
-@settings(max_examples=3, deadline=None)
-@given(row=st.integers(0, 2), place=st.integers(0, NEW - 1))
-def test_an_end_of_sequence_anywhere_ends_its_row_and_no_other(method: str, row: int, place: int) -> None:
-    """The end is a token that occurs at a random place of one row, and maybe in others."""
-    end = reference(row)[place]
-    for index, output in enumerate(run(method, eos_token_id=end)):
-        expected = reference(index)
-        cut = expected.index(end) + 1 if end in expected else NEW
-        assert output.tokens == expected[:cut]
-        assert output.finish_reason == ("eos" if end in expected else "length")
-
-
-@DRAFTING
-@settings(max_examples=3, deadline=None)
-@given(row=st.integers(0, 2), place=st.integers(1, NEW - 1))
-def test_a_stopping_criterion_anywhere_ends_its_row_and_no_other(method: str, row: int, place: int) -> None:
-    pair = reference(row)[place - 1 : place + 1]
-
-    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.tensor([ids[0, -2:].tolist() == pair])
-
-    for index, output in enumerate(run(method, stopping_criteria=[stateless(criterion)])):
-        text = [prompts()[index].ids[-1], *reference(index)]
-        ends = [i for i in range(1, len(text)) if text[i - 1 : i + 1] == pair]
-        cut = ends[0] if ends else NEW
-        assert output.tokens == reference(index)[:cut]
-        assert output.finish_reason == ("stop" if ends else "length")
 
 
 @DRAFTING
@@ -107,38 +83,6 @@ def test_finished_rows_stay_finished_and_silent(method: str) -> None:
     assert all(finished)
     assert text == [output.tokens for output in going.outputs]
     assert len(set(map(len, text))) > 1  # otherwise no row would have waited for another
-
-
-def test_an_interrupted_run_gives_what_there_is() -> None:
-    going = start(engine("chain"))
-    for _ in range(3):
-        next(going.steps)
-    for row, output in enumerate(going.outputs):
-        assert output.finish_reason == "interrupted"
-        assert 3 <= len(output.tokens) < NEW
-        assert output.tokens == reference(row)[: len(output.tokens)]
-
-
-# --------------------------------------------------------------------------- rows and their neighbours
-
-
-def counted(output: Output) -> dict[str, Any]:
-    """All but times and what is guessed for the last place or beyond it: a tree is as deep as the neighbour with most
-    room wants."""
-    beyond = ("drafted_tokens", "accepted_tokens", "accepted_histogram", "acceptance_by_depth")
-    stats = {k: v for k, v in output.stats.as_dict().items() if "seconds" not in k and k not in beyond}
-    return {**output.as_dict(), "marks": output.marks[:-1], "stats": stats}
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@DRAFTING
-def test_neither_tokens_nor_counts_depend_on_the_neighbours(method: str, do_sample: bool) -> None:
-    options = {"do_sample": True, "temperature": 0.8} if do_sample else {}
-    together = [counted(o) for o in run(method, requests(seed=5), **options)]
-    alone = [counted(run(method, [request], **options)[0]) for request in requests(seed=5)]
-    assert together == alone
-    turned = [counted(o) for o in run(method, requests(seed=5)[::-1], **options)]
-    assert turned == together[::-1]
 
 
 # --------------------------------------------------------------------------- what is counted
@@ -191,36 +135,13 @@ def test_the_kv_cache_is_as_large_as_the_request(method: str) -> None:
     assert cache.slots <= sum(cache.capacity(row) for row in range(3)) + 3 * QUANTUM
 
 
-@DRAFTING
-def test_a_second_turn_gives_the_tokens_of_one_shot_and_prefills_only_what_is_new(method: str) -> None:
-    under_test = engine(method)
-    session = under_test.open(3)
-    first = under_test.generate(requests(), max_new_tokens=9, session=session)
-    again = [
-        Request(Prompt((*prompt.ids, *output.tokens, 30 + row, 40, 50)))
-        for row, (prompt, output) in enumerate(zip(prompts(), first, strict=True))
-    ]
-    passes = []
-    run = session.context.run
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(session.context, "run", lambda pieces: passes.append(pieces) or run(pieces))
-        second = under_test.generate(again, max_new_tokens=12, session=session)
-    # the last answer's last token, which no forward has seen, and three new ones; behind them only guesses
-    assert [piece.logits_from + 1 for piece in passes[0]] == [4, 4, 4]
-    one_shot = under_test.generate(again, max_new_tokens=12)
-    for row in range(3):
-        assert second[row].tokens == one_shot[row].tokens
-        assert second[row].stats.reused_tokens == len(again[row].prompt) - 4
-        assert one_shot[row].stats.reused_tokens == 0
-
-
 # --------------------------------------------------------------------------- failures and refusals
 
 
 @DRAFTING
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_logits_that_are_not_finite_stop_the_run_and_name_the_step(method: str, steps: int) -> None:
-    under_test = build(method)
+    under_test = fresh(method)
     going = start(under_test)
     for _ in range(steps):
         next(going.steps)
@@ -231,11 +152,10 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_the_step(method: str, 
 
 
 def test_a_drafter_that_gives_nan_changes_no_token() -> None:
-    under_test: Any = build("chain")
+    under_test: Any = fresh("chain")
     with torch.no_grad():
         under_test.drafter.model.model.get_output_embeddings().weight.fill_(float("nan"))
-    outputs = under_test.generate(requests(), max_new_tokens=NEW)
-    assert [o.tokens for o in outputs] == [reference(row) for row in range(3)]
+    harness.assert_equals_generate(under_test, "llama")
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,6 @@ def test_two_processes_give_the_tokens_of_one(name: str, checkpoints: Path, tmp_
     assert len(first) == 6
 
 
-def test_another_seed_in_another_process_changes_nothing(checkpoints: Path, tmp_path: Path) -> None:
-    def work(rank: int) -> dict[str, Any]:
-        return dict(answers("llava", split_target(checkpoints / "llava"), seed=100 * rank, only=("chain",)))
-
-    assert_as_one(run_split(tmp_path, work))
-
-
 def test_the_comparison_notices_processes_that_decide_for_themselves(checkpoints: Path, tmp_path: Path) -> None:
     """The planted mistake: other seeds, and nobody hands out trees, verdicts and seeds."""
 

@@ -209,16 +209,6 @@ def test_rows_with_options_of_their_own_say_what_they_say_alone(method: str) -> 
         assert row.output == alone(method, prompts()[i % 4], **own), own
 
 
-@METHOD
-def test_a_stateful_processor_begins_once_per_row_and_reads_on(method: str) -> None:
-    batch, turns = engine(method).open(2), Turns()
-    row = add(batch, prompts()[0], n=15, logits_processor=[turns])
-    add(batch, prompts()[1], n=9)
-    drain(batch)
-    assert turns.begun == 1
-    assert all(token % 2 != place % 2 for place, token in enumerate(row.output))
-
-
 def failing(at: int) -> Callable[..., Any]:
     """Raises for a row that has said ``at`` tokens (of prompt 0)."""
     length = len(prompts()[0]) + at

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerF
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+import harness
 import saccade.hf
 import saccade.hf.speculation as speculation_module
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, PAD, VOCAB, Inputs
@@ -76,17 +77,7 @@ def test_greedy_sequences_equal_generate(name: str, method: str, rows: int) -> N
 
 
 OPTIONS: dict[str, Any] = {
-    "repetition_penalty": lambda a: {"repetition_penalty": 1.3},
-    "no_repeat_ngram_size": lambda a: {"no_repeat_ngram_size": 1},
-    "encoder_repetition_penalty": lambda a: {"encoder_repetition_penalty": 1.5},
-    "encoder_no_repeat_ngram_size": lambda a: {"encoder_no_repeat_ngram_size": 1},
-    "bad_words": lambda a: {"bad_words_ids": [[a[3]], [a[5], a[6]]]},
-    "begin_suppress_tokens": lambda a: {"begin_suppress_tokens": [a[0]]},
-    "several_eos": lambda a: {"eos_token_id": [a[20], a[12], EOS]},
-    "min_new_tokens": lambda a: {"eos_token_id": a[6], "min_new_tokens": 15},
-    "min_length": lambda a: {"eos_token_id": a[6], "min_length": 30},
-    "forced_eos": lambda a: {"eos_token_id": EOS, "forced_eos_token_id": EOS},
-    "exponential_decay": lambda a: {"eos_token_id": EOS, "exponential_decay_length_penalty": (8, 1.4)},
+    **harness.OPTIONS,
     "max_length": lambda a: {"max_new_tokens": None, "max_length": 50},
     "prefix_allowed_tokens_fn": lambda a: {
         "prefix_allowed_tokens_fn": lambda batch, ids: [
@@ -95,6 +86,7 @@ OPTIONS: dict[str, Any] = {
     },
     "generation_config": lambda a: {
         "max_new_tokens": None,
+        "do_sample": None,
         "generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.4, do_sample=False),
     },
 }
@@ -105,23 +97,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_options_act_as_in_generate_also_on_padded_batches(name: str, option: str, rows: int) -> None:
-    options = OPTIONS[option](common(name))
-    if "generation_config" in options:
-        inputs = inputs_of(name, rows)
-        theirs = model(name).generate(**inputs, generation_config=options["generation_config"])
-        ours = model(name).generate(
-            **inputs, generation_config=options["generation_config"], custom_generate=speculation(name)
-        )
-        assert ours.tolist() == theirs.tolist()
-    else:
-        assert_same(name, rows, "dynamic-tree", **options)
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_max_new_tokens_cuts_a_block_anywhere(n: int) -> None:
-    assert (
-        assert_same("qwen2_5_vl", 3, max_new_tokens=n).shape[1] == inputs_of("qwen2_5_vl", 3)["input_ids"].shape[1] + n
-    )
+    assert_same(name, rows, "dynamic-tree", **OPTIONS[option](common(name)))
 
 
 @pytest.mark.parametrize("name", NAMES)

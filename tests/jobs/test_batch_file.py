@@ -74,7 +74,7 @@ def test_every_picture_gets_the_answer_of_generate_and_a_broken_one_its_reason(p
     assert found["broken.png"]["error"].endswith("give one of PNG, JPEG, WEBP, GIF, BMP, TIFF.")
     assert (report.answered, report.failed, report.there, report.tokens) == (4, 1, 0, 20)
     assert [p.done for p in seen] == [0, 1, 2, 3, 4, 5]
-    assert seen[-1].total == 5
+    assert seen[-1].items == 5
 
 
 def test_speculation_sampling_systems_and_groups_are_those_of_generate(photos: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A VLM holds a draft model and several heads: which one a method gets, what is shared, what is refused."""
+"""Draft models and heads of a VLM: which one a method drafts with, what is shared, what is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 
 import checkpoints
 from checkpoints import picture, ready
-from saccade import VLM, MethodError, ModelError, load, methods, pocket
+from saccade import VLM, MethodError, ModelError, hf, load, methods, pocket
+from saccade.bench.preparing import prepare
+from saccade.bench.suites import MethodEntry, Suite, TaskEntry
 from saccade.cli import screen
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.heads.store import save_head
+from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.model import ModelDrafter
 from saccade.errors import InputError
 from saccade.methods import drafters
@@ -40,15 +42,26 @@ def saved(name: str, kind: str, **options: Any) -> Path:
 
 
 @cache
+def with_head(kind: str, method: str | None = None, **options: Any) -> VLM:
+    return load(ready("llava"), saved(kind, kind), method, **options)
+
+
+@cache
 def many() -> VLM:
     heads = [saved("hivis", "hivis"), saved("other", "hivis"), saved("blind", "eagle2", text_only=True)]
     return load(ready("llava"), ready("llava-draft"), heads=heads)
 
 
+@cache
+def plain() -> list[int]:
+    return list(many().using("plain").generate(QUESTION, [picture()]).tokens)
+
+
 def test_every_method_finds_its_drafter_and_gives_plain_decoding_s_tokens() -> None:
     assert list(many().heads) == ["hivis", "other", "blind"]
     assert (many().method, many().head_name) == ("auto", None)
-    plain = many().using("plain").generate(QUESTION, [picture()]).tokens
+    first, second = (many().heads[name].state_dict() for name in ("hivis", "other"))
+    assert any(not torch.equal(first[key], second[key]) for key in first), "two heads of a kind differ"
     for method, head, used in (
         ("chain", None, None),
         ("hivis", None, "hivis"),
@@ -64,14 +77,74 @@ def test_every_method_finds_its_drafter_and_gives_plain_decoding_s_tokens() -> N
             assert isinstance(drafter, HeadDrafter)
             assert drafter.head is vlm.head is many().heads[used]
         output = vlm.generate(QUESTION, [picture()])
-        assert output.tokens == plain
+        assert output.tokens == plain()
         assert output.stats.drafted_tokens > 0
 
 
-def test_two_heads_of_a_kind_draft_differently() -> None:
-    """Else the one before could have passed with the same head under both names."""
-    first, second = (many().heads[name].state_dict() for name in ("hivis", "other"))
-    assert any(not torch.equal(first[key], second[key]) for key in first)
+@pytest.mark.parametrize("kind", ["eagle3", "vispec", "dream", "medusa", "kangaroo"])
+def test_a_folder_picks_its_own_method(kind: str) -> None:
+    vlm = with_head(kind)
+    assert (vlm.method, vlm.lossless) == (kind, True)
+    output = vlm.generate(QUESTION, [picture()])
+    assert output.tokens == plain()
+    assert output.stats.drafted_tokens > 0
+
+
+def test_options_reach_the_tree() -> None:
+    drafter = with_head("hivis").using("hivis", top=3, max_depth=2, total=5).engine.drafter
+    assert drafter is not None
+    assert (drafter.max_depth, drafter.max_nodes, drafter.max_children) == (2, 6, 3)
+    chain = with_head("hivis").using("hivis", tree="chain", gamma=7).engine.drafter
+    assert chain is not None
+    assert (chain.max_depth, chain.draws) == (7, True)
+
+
+def test_a_head_needs_no_folder() -> None:
+    vlm = load(ready("llava"), method="plain")
+    head = load_head(saved("eagle2", "eagle2"), vlm.target)
+    assert load(vlm.target.model, head).method == "eagle2"
+    assert VLM(vlm.target.model, vlm.processor, drafter=head).generate(QUESTION, [picture()]).tokens == plain()
+
+
+def test_a_head_s_dtype() -> None:
+    def dtype(**options: Any) -> torch.dtype:
+        head = load(ready("llava"), saved("hivis", "hivis"), **options).head
+        assert head is not None
+        return next(head.parameters()).dtype
+
+    assert dtype(dtype="bfloat16") == torch.float32  # a small one on a CPU
+    assert dtype(draft_dtype="bfloat16") == torch.bfloat16
+    assert with_head("hivis", draft_dtype="bfloat16").generate(QUESTION, [picture()]).tokens == plain()
+
+
+def test_a_head_drafts_in_generate() -> None:
+    model = load(ready("llava"), method="plain").target.model
+    head = load_head(saved("hivis", "hivis"), checkpoints.vlm("llava").target)
+    ids = torch.tensor([[5, 9, 12, 40, 7]])
+    expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    counts = []
+    for drafter in (head, saved("hivis", "hivis")):
+        speculation = hf.speculate(drafter, tree="chain", gamma=3)
+        tokens = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=speculation)
+        assert tokens.tolist() == expected.tolist()
+        counts.append(speculation.outputs[0].stats.accepted_histogram)
+    assert speculation.outputs[0].stats.drafted_tokens > 0
+    assert counts[0] == counts[1]
+
+
+def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do() -> None:
+    entries = [MethodEntry("plain", "plain"), MethodEntry("hivis", "hivis")]
+    more = (MethodEntry("eagle2", "eagle2", optional=True), MethodEntry("chain", "chain", optional=True))
+    tasks = (TaskEntry(name="scene", task="scene"),)
+    suite = Suite("s", "t", tasks, (*entries, *more), per_task=1)
+    prepared = prepare(suite, with_head("hivis"), ("target", str(saved("hivis", "hivis"))))
+    assert list(prepared.methods) == ["plain", "hivis"]
+    assert [m.split(":")[0] for m in prepared.missing] == ["Method eagle2", "Method chain"]
+    models = prepared.models()
+    assert models["drafter"] is None
+    assert models["heads"]["hivis"]["type"] == "hivis"
+    with pytest.raises(MethodError, match="needs a draft model"):
+        prepare(Suite("s", "t", tasks, (*entries, MethodEntry("chain", "chain"))), with_head("hivis"))
 
 
 def test_nothing_is_loaded_twice() -> None:
@@ -122,12 +195,7 @@ def test_a_head_is_chosen_by_kind_or_name(method: str, name: str | None, chosen:
     [
         ("hivis", None, KINDS, r"Method hivis can use several heads \(a, b\); choose one with head=NAME"),
         ("hivis", "eagle2", KINDS, "The head eagle2 is of the kind eagle2, which method hivis cannot use"),
-        (
-            "hivis",
-            "c",
-            KINDS,
-            r"No head is named 'c' \(given: a \(hivis\), b \(hivis\), text-only \(eagle2\),",
-        ),
+        ("hivis", "c", KINDS, r"No head is named 'c' \(given: a \(hivis\), b \(hivis\), text-only \(eagle2\),"),
         ("hivis", "c", {}, r"No head is named 'c' \(given: none\)"),
         ("hivis", None, {"dream": "dream"}, "a trained hivis head, but only the head dream is given"),
         ("hivis", None, {}, "Method hivis needs a trained hivis head; give its folder"),
@@ -143,18 +211,22 @@ def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: 
     monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
     hivis = saved("hivis", "hivis")
     for options, error, message in (
-        (
-            {"heads": [hivis, hivis]},
-            MethodError,
-            "Two heads are named 'hivis'; give one of them another name",
-        ),
+        ({"heads": [hivis, hivis]}, MethodError, "Two heads are named 'hivis'; give one of them another name"),
         ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are named 'hivis'"),
         ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
         ({"heads": ["nowhere"]}, ModelError, "There is no folder nowhere"),
         ({"heads": [hivis], "head": "x"}, MethodError, "No head is named 'x'"),
+        ({"drafter": hivis, "method": "plain"}, MethodError, "Method plain takes no drafter"),
+        ({"drafter": hivis, "tree": "bush"}, MethodError, "tree of method hivis must be one of"),
+        ({"drafter": hivis, "draft_dtype": "int8"}, ModelError, "dtype 'int8'"),
     ):
         with pytest.raises(error, match=message):
             load(ready("llava"), **options)
+
+
+def test_a_head_of_another_target_is_refused() -> None:
+    with pytest.raises(ModelError, match="made for another target: its model class"):
+        load(ready("qwen"), saved("hivis", "hivis"))
 
 
 # -- the built-in models, by name --------------------------------------------------------------------------
@@ -197,11 +269,7 @@ def meant(given: Given) -> tuple[str, str | None, dict[str, str]]:
     ],
 )
 def test_the_built_in_target_brings_its_drafters(
-    given: Given,
-    drafter: str | None,
-    heads: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    given: Given, drafter: str | None, heads: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for heads of names and kinds that the user gives: else those would be there and not be the ones measured."""
     shipped(tmp_path, monkeypatch, "dream", "eagle2")
@@ -211,32 +279,13 @@ def test_the_built_in_target_brings_its_drafters(
 def test_a_shipped_head_never_stands_in_for_one_that_the_user_gives() -> None:
     """Not for a folder that is not there, and not for a head of another kind."""
     blind = saved("blind", "eagle2", text_only=True)
+    needs = "needs a trained hivis head, but only"
     for arguments, error, words in (
-        (
-            {"heads": {"hivis": "/does/not/exist"}},
-            ModelError,
-            "There is no folder /does/not/exist",
-        ),
-        (
-            {"heads": {"hivis": blind}, "head": "hivis", "method": "hivis"},
-            MethodError,
-            "is of the kind eagle2",
-        ),
-        (
-            {"heads": [blind], "method": "hivis"},
-            MethodError,
-            r"needs a trained hivis head, but only the head blind \(eagle2\) is given",
-        ),
-        (
-            {"drafter": blind, "method": "hivis"},
-            MethodError,
-            "hivis head, but only the head eagle2 is given",
-        ),
-        (
-            {"drafter": "pocket", "method": "hivis"},
-            MethodError,
-            "hivis head, but only a draft model is given",
-        ),
+        ({"heads": {"hivis": "/does/not/exist"}}, ModelError, "There is no folder /does/not/exist"),
+        ({"heads": {"hivis": blind}, "head": "hivis", "method": "hivis"}, MethodError, "is of the kind eagle2"),
+        ({"heads": [blind], "method": "hivis"}, MethodError, rf"{needs} the head blind \(eagle2\) is given"),
+        ({"drafter": blind, "method": "hivis"}, MethodError, f"{needs} the head eagle2 is given"),
+        ({"drafter": "pocket", "method": "hivis"}, MethodError, f"{needs} a draft model is given"),
     ):
         with pytest.raises(error, match=words):
             load("pocket", **arguments)

@@ -243,13 +243,13 @@ class PromptRunner:
         if self._target.ranks is not None:  # times differ from rank to rank
             self._budgets = self._target.ranks.numbers(self._budgets)
 
-    def chunks(self) -> tuple[list[PrefillChunk], list[PrefillChunk], list[PrefillChunk]]:
-        """This step's parts of prompts: chunks for the joint forward; last chunks that have run in passes of their own;
-        and parts before the last that have, or whose large media or long draft prompt ran ahead, which takes the step's
-        whole budget."""
+    def chunks(self) -> list[PrefillChunk]:
+        """This step's parts of prompts, each with its block of the joint forward.
+
+        Those without one have run in passes of their own, or their large media or long draft prompt ran ahead, which
+        takes the step's whole budget.
+        """
         chunks: list[PrefillChunk] = []
-        done: list[PrefillChunk] = []
-        ahead: list[PrefillChunk] = []
         whole = budget = self._budgets[0]
         for row in list(self._state.active):
             if row.slot is None or not self._state.is_prefilling(row) or budget <= 0:
@@ -260,15 +260,13 @@ class PromptRunner:
             if size > budget < whole:
                 continue  # an image that fits a later step
             chunk = PrefillChunk(row, prefill, stop)
-            ran_ahead = self._rows > 0 and self._run_ahead(chunk)
-            if ran_ahead:
-                ahead.append(chunk)
+            chunks.append(chunk)
+            if self._rows and self._run_ahead(chunk):
                 break
             budget -= size
             self._tokens += size
-            alone = prefill.runs_alone
             try:  # errors of a row's media surface before anything is drafted
-                if alone:
+                if prefill.runs_alone:
                     with self._clock.stage("prefill"), self._vision_time("prefill"):
                         prefill.run(stop)
                 else:
@@ -276,11 +274,10 @@ class PromptRunner:
                         chunk.block = prefill.block(stop, final=chunk.is_last)
             except Exception as error:
                 self._state.fail(row, error)
+                chunks.pop()
                 continue
-            if not alone:
-                chunk.has_tree = chunk.is_last and self._drafts_early(row)
-            (chunks if not alone else done if prefill.done else ahead).append(chunk)
-        return chunks, done, ahead
+            chunk.has_tree = chunk.block is not None and chunk.is_last and self._drafts_early(row)
+        return chunks
 
     def _run_ahead(self, chunk: PrefillChunk) -> bool:
         """Run the large part of a chunk before its own step, so that decoding rows never wait for all of it."""

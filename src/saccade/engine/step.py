@@ -185,7 +185,9 @@ class StepRunner:
     def run(self) -> None:
         """Run the step; rows that fail on their own end with their errors."""
         started = self._clock.timer()
-        chunks, prefilled, ahead = self._prompts.chunks()
+        parts = self._prompts.chunks()
+        chunks = [chunk for chunk in parts if chunk.block is not None]
+        prefilled = [chunk for chunk in parts if chunk.block is None and chunk.prefill.done]
         groups = self._propose(chunks)
         blocks = self._blocks(chunks, groups)
         decoding = any(not self._state.is_prefilling(row) for group in groups for row in group.rows)
@@ -208,11 +210,11 @@ class StepRunner:
                 with self._clock.stage("draft"):
                     self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
         host = to_host(packed) if packed else []  # the step's one synchronisation
-        self._count_seconds([*chunks, *prefilled, *ahead], groups)
+        self._count_seconds(parts, groups)
         with_tree = {id(c.row): c for c in chunks if c.has_tree}
         emitted = sum(self._emit(group, numbers, with_tree) for group, numbers in zip(groups, host, strict=True))
         seconds = self._clock.timer() - started
-        self._observe_costs(groups, [*chunks, *prefilled, *ahead], emitted, seconds)
+        self._observe_costs(groups, parts, emitted, seconds)
         self._prompts.observe(seconds)
 
     # -- trees ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
-from saccade.verify.rule import Judge, Rows, Rule, Verdict
+from saccade.verify.rule import Judge, Rows, Verdict
 
 _PENALTIES = ("RepetitionPenalty", "EncoderRepetitionPenalty", "NoRepeatNGram", "EncoderNoRepeatNGram")
 _READ_IDS = tuple(
@@ -88,9 +88,9 @@ class PaddedRows:
 
         def stop(ids: Tensor, scores: Any) -> bool:
             ids = torch.cat([padding[None], ids.to(padding.device)], 1)
-            given = [_NoScores(c) if self._with_scores else scores for c in self._criteria]
+            unread = [_NoScores(c) if self._with_scores else scores for c in self._criteria]
             # Every criterion is called: it may count its calls.
-            ends = [c(ids, s) for c, s in zip(criteria, given, strict=True)]
+            ends = [c(ids, s) for c, s in zip(criteria, unread, strict=True)]
             now = any(bool(torch.as_tensor(end).any()) for end in ends)
             if not self.run_on:
                 return now
@@ -203,37 +203,18 @@ class Sheet:
 
 
 class Recorder:
-    """Recorder of the logits behind every emitted token, wrapped around an engine's rule."""
+    """A rule around an engine's that records scores and logits ``[n, 2, V]`` behind every emitted token, per row."""
 
     def __init__(self, engine: Engine, do_sample: bool, rows: int) -> None:
-        self._rule = _Rule(engine.rule(do_sample))
-        self.engine = Engine(engine.target, engine.drafter, self._rule)  # the engine to record; it stays unchanged
+        self._rule = engine.rule(do_sample)
+        self.lossless, self.samples = self._rule.lossless, self._rule.samples
+        self.uniforms = self._rule.uniforms
+        self.engine = Engine(engine.target, engine.drafter, self)  # the engine to record; the other stays unchanged
         self._rows: list[list[Tensor]] = [[] for _ in range(rows)]
-
-    def take(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Record the logits of the tokens of one step; row i is in slot i."""
-        for row, new in enumerate(tokens):
-            if new:
-                self._rows[row].append(self._rule.latest[row][: len(new)])
-
-    def columns(self, which: int, width: int) -> tuple[Tensor, ...]:
-        """Processed (0) or raw (1) logits ``[B, V]`` of ``width`` tokens, zeros behind a row's end."""
-        padded = pad_sequence([torch.cat(row)[:, which] for row in self._rows], batch_first=True)
-        return tuple(padded[:, :width].unbind(1))
-
-
-class _Rule:
-    """A rule that records scores and logits ``[D + 1, 2, V]`` along the accepted path, per row."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self.lossless = rule.lossless
-        self.samples = rule.samples
-        self.uniforms = rule.uniforms
-        self.latest: dict[int, Tensor] = {}
+        self._latest: dict[int, Tensor] = {}  # along the accepted path
         self._judge: Judge
 
-    def open(self, context: Context) -> _Rule:
+    def open(self, context: Context) -> Recorder:
         self._judge = self._rule.open(context)
         return self
 
@@ -246,5 +227,16 @@ class _Rule:
         verdict = self._judge.judge(rows, tree, scores, uniforms, output)
         at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])
         along = torch.stack([t.gather(1, at).float() for t in (scores, output.logits)], 2)
-        self.latest |= dict(zip(rows, along, strict=True))
+        self._latest |= dict(zip(rows, along, strict=True))
         return verdict
+
+    def take(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Record the tokens of one step; row i is in slot i."""
+        for row, new in enumerate(tokens):
+            if new:
+                self._rows[row].append(self._latest[row][: len(new)])
+
+    def columns(self, which: int, width: int) -> tuple[Tensor, ...]:
+        """Processed (0) or raw (1) logits ``[B, V]`` of ``width`` tokens, zeros behind a row's end."""
+        padded = pad_sequence([torch.cat(row)[:, which] for row in self._rows], batch_first=True)
+        return tuple(padded[:, :width].unbind(1))

@@ -311,8 +311,18 @@ def fit(
         )
     if needed != "head":
         return None
+    if head is not None and head not in kinds:
+        raise MethodError(
+            f"No head is named {head!r} (given: {_listed(kinds) or 'none'}); give its folder with "
+            f"heads={{{head!r}: FOLDER}} (--head {head}=FOLDER on the command line)."
+        )
+    if head is not None and kinds[head] != kind:
+        raise MethodError(
+            f"The head {head} is of the kind {kinds[head]}, which method {method} cannot use; choose method "
+            f"{kinds[head]}, or another head."
+        )
     if head is not None:
-        return _named(method, kind, kinds, head)
+        return head
     fitting = [name for name, own in kinds.items() if own == kind]
     if not fitting:
         other = next(iter(kinds.values()), "chain" if has_draft_model else "prompt-lookup")
@@ -326,20 +336,6 @@ def fit(
             f"them {kind}."
         )
     return kind if kind in fitting else fitting[0]
-
-
-def _named(method: str, kind: Any, kinds: Mapping[str, str], head: str) -> str:
-    if head not in kinds:
-        raise MethodError(
-            f"No head is named {head!r} (given: {_listed(kinds) or 'none'}); give its folder with "
-            f"heads={{{head!r}: FOLDER}} (--head {head}=FOLDER on the command line)."
-        )
-    if kinds[head] != kind:
-        raise MethodError(
-            f"The head {head} is of the kind {kinds[head]}, which method {method} cannot use; choose method "
-            f"{kinds[head]}, or another head."
-        )
-    return head
 
 
 def _instead(has_draft_model: bool, kinds: Mapping[str, str]) -> str:

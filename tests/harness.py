@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from families import FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
+from families import EOS, FAMILIES, MAX_NEW_TOKENS, FamilyCase, Inputs
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.dynamic import DynamicTree
@@ -23,6 +23,26 @@ POLICIES: dict[str, Any] = {
     "dynamic": DynamicTree(top=3, max_depth=4, total=12),
 }
 METHODS = ("plain", *POLICIES)
+OPTIONS: dict[str, Any] = {
+    "repetition_penalty": lambda a: {"repetition_penalty": 1.3},
+    "no_repeat_ngram_size": lambda a: {"no_repeat_ngram_size": 1},
+    "no_repeat_ngram_size_2": lambda a: {"no_repeat_ngram_size": 2, "repetition_penalty": 0.8},
+    "encoder_repetition_penalty": lambda a: {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat_ngram_size": lambda a: {"encoder_no_repeat_ngram_size": 1},
+    "bad_words": lambda a: {"bad_words_ids": [[a[3]], [a[5], a[6]]]},
+    "suppress_tokens": lambda a: {"suppress_tokens": [a[2], a[7]]},
+    "begin_suppress_tokens": lambda a: {"begin_suppress_tokens": [a[0]]},
+    "sequence_bias": lambda a: {"sequence_bias": [[[a[4]], 3.0], [[a[8], a[9]], -5.0]]},
+    "eos": lambda a: {"eos_token_id": a[10]},
+    "several_eos": lambda a: {"eos_token_id": [a[20], a[12], EOS]},
+    "min_new_tokens": lambda a: {"eos_token_id": a[6], "min_new_tokens": 15},
+    "min_length": lambda a: {"eos_token_id": a[6], "min_length": 20},
+    "forced_eos_token_id": lambda a: {"eos_token_id": EOS, "forced_eos_token_id": EOS},
+    "exponential_decay": lambda a: {"eos_token_id": a[22], "exponential_decay_length_penalty": (4, 1.5)},
+    "remove_invalid_values": lambda a: {"remove_invalid_values": True, "renormalize_logits": True},
+    "sampling_settings_without_sampling": lambda a: {"temperature": 0.3, "top_p": 0.4, "top_k": 3},
+}
+"""Options of `generate` by the tokens of the answer without them."""
 
 
 @cache
@@ -39,11 +59,15 @@ def draft(name: str) -> Target:
 @cache
 def engine(name: str, method: str) -> Engine:
     """``method``: plain, lookup, or the name of a tree policy for the family's draft model."""
+    return build(target(name), draft(name), method)
+
+
+def build(model: Target, draft_model: Target, method: str) -> Engine:
     if method == "plain":
-        return Engine(target(name))
+        return Engine(model)
     if method == "lookup":
-        return Engine(target(name), PromptLookup())
-    return Engine(target(name), ModelDrafter(draft(name), POLICIES[method]))
+        return Engine(model, PromptLookup())
+    return Engine(model, ModelDrafter(draft_model, POLICIES[method]))
 
 
 def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
@@ -51,20 +75,33 @@ def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
     return split(target(case.name).config, inputs)
 
 
-def requests(name: str, kind: str | None = None, rows: int = 3) -> list[Request]:
+def prompt(name: str, kind: str | None = None, row: int = 0) -> Prompt:
+    """One row of a family's prompts of one kind, by default its first."""
+    case = FAMILIES[name]
+    return prompts(case, case.row_inputs(kind or case.kinds[0], row))[0]
+
+
+def requests(name: str, kind: str | None = None, rows: int = 3, seed: int = 0) -> list[Request]:
     """Rows of a family's prompts of one kind, by default its first."""
     case = FAMILIES[name]
-    return [Request(prompt) for prompt in prompts(case, case.inputs(kind or case.kinds[0], rows))]
+    rows_of = prompts(case, case.inputs(kind or case.kinds[0], rows))
+    return [Request(each, seed=seed + row) for row, each in enumerate(rows_of)]
 
 
 def run(name: str, method: str, inputs: Inputs, n: int = MAX_NEW_TOKENS, **options: Any) -> list[Output]:
     """The engine's outputs for all rows of a Hugging Face batch."""
-    rows = [Request(prompt) for prompt in prompts(FAMILIES[name], inputs)]
+    rows = [Request(each) for each in prompts(FAMILIES[name], inputs)]
     return engine(name, method).generate(rows, max_new_tokens=n, **options)
 
 
+def answer(method: Engine, asked: Prompt, n: int | None = MAX_NEW_TOKENS, **options: Any) -> Output:
+    """The engine's output for one prompt."""
+    (output,) = method.generate([Request(asked)], max_new_tokens=n, **options)
+    return output
+
+
 def assert_equals_generate(
-    method: Engine, name: str, kind: str | None = None, rows: int = 3, n: int = 24
+    method: Engine, name: str, kind: str | None = None, rows: int = 3, n: int = MAX_NEW_TOKENS
 ) -> list[Output]:
     """Compare an engine's greedy answers with those of `generate`; return its outputs."""
     kind = kind or FAMILIES[name].kinds[0]
