@@ -94,7 +94,7 @@ def run(name: str, method: str, inputs: Inputs, n: int = MAX_NEW_TOKENS, **optio
     return engine(name, method).generate(rows, max_new_tokens=n, **options)
 
 
-def answer(method: Engine, asked: Prompt, n: int | None = MAX_NEW_TOKENS, **options: Any) -> Output:
+def answer(method: Engine, asked: Prompt, n: int = MAX_NEW_TOKENS, **options: Any) -> Output:
     """The engine's output for one prompt."""
     (output,) = method.generate([Request(asked)], max_new_tokens=n, **options)
     return output

@@ -1,4 +1,4 @@
-"""Conversations: later turns read only what is new, and nothing that goes wrong loses what was said."""
+"""Conversations: later turns read only what is new, and no failure loses an earlier turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import load, picture, ready, vlm
-from saccade import InputError, ModelError
+from checkpoints import picture, vlm
+from saccade import InputError
 
 PAIRS = [("llava", "llava-draft"), ("llava", "llama"), ("qwen", "qwen-draft"), ("llama", None)]
 
@@ -71,12 +71,6 @@ def test_an_abandoned_turn_counts_with_the_tokens_it_has() -> None:
     assert second.stats.reused_tokens > turn.output.stats.prompt_tokens
 
 
-def test_a_turn_that_was_never_read_leaves_no_trace() -> None:
-    chat = vlm("llava").chat()
-    chat.stream("What?", [picture(1)])
-    assert chat.messages == []
-
-
 class Breaking:
     """A logits processor that raises at the given call, in the middle of a step."""
 
@@ -92,21 +86,21 @@ class Breaking:
         return scores
 
 
-@pytest.mark.parametrize("at", [1, 2, 9])
+@pytest.mark.parametrize("at", [1, 9])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_turn_broken_off_inside_a_step_harms_no_later_one(error: type[BaseException], at: int) -> None:
-    """What an interrupted answer had said stays in the conversation; a failed one never was."""
+    """What an interrupted answer has stays in the conversation; a failed one leaves nothing."""
     chat = vlm("llava", "llava-draft").chat()
     chat.send("What?", [picture(1)])
-    said = list(chat.messages)
+    before = list(chat.messages)
     turn = chat.stream("And here?", [picture(2)], logits_processor=[Breaking(error, at)])
     with pytest.raises(error):
         list(turn)
     begun = at > 2  # the first two calls judge the pass that ends the prompt, the second one its first guess
     counts = error is KeyboardInterrupt and begun
     assert bool(turn.output.tokens) == begun
-    assert len(chat.messages) == len(said) + 2 * counts
-    assert chat.messages[: len(said)] == said
+    assert len(chat.messages) == len(before) + 2 * counts
+    assert chat.messages[: len(before)] == before
     assert chat.send("Well?").tokens == one_shot("llava", chat.messages[:-1])
 
 
@@ -126,18 +120,6 @@ def test_what_is_refused_leaves_the_conversation_as_it_was() -> None:
     second = chat.send("And?")
     assert second.tokens == one_shot("llava", chat.messages[:-1])
     assert second.stats.reused_tokens > first.stats.prompt_tokens
-
-
-def test_a_turn_whose_numbers_go_wrong_does_not_count() -> None:
-    vlm = load(ready("llama"), method="plain")
-    chat = vlm.chat()
-    chat.send("What?")
-    said = list(chat.messages)
-    with torch.no_grad():
-        vlm.target.model.lm_head.weight[3] = float("nan")
-    with pytest.raises(ModelError, match="not finite"):
-        chat.send("And?")
-    assert chat.messages == said
 
 
 # -- videos

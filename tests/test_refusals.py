@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from checkpoints import picture, ready, vlm
-from saccade import InputError, MethodError, load
+from checkpoints import picture, vlm
+from saccade import InputError
 
 Call = Callable[[], Any]
 REFUSED: dict[str, tuple[Call, str]] = {
@@ -68,22 +68,3 @@ def test_an_unusable_request_is_refused_in_one_sentence(name: str) -> None:
 def test_a_generation_option_out_of_range_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         vlm("llama").generate("Tell", do_sample=True, **options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"method": "nope"}, "Unknown method 'nope'; expected one of plain, chain"),
-        ({"method": "plain", "gamma": 3}, "Method plain has no option gamma; its options are: none"),
-        ({"drafter": "llava-draft", "gamma": 0}, "gamma of method auto must be at least 1, not 0"),
-        ({"drafter": "llava-draft", "gamma": "x"}, "gamma of method auto must be a whole number, not 'x'"),
-        ({"gamma": 2.5}, "gamma of method prompt-lookup must be a whole number, not 2.5"),
-        ({"drafter": "llava-draft", "method": "plain"}, "Method plain takes no drafter"),
-        ({"method": "chain"}, "Method chain needs a draft model"),
-    ],
-)
-def test_methods_that_do_not_fit_are_refused(arguments: dict[str, Any], words: str) -> None:
-    drafter = arguments.get("drafter")
-    given = {**arguments, "drafter": drafter and ready(drafter)}
-    with pytest.raises(MethodError, match=words):
-        load(ready("llava"), **given)

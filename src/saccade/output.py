@@ -149,37 +149,21 @@ class TreeTrace:
 
 @dataclass(frozen=True, slots=True)
 class TicketChunk:
-    """The tokens of one step of one row.
-
-    Attributes:
-        tokens: ids.
-        marks: origin of each token.
-        finished: whether the answer has ended.
-        tree: the verified tree, where the batch traces.
-        text: completed characters; empty in the engine, which knows no tokenizer.
-    """
+    """The tokens of one step of one row."""
 
     tokens: tuple[int, ...]
-    marks: tuple[Mark, ...]
-    finished: bool
-    tree: TreeTrace | None = None
-    text: str = ""
+    marks: tuple[Mark, ...]  # origin of each token
+    finished: bool  # whether the answer has ended
+    tree: TreeTrace | None = None  # the verified tree, where the batch traces
+    text: str = ""  # completed characters; empty in the engine, which knows no tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens of one step of all rows.
+    """The tokens of one step of all rows."""
 
-    Attributes:
-        text: completed characters of the first row; empty in the engine, which knows no tokenizer.
-        tokens: per row; empty for a row that had finished.
-        marks: per row, the origin of each token.
-        trees: per row, the verified tree, None for a finished one; empty unless traced.
-        finished: per row, True from the step on in which it ended.
-    """
-
-    text: str
-    tokens: tuple[tuple[int, ...], ...]
-    marks: tuple[tuple[Mark, ...], ...]
-    trees: tuple[TreeTrace | None, ...] = ()
-    finished: tuple[bool, ...] = ()
+    text: str  # completed characters of the first row; empty in the engine, which knows no tokenizer
+    tokens: tuple[tuple[int, ...], ...]  # per row; empty for a row that had finished
+    marks: tuple[tuple[Mark, ...], ...]  # per row, the origin of each token
+    trees: tuple[TreeTrace | None, ...] = ()  # per row, the verified tree, None for a finished one; empty unless traced
+    finished: tuple[bool, ...] = ()  # per row, True from the step on in which it ended

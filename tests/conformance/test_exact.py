@@ -37,7 +37,7 @@ from saccade.vlm import VLM
 pytestmark = pytest.mark.formats
 
 NEW = 16
-TASKS = ("scene", "chart", "receipt")
+TASKS = ("scene", "receipt")
 HEADS = [name for name in HEAD_KINDS if name in pocket.head_paths()]
 SHIPPED = [name for name, method in METHODS.items() if method.lossless and (name in HEADS or name not in HEAD_KINDS)]
 """Lossless methods with a draft model, with none, and with the heads of the built-in pair."""
@@ -82,11 +82,8 @@ def pair() -> VLM:
 def answers(method: str, rows: int) -> list[list[int]]:
     """The built-in pair's answers about one sample of each task, with so many rows at a time."""
     with pair().using(method).batch(rows) as batch:
-        found = [batch.add(draw(7, task).messages(), max_new_tokens=2 * NEW) for task in TASKS]
-        while not batch.is_idle:
-            batch.step()
-    assert not any(ticket.error for ticket in found)
-    return [ticket.output.tokens for ticket in found]
+        tickets = [batch.add(draw(7, task).messages(), max_new_tokens=NEW) for task in TASKS]
+        return [ticket.result().tokens for ticket in tickets]
 
 
 @cache
@@ -114,16 +111,16 @@ def together(engine: Engine, rows: list[Prompt]) -> list[list[int]]:
 def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]:
     """Rows that join one by one, their prompts in chunks of a few tokens, two at a time."""
     batch = engine.open(2, prefill_chunk=chunk)
-    found = []
+    added = []
     for place, row in enumerate(rows):
         decoding = plan(engine.target, [row], max_new_tokens=NEW - place % 3)
-        found.append(batch.add(Request(row), decoding.rows[0], decoding.do_sample))
+        added.append(batch.add(Request(row), decoding.rows[0], decoding.do_sample))
         for _ in range(place + 1):
             batch.step()
     while not batch.is_idle:
         batch.step()
-    assert not any(row.error for row in found)
-    return [row.output for row in found]
+    assert not any(row.error for row in added)
+    return [row.output for row in added]
 
 
 @pytest.mark.some_families
@@ -135,8 +132,8 @@ def test_every_method_gives_plain_decoding_s_tokens_at_every_batch_size(name: st
     if method == "itself" and not FAMILIES[name].is_visual:
         method = "lookup"
     engine, rows = Engine(target(name), DRAFTERS[method](name)), prompts(name)
-    found = [tokens for i in range(0, len(rows), batch) for tokens in together(engine, rows[i : i + batch])]
-    assert tuple(map(tuple, found)) == plain(name)
+    answered = [tokens for i in range(0, len(rows), batch) for tokens in together(engine, rows[i : i + batch])]
+    assert tuple(map(tuple, answered)) == plain(name)
 
 
 @pytest.mark.singly
@@ -151,8 +148,8 @@ def test_every_method_of_the_built_in_pair_gives_plain_decoding_s_tokens(method:
 @pytest.mark.parametrize("method", ["plain", "chain", "static", "lookup"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "llava_onevision", "qwen2_5_vl"])
 def test_chunks_of_prompts_and_rows_that_come_and_go_change_no_token(name: str, method: str, chunk: int) -> None:
-    found = staggered(Engine(target(name), DRAFTERS[method](name)), prompts(name), chunk)
-    assert [list(full[: len(tokens)]) for full, tokens in zip(plain(name), found, strict=True)] == found
+    answered = staggered(Engine(target(name), DRAFTERS[method](name)), prompts(name), chunk)
+    assert [list(full[: len(tokens)]) for full, tokens in zip(plain(name), answered, strict=True)] == answered
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
@@ -214,7 +211,7 @@ def test_a_model_that_is_hooked_after_it_was_loaded_is_refused() -> None:
     assert tuple(together(Engine(own), prompts("llama")[:1])[0]) == plain("llama")[0]
 
 
-def test_another_number_of_threads_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_threads_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are divided among threads, and may add up in another order."""
     own = Target(model("llama"), exact=True)
     monkeypatch.setattr(exact, "agreeing_sizes", lambda product: (1, 16))

@@ -6,22 +6,18 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from enumeration import ManyUniforms, Table, Trial, p_of
-from sampling_kit import LIKELY, PROMPT, small_model
+from sampling_kit import PROMPT, small_model
 from test_turns import FIRST, assert_one_shot, second_turn
 
 from harness import POLICIES, answer, assert_equals_generate, draft, prompt, target
 from saccade.draft.lookup import PromptLookup
-from saccade.draft.merged import MergedDrafter, union
+from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
+from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.tree import DraftTree
-from saccade.verify.rule import Sampling
 
 TREES: dict[str, Any] = {**POLICIES, "sage": SageTree()}
 
@@ -67,36 +63,3 @@ def test_an_answer_that_repeats_the_prompt_is_copied_where_the_draft_model_is_lo
     outputs = [answer(Engine(own, drafter), again, 26) for drafter in (stranger, merged)]
     assert outputs[0].tokens == outputs[1].tokens
     assert outputs[1].stats.target_passes < outputs[0].stats.target_passes
-
-
-# --------------------------------------------------------------------------- exact under sampling
-
-ROWS, VOCAB, DEPTH = 40_000, 4, 3
-
-
-class _WithChain:
-    """A policy whose tree is merged with a chain that other tables would guess."""
-
-    def __init__(self, policy: Any, other: Table) -> None:
-        self._policy, self._other = policy, other
-
-    def begin(self, rows: Any, roots: torch.Tensor, proposer: Any) -> Any:
-        growth = self._policy.begin(rows, roots, proposer)
-        trial: Any = Trial(self._other, self._other, Chain(DEPTH), TopProposer(), Sampling(), ManyUniforms(len(roots)))
-        chain = trial._grow(len(roots))
-
-        class Grown:
-            def expand(self, logits: torch.Tensor) -> Any:
-                return growth.expand(logits)
-
-            def tree(self) -> DraftTree:
-                return union(growth.tree(), chain, 64)
-
-        return Grown()
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_one_pass_draws_from_the_target(seed: int) -> None:
-    policy = _WithChain(StaticTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]), Table(VOCAB, DEPTH, seed=8))
-    tables = Table(VOCAB, DEPTH + 1, seed=1), Table(VOCAB, DEPTH, seed=seed)
-    assert p_of(Trial(*tables, policy, TopProposer(), Sampling(), ManyUniforms(ROWS)), ROWS, DEPTH + 1) > LIKELY

@@ -87,10 +87,10 @@ def test_the_options_of_the_checkpoint_count_when_the_caller_is_silent() -> None
     inputs = case.row_inputs("image", 0)
     (wanted,) = reference.generate(**inputs)[:, inputs["input_ids"].shape[1] :].tolist()
     under_test = Engine(Target(model), ModelDrafter(draft("qwen2_5_vl"), Chain(4)))
-    assert answer(under_test, prompt("qwen2_5_vl"), None).tokens == wanted
+    asked = requests("qwen2_5_vl", rows=1)
+    assert tokens(under_test.generate(asked)) == [wanted]
     assert wanted != case.reference("image", n=20)[0]
-    unpunished = answer(under_test, prompt("qwen2_5_vl"), None, repetition_penalty=1.0)
-    assert unpunished.tokens == case.reference("image", n=20)[0]
+    assert tokens(under_test.generate(asked, repetition_penalty=1.0)) == case.reference("image", n=20)
 
 
 def test_a_generation_config_and_options_over_it() -> None:

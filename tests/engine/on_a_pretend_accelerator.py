@@ -36,7 +36,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 
 CASE = FAMILIES["llava"]
-NEW = 6
+NEW = 5
 ROWS = 2
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12}
 SMALL = {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4}
@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lookup-merge": {"gamma": 2, "copied": 3},
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:
-they ask the drafter after every guess, and wait for what it says."""
+they wait for the drafter's confidence after every guess."""
 FEW_UPLOADS = {*HEAD_KINDS, "plain", "chain", "static-tree", "dynamic-tree"} & set(OPTIONS)
 """Methods whose steps send at most three tensors to the device: random numbers, what drafting and verification need of
 the host, and the places of entries that move."""
@@ -85,7 +85,7 @@ def head(kind: str, place: str) -> Head:
 
 
 def engine(method: str, place: str, **options: Any) -> Engine:
-    if method == "tabed":  # with views that ask for no tokenizer
+    if method == "tabed":  # with views that need no tokenizer
         views: list[Any] = [Multimodal(), Pruned(Pruning("uniform", 0.5, 0.5))]
         return Engine(target(place), EnsembleDrafter(draft_model(place), Chain(3), views))
     model = draft_model(place) if get(method).needs == "draft model" else None
@@ -109,20 +109,20 @@ def run(
     prompts = split(under_test.target.config, CASE.inputs("image", rows=rows))
     decoding = plan(under_test.target, prompts, max_new_tokens=new, **(SAMPLED if sampled else {}))
     batch = under_test.open(len(prompts))
-    asked = [
+    rows_of = [
         batch.add(Request(prompt, seed=seed), own, decoding.do_sample)
         for seed, (prompt, own) in enumerate(zip(prompts, decoding.rows, strict=True))
     ]
-    ran = Ran([row.output for row in asked])
+    ran = Ran([row.output for row in rows_of])
     while not batch.is_idle:
-        reads = not all(row.output for row in asked)
+        reads = not all(row.output for row in rows_of)
         if device is None:
             batch.step()
             continue
         with device.counting() as counts:
             batch.step()
         (ran.prefill if reads else ran.steps).append(counts)
-    for row in asked:
+    for row in rows_of:
         if row.error is not None:
             raise row.error
     return ran
@@ -299,7 +299,7 @@ def test_what_the_host_waits_for_is_counted(device: PretendDevice) -> None:
         assert sum(counts.waits.values()) == 1
 
 
-def test_what_goes_to_the_device_waits_unless_it_is_pinned_and_asked_not_to(device: PretendDevice) -> None:
+def test_what_goes_to_the_device_waits_unless_it_is_pinned_and_not_to_block(device: PretendDevice) -> None:
     host = torch.ones(3)
     with device.counting() as counts:
         host.to(NAME), host.to(NAME, non_blocking=True), host.pin_memory().to(NAME)
@@ -310,32 +310,3 @@ def test_what_goes_to_the_device_waits_unless_it_is_pinned_and_asked_not_to(devi
         host.pin_memory().to(NAME, non_blocking=True)
         torch.zeros(3, device=NAME).copy_(host.pin_memory(), non_blocking=True)
     assert (sum(counts.blocking.values()), sum(counts.sent.values())) == (0, 2)
-
-
-def test_views_are_free_and_what_writes_is_a_launch(device: PretendDevice) -> None:
-    numbers = torch.ones(3, 4, device=NAME)
-    with device.counting() as counts:
-        numbers.T[1:].unsqueeze(0)
-        torch.empty(3, device=NAME)
-    assert not counts.launches
-    with device.counting() as counts:
-        (numbers + numbers).mul_(2)
-        numbers[0].zero_()
-    assert sum(counts.launches.values()) == 3
-    assert not counts.waits
-    assert not counts.blocking
-
-
-def test_a_cpu_tensor_beside_one_of_the_device_is_refused(device: PretendDevice) -> None:
-    numbers = torch.ones(3, device=NAME)
-    with pytest.raises(MixedDevices, match=r"given CPU tensors of shape \[3\]"):
-        numbers + torch.ones(3)
-    assert (numbers + torch.tensor(1.0)).tolist() == [2, 2, 2]
-
-
-def test_inference_mode_is_itself_again_behind_the_device() -> None:
-    with PretendDevice(), torch.inference_mode():
-        assert not torch.is_inference_mode_enabled()
-        assert not torch.is_grad_enabled()
-    with torch.inference_mode():
-        assert torch.is_inference_mode_enabled()

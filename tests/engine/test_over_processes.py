@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import harness
 from checkpoints import ready
 from families import FAMILIES
-from over_processes import COUNT, NAMES, answers, run_split, split_target
+from over_processes import COUNT, run_split, split_target
 from saccade import VLM, load
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import build_head
+from saccade.draft.heads.session import HeadDrafter
+from saccade.engine import Engine
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
 from saccade.target_model.sharding import Ranks, check_split
 
+NAMES = ("llava", "qwen2_5_vl", "gemma3", "mistral3")
+DRAFTS = ("chain", "dynamic", "head")
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
 
@@ -27,13 +36,34 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def whole(name: str, **options: Any) -> dict[str, Any]:
-    return dict(answers(name, Target(FAMILIES[name].model()), **options))
+def engine(name: str, drafts: str, target: Target) -> Engine:
+    """The drafter is the same in every process: its weights follow from a seed."""
+    if drafts != "head":
+        return harness.build(target, Target(FAMILIES[name].draft_model()), drafts)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        head = build_head(HeadConfig.from_target(target, "eagle2"))
+    return Engine(target, HeadDrafter(head, target, harness.POLICIES["dynamic"]))
 
 
-def assert_as_one(found: list[dict[str, Any]]) -> None:
-    expected = whole("llava", only=("chain",))
-    assert found == [expected] * COUNT
+def answers(name: str, target: Target, seed: int = 7, only: Sequence[str] = DRAFTS) -> dict[str, list[list[int]]]:
+    """Tokens of two rows by draft and by how they are chosen; some of a draft model's tokens are accepted."""
+    made = {}
+    for drafts, sampled in product(only, (False, True)):
+        options = {"do_sample": True, "temperature": 0.7, "top_k": 20} if sampled else {}
+        asked = harness.requests(name, "image", 2, seed)
+        outputs = engine(name, drafts, target).generate(asked, max_new_tokens=16, **options)
+        drafted, accepted = (
+            sum(getattr(o.stats, f"{kind}_tokens") for o in outputs) for kind in ("drafted", "accepted")
+        )
+        assert drafted > accepted
+        assert accepted > 0 or drafts == "head"
+        made[f"{drafts} {sampled}"] = harness.tokens(outputs)
+    return made
+
+
+def whole(name: str, **options: Any) -> dict[str, list[list[int]]]:
+    return answers(name, Target(FAMILIES[name].model()), **options)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n != "llava" else []) for n in NAMES])
@@ -45,27 +75,25 @@ def test_two_processes_give_the_tokens_of_one(name: str, checkpoints: Path, tmp_
         assert target.ranks is not None
         assert target.ranks.rank == rank
         assert not target.is_lean
-        return dict(answers(name, target))
+        return answers(name, target)
 
-    first, second = run_split(tmp_path, work)
-    assert first == second == whole(name)
-    assert len(first) == 6
+    assert run_split(tmp_path, work) == [whole(name)] * COUNT
 
 
 def test_the_comparison_notices_processes_that_decide_for_themselves(checkpoints: Path, tmp_path: Path) -> None:
-    """The planted mistake: other seeds, and nobody hands out trees, verdicts and seeds."""
+    """The planted mistake: other seeds, and no rank sends trees, verdicts and seeds."""
 
     def work(rank: int) -> dict[str, Any]:
         Ranks.tree = lambda self, tree: tree  # type: ignore[method-assign]
         Ranks.tensors = lambda self, numbers, parts: (numbers, parts)  # type: ignore[method-assign, assignment, return-value]
         Ranks.numbers = lambda self, values: list(values)  # type: ignore[method-assign]
-        return dict(answers("llava", split_target(checkpoints / "llava"), seed=100 * rank, only=("chain",)))
+        return answers("llava", split_target(checkpoints / "llava"), seed=100 * rank, only=("chain",))
 
     with pytest.raises(AssertionError):
-        assert_as_one(run_split(tmp_path, work, seconds=20))
+        assert run_split(tmp_path, work, seconds=20) == [whole("llava", seed=0, only=("chain",))] * COUNT
 
 
-def test_what_rank_0_hands_out_may_have_another_shape(checkpoints: Path, tmp_path: Path) -> None:
+def test_what_rank_0_sends_may_have_another_shape(checkpoints: Path, tmp_path: Path) -> None:
     def work(rank: int) -> dict[str, Any]:
         ranks = split_target(checkpoints / "llama").ranks
         assert ranks is not None
@@ -78,7 +106,7 @@ def test_what_rank_0_hands_out_may_have_another_shape(checkpoints: Path, tmp_pat
     assert first == second == expected
 
 
-def test_a_single_process_is_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_is_refused_with_the_advice_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ModelError, match="torchrun --nproc-per-node"):
         check_split(FAMILIES["llama"].model().config)
@@ -107,8 +135,8 @@ def test_a_running_batch_follows_the_first_process_in_memory_and_seeds(tmp_path:
 
     def tokens(vlm: VLM, rank: int) -> list[list[int]]:
         with vlm.batch(max_rows=2, kv_memory=2**20 >> 20 * rank) as batch:  # too little for any request on rank 1
-            asked = [batch.add(text, seed=3 + 100 * rank, do_sample=True) for text in ("One?", "Two?", "Three?")]
-            return [ticket.result().tokens for ticket in asked]
+            tickets = [batch.add(text, seed=3 + 100 * rank, do_sample=True) for text in ("One?", "Two?", "Three?")]
+            return [ticket.result().tokens for ticket in tickets]
 
     def work(rank: int) -> dict[str, Any]:
         with pytest.raises(ModelError, match="Exact mode needs the whole target"):

@@ -12,31 +12,21 @@ from hypothesis import strategies as st
 from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan
 from saccade.inputs.families.family import Prompt
-from saccade.output import Mark
 
 PROMPT = [3, 1]
+TOKENS = st.integers(0, 4)
 
 
-def block_marks(drafted: int, own: int) -> list[Mark]:
-    return [*["draft"] * drafted, *["target"] * own]
-
-
-class EndsWith:
-    """A stopping criterion, called as `generate` calls it: ids of the whole row, prompt included."""
-
-    def __init__(self, sequence: Sequence[int]) -> None:
-        self.sequence = list(sequence)
-
-    def __call__(self, ids: torch.Tensor, scores: None) -> torch.Tensor:
-        return torch.tensor([ids[0, -len(self.sequence) :].tolist() == self.sequence])
-
-
-def row(limit: int = 100, eos: Sequence[int] = (), criteria: Sequence[Callable[..., object]] = ()) -> Row:
-    return on("cpu", RowPlan(limit, frozenset(eos), (), tuple(criteria)))
-
-
-def on(device: str, plan: RowPlan) -> Row:
+def row(
+    limit: int = 100, eos: Sequence[int] = (), criteria: Sequence[Callable[..., object]] = (), device: str = "cpu"
+) -> Row:
+    plan = RowPlan(limit, frozenset(eos), (), tuple(criteria))
     return Row(Request(Prompt(tuple(PROMPT))), plan, False, torch.device(device))
+
+
+def emit(under_test: Row, block: Sequence[int]) -> list[int]:
+    """Emit drafted tokens and the target's own, which is the last."""
+    return under_test.emit(block, [*["draft"] * (len(block) - 1), "target"])  # type: ignore[list-item]
 
 
 def naive(text: list[int], limit: int, eos: set[int], stop: list[int]) -> tuple[list[int], str]:
@@ -51,64 +41,52 @@ def naive(text: list[int], limit: int, eos: set[int], stop: list[int]) -> tuple[
     return text, "interrupted"
 
 
-TOKENS = st.integers(0, 4)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
-    blocks=st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.integers(0, 4)), min_size=1, max_size=6),
+    blocks=st.lists(st.lists(TOKENS, min_size=1, max_size=5), min_size=1, max_size=6),
     limit=st.integers(1, 12),
     eos=st.sets(TOKENS, max_size=1),
     stop=st.lists(TOKENS, max_size=3),
 )
 def test_the_output_is_cut_exactly_where_plain_decoding_ends(
-    blocks: list[tuple[list[int], int]], limit: int, eos: set[int], stop: list[int]
+    blocks: list[list[int]], limit: int, eos: set[int], stop: list[int]
 ) -> None:
-    """Blocks end with the target's own token; the ones before it were drafted.
-
-    The prompt's own end of sequence ends nothing, a stop sequence may begin in it, and of several reasons an end of
+    """The prompt's end of sequence ends nothing, a stop sequence may begin in it, and of several reasons an end of
     sequence is the strongest and the length the weakest.
     """
-    under_test = row(limit, eos, [EndsWith(stop)] if stop else [])
-    assert under_test.remaining == limit
-    text = [token for block, _ in blocks for token in block]
+
+    def ends_with(ids: torch.Tensor, scores: None) -> torch.Tensor:  # ids of the whole row, as in `generate`
+        return torch.tensor([ids[0, -len(stop) :].tolist() == stop])
+
+    under_test = row(limit, eos, [ends_with] if stop else [])
     emitted: list[int] = []
+    taken: list[int] = []
     marks: list[str] = []
-    for block, _ in blocks:
-        if under_test.done:
-            break
-        emitted += under_test.emit(block, block_marks(len(block) - 1, 1))
-        marks += ["draft"] * (len(block) - 1) + ["target"]
+    for block in blocks:
+        if not under_test.done:
+            emitted += emit(under_test, block)
+            taken += under_test.pop_new_tokens()
+            marks += ["draft"] * (len(block) - 1) + ["target"]
     output = under_test.finish()
-    expected, reason = naive(text, limit, eos, stop)
+    expected, reason = naive([token for block in blocks for token in block], limit, eos, stop)
     assert under_test.remaining == (limit - len(expected) if reason == "interrupted" else 0)
     assert (output.tokens, output.finish_reason) == (expected, reason)
-    assert emitted == expected
+    assert emitted == taken == expected, "the drafter gets every token once"
     assert output.marks == marks[: len(expected)]
     assert under_test.ids == PROMPT + expected
     assert output.stats.new_tokens == len(expected)
     assert output.stats.accepted_tokens == output.marks.count("draft")
 
 
-@given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=5))
-def test_the_drafter_gets_every_token_once(blocks: list[list[int]]) -> None:
-    under_test, taken = row(), list[int]()
-    for block in blocks:
-        under_test.emit(block, block_marks(0, len(block)))
-        taken += under_test.pop_new_tokens()
-    assert taken == under_test.output
-
-
 def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     under_test = row()
     stats = under_test.stats
     assert (stats.accepted_length, stats.block_efficiency, stats.acceptance_by_depth) == (0.0, 0.0, [])
-    under_test.emit([1], block_marks(0, 1))  # prefill
-    under_test.stats.prefill_tokens = 1
+    emit(under_test, [1])
+    stats.prefill_tokens = 1
     for accepted in (0, 3, 1, 3):
         under_test.record_pass(accepted)
-        under_test.emit([1] * (accepted + 1), block_marks(accepted, 1))
-    stats = under_test.stats
+        emit(under_test, [1] * (accepted + 1))
     assert stats.accepted_histogram == [1, 1, 0, 2]
     assert stats.target_passes == 4
     assert stats.accepted_length == pytest.approx(7 / 4)
@@ -116,34 +94,33 @@ def test_a_histogram_counts_passes_by_what_was_accepted_in_them() -> None:
     assert stats.acceptance_by_depth == pytest.approx([3 / 4, 2 / 3, 1.0])
 
 
-def test_tokens_behind_the_end_are_not_counted_as_what_a_pass_gave() -> None:
+def test_tokens_behind_the_end_do_not_count_for_their_pass() -> None:
     under_test = row(eos=[9])
-    under_test.emit([1], block_marks(0, 1))
+    emit(under_test, [1])
     under_test.stats.prefill_tokens = 1
     for block in ([1, 1, 1, 1], [1, 9, 1, 1]):
         under_test.record_pass(3)
-        under_test.emit(block, block_marks(3, 1))
+        emit(under_test, block)
     stats = under_test.finish().stats
     assert stats.accepted_histogram == [0, 0, 0, 2]
     assert (stats.block_efficiency, stats.accepted_length) == (3.0, 2.0)
 
 
-def test_stopping_criteria_are_given_ids_on_the_device_of_the_model() -> None:
+def test_stopping_criteria_get_ids_on_the_device_of_the_model() -> None:
     devices: list[str] = []
 
     def criterion(ids: torch.Tensor, scores: None) -> bool:
         devices.append(ids.device.type)
         return False
 
-    under_test = on("meta", RowPlan(9, frozenset(), (), (criterion,)))
-    under_test.emit([2, 4], block_marks(1, 1))
+    emit(row(criteria=[criterion], device="meta"), [2, 4])
     assert devices == ["meta", "meta"]
 
 
 def test_a_drafter_that_joins_late_gets_the_prompts_last_token_and_all_of_the_answer() -> None:
     under_test = row()
-    under_test.emit([5, 6], ["target", "target"])
+    emit(under_test, [5, 6])
     under_test.drafter_lacks_end = True
     assert under_test.pop_new_tokens() == [*PROMPT[-1:], 5, 6]
-    under_test.emit([7], ["target"])
+    emit(under_test, [7])
     assert under_test.pop_new_tokens() == [7]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,26 +23,26 @@ METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 @METHOD
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_that_arrive_and_are_cancelled_at_any_time_say_what_they_say_alone(method: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_that_arrive_and_are_cancelled_at_any_time_give_what_they_give_alone(method: str, seed: int) -> None:
     chance = random.Random(seed)
     batch = engine(method).open(3, prefill_chunk=chance.choice([1, 5, 512]))
-    asked, cancelled = [], set()
+    added, cancelled = [], set()
     left = [chance.randrange(4) for _ in range(8)]
     while left or not batch.is_idle:
         if left and chance.random() < 0.5:
-            which, number = left.pop(), len(asked)
+            which, number = left.pop(), len(added)
             options = {"n": 6 + 5 * (number % 4), "seed": number}
             if number % 2:
                 options |= {"do_sample": True, "temperature": 0.5 + 0.1 * number}
-            asked.append((add(batch, prompts()[which], **options), which, options))
-        if asked and chance.random() < 0.05:
-            row = chance.choice(asked)[0]
+            added.append((add(batch, prompts()[which], **options), which, options))
+        if added and chance.random() < 0.05:
+            row = chance.choice(added)[0]
             if not row.done:
                 batch.cancel(row)
                 cancelled.add(row)
         batch.step()
-    for row, which, options in asked:
+    for row, which, options in added:
         expected = alone(method, prompts()[which], **options)
         assert row.output == (expected[: len(row.output)] if row in cancelled else expected)
         assert row.error is None
@@ -93,23 +93,13 @@ def test_a_row_that_is_cancelled_while_it_waits_never_runs() -> None:
     assert third.output == alone("chain", prompts()[2], n=8)
 
 
-def test_another_thread_is_told_that_one_thread_owns_a_batch() -> None:
+def test_a_batch_refuses_a_second_thread() -> None:
     batch = engine("chain").open(2)
     row = add(batch, prompts()[0])
-    said: list[BaseException] = []
-
-    def use() -> None:
+    with ThreadPoolExecutor(1) as other:
         for call in (batch.step, lambda: add(batch, prompts()[1]), lambda: batch.cancel(row)):
-            try:
-                call()
-            except InputError as error:
-                said.append(error)
-
-    other = threading.Thread(target=use)
-    other.start()
-    other.join()
-    assert len(said) == 3
-    assert all("let one thread own it" in str(error) for error in said)
+            with pytest.raises(InputError, match="let one thread own it"):
+                other.submit(call).result()
     drain(batch)
     assert row.output == alone("chain", prompts()[0])
 
@@ -121,9 +111,8 @@ def test_a_stream_that_another_thread_collects_ends_before_the_batch_s_next_step
     run = under_test.start([Request(prompts()[0])], decoding, session)
     next(run.steps)
     rows, steps = run.rows, run.steps
-    other = threading.Thread(target=steps.close)
-    other.start()
-    other.join()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(steps.close).result()
     assert session.rows == rows
     session.step()
     assert session.is_idle
@@ -133,27 +122,26 @@ def test_a_stream_that_another_thread_collects_ends_before_the_batch_s_next_step
     assert fresh.output == alone("chain", prompts()[1], n=8)
 
 
-@METHOD
-def test_a_step_that_is_interrupted_leaves_a_batch_that_works(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = engine(method).open(2)
+def test_a_step_that_is_interrupted_leaves_a_batch_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = engine("chain").open(2)
     row, waiting = add(batch, prompts()[0]), [add(batch, prompt) for prompt in prompts()[1:3]]
     batch.step()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    said = list(row.output)
+    before = list(row.output)
     with monkeypatch.context() as patched:
         patched.setattr(batch.context, "run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             batch.step()
     assert row.finish().finish_reason == "interrupted"
     assert row.error is None
-    assert row.output == said
+    assert row.output == before
     again = add(batch, prompts()[0])
     drain(batch)
-    assert again.output == alone(method, prompts()[0])
-    assert waiting[1].output == alone(method, prompts()[2])  # it had not begun
+    assert again.output == alone("chain", prompts()[0])
+    assert waiting[1].output == alone("chain", prompts()[2])  # it had not begun
 
 
 def test_a_closed_batch_says_so_and_its_rows_are_cancelled() -> None:
@@ -171,13 +159,9 @@ def test_a_closed_batch_says_so_and_its_rows_are_cancelled() -> None:
 
 
 class Turns:
-    """A stateful processor that forbids every other token: the state counts what the row has said."""
-
-    def __init__(self) -> None:
-        self.begun = 0
+    """A stateful processor that forbids every other token: the state counts the row's tokens."""
 
     def start(self, prompt: Any) -> int:
-        self.begun += 1
         return 0
 
     def advance(self, state: int, token: int) -> int:
@@ -201,7 +185,7 @@ def options() -> list[dict[str, Any]]:
 
 
 @METHOD
-def test_rows_with_options_of_their_own_say_what_they_say_alone(method: str) -> None:
+def test_rows_with_options_of_their_own_give_what_they_give_alone(method: str) -> None:
     batch = engine(method).open(7)
     rows = [add(batch, prompts()[i % 4], **own) for i, own in enumerate(options())]
     drain(batch)
@@ -210,7 +194,7 @@ def test_rows_with_options_of_their_own_say_what_they_say_alone(method: str) -> 
 
 
 def failing(at: int) -> Callable[..., Any]:
-    """Raises for a row that has said ``at`` tokens (of prompt 0)."""
+    """Raises for a row that has emitted ``at`` tokens (of prompt 0)."""
     length = len(prompts()[0]) + at
 
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -222,7 +206,7 @@ def failing(at: int) -> Callable[..., Any]:
 
 
 @METHOD
-@pytest.mark.parametrize("at", [0, 1, 6])
+@pytest.mark.parametrize("at", [0, 6])
 @pytest.mark.parametrize("what", ["logits_processor", "stopping_criteria"])
 def test_a_row_whose_processor_or_criterion_raises_fails_alone(method: str, at: int, what: str) -> None:
     batch = engine(method).open(3)
@@ -295,18 +279,15 @@ def test_a_row_that_fails_as_it_is_admitted_is_returned_by_the_step(monkeypatch:
     assert good.output == alone("plain", prompts()[1])
 
 
-@METHOD
 @pytest.mark.parametrize("wrong", [-1, 10**6])
-def test_a_prompt_with_an_id_that_the_model_lacks_is_refused_and_no_other_row_hears_of_it(
-    method: str, wrong: int
-) -> None:
-    batch = engine(method).open(2)
+def test_a_prompt_with_an_id_that_the_model_lacks_is_refused_and_no_other_row_is_harmed(wrong: int) -> None:
+    batch = engine("chain").open(2)
     good = add(batch, prompts()[1])
     batch.step()
     with pytest.raises(InputError, match=f"has the token id {wrong}, but this model's ids go from 0 to "):
         add(batch, Prompt((*prompts()[0].ids, wrong)))
     drain(batch)
-    assert good.output == alone(method, prompts()[1])
+    assert good.output == alone("chain", prompts()[1])
 
 
 def test_a_greedy_rule_names_the_way_out_where_the_checkpoint_itself_samples(monkeypatch: pytest.MonkeyPatch) -> None:

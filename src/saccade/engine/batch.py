@@ -255,15 +255,10 @@ class Engine:
         return RunningBatch(self, max_rows=rows, **options)
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        generation_config: Any = None,
-        session: RunningBatch | None = None,
-        **options: Any,
+        self, requests: Sequence[Request], session: RunningBatch | None = None, **options: Any
     ) -> list[Output]:
         """Generate all rows to their end; options as in `saccade.engine.row.plan`."""
-        prompts = [r.prompt for r in requests]
-        run = self.start(requests, plan(self.target, prompts, generation_config=generation_config, **options), session)
+        run = self.start(requests, plan(self.target, [r.prompt for r in requests], **options), session)
         for _ in run.steps:
             pass
         return run.outputs

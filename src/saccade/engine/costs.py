@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import median, median_low
+from typing import Any
 
 import torch
 
@@ -47,30 +48,26 @@ class Clock:
     def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device = device
         self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
-        self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage; on a GPU `read` has them
+        self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage, as of the last `read`
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[str, Any, Any]] = []  # stages since the last `read`, with their begin and end
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time until the context closes to stage ``name``."""
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            start = torch.cuda.Event(enable_timing=True)
-            stop = torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            try:
-                yield
-            finally:
-                stop.record(stream)
-                self._events.append((name, start, stop))
-        else:
-            started, cost = time.perf_counter(), self.timer()
-            try:
-                yield
-            finally:
-                self._seconds[name] += time.perf_counter() - started
-                self.costs[name] += self.timer() - cost
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spans.append((name, start, self._now()))
+
+    def _now(self) -> Any:
+        """An event on a GPU, else the wall time and the cost so far."""
+        if self._device.type != "cuda":
+            return time.perf_counter(), self.timer()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds measured elsewhere."""
@@ -78,10 +75,14 @@ class Clock:
 
     def read(self) -> dict[str, float]:
         """Return seconds per stage, once the step's results are on the host."""
-        for name, start, stop in self._events:
-            stop.synchronize()  # returns at once: the transfer of the results ran behind it
-            self._seconds[name] += start.elapsed_time(stop) / 1000
-        self._events.clear()
+        for name, start, stop in self._spans:
+            if self._device.type == "cuda":
+                stop.synchronize()  # returns at once: the transfer of the results ran behind it
+                self._seconds[name] += start.elapsed_time(stop) / 1000
+            else:
+                self._seconds[name] += stop[0] - start[0]
+                self.costs[name] += stop[1] - start[1]
+        self._spans.clear()
         if self._device.type == "cuda":
             self.costs = self._seconds
         return dict(self._seconds)

@@ -197,7 +197,11 @@ class StepRunner:
                 if isinstance(owner, PrefillChunk):
                     self._record(owner, output)
         self._assign_outputs(groups, blocks, outputs)
-        self._follow([group for group in groups if not group.drafted])
+        for group in groups:  # a drafter that reads the target's states takes in steps that it does not draft for
+            if self._state.drafting is not None and not group.drafted:
+                assert group.output is not None
+                with self._clock.stage("draft"):
+                    self._state.drafting.follow(group.slots, group.output)
         prefilled += [c for c in chunks if c.is_last and not c.has_tree]
         groups += self._first_token_groups(prefilled)
         with self._clock.stage("verify" if decoding else "prefill"):
@@ -381,14 +385,6 @@ class StepRunner:
                     parts.append((order[id(owner.row)], output, block.logits_from))
             parts.sort(key=lambda part: part[0])
             group.output = concat_outputs([output for _, output, _ in parts], [start for *_, start in parts])
-
-    def _follow(self, groups: Sequence[VerificationGroup]) -> None:
-        """Let a drafter that reads the target's states take in a step of rows that it does not draft for."""
-        for group in groups:
-            if self._state.drafting is not None:
-                assert group.output is not None
-                with self._clock.stage("draft"):
-                    self._state.drafting.follow(group.slots, group.output)
 
     def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Groups for the first tokens of rows whose prompts ended without a tree behind them."""

@@ -1,6 +1,6 @@
 """The one composition behind every method: any drafter with any tree, rule and pruning.
 
-Parts are imported when they are composed, so that methods can be listed without loading torch.
+Parts that few methods use are imported when they are composed.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from saccade.draft.drafter import Drafter
+from saccade.draft.heads.head import Head
+from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, TreePolicy, branches_of
+from saccade.engine import Engine
+from saccade.engine.costs import Pacer
+from saccade.inputs.families import visual_ids
+from saccade.inputs.processor import InputProcessor
+from saccade.methods.settings import LOSSLESS_RULE, RULES, TREES
+from saccade.target_model.adapter import Target
+from saccade.verify.rule import Rule
+
 if TYPE_CHECKING:
-    from saccade.draft.drafter import Drafter
     from saccade.draft.ensemble.views import Captioner
-    from saccade.draft.heads.head import Head
-    from saccade.draft.trees.policy import TreePolicy
-    from saccade.engine import Engine
-    from saccade.engine.costs import Pacer
-    from saccade.inputs.processor import InputProcessor
-    from saccade.target_model.adapter import Target
-    from saccade.verify.rule import Rule
+    from saccade.draft.lookup import PromptLookup
 
 Values = Mapping[str, Any]
 """Options as `saccade.methods.settings.resolved` returns them."""
@@ -38,18 +45,12 @@ class Models:
 
 def compose(parts: Models, values: Values) -> Engine:
     """Return the engine of resolved options and fitting parts; raises `ValueError` for options that do not combine."""
-    from saccade.engine import Engine
-
     if not values:
         return Engine(parts.target)
     return Engine(parts.target, _drafter(parts, values), _rule(values, parts.special_ids), _pacer(parts, values))
 
 
 def _pacer(parts: Models, values: Values) -> Pacer | None:
-    from saccade.draft.heads.registry import HEAD_KINDS
-    from saccade.engine.costs import Pacer
-    from saccade.methods.settings import LOSSLESS_RULE
-
     if values.get("tree") != "paced":
         return None
     others = {"draft_with": ("model", *HEAD_KINDS), "rule": (LOSSLESS_RULE,), "copied": (0,), "views": ("",)}
@@ -87,29 +88,30 @@ def _relative_cost(parts: Models) -> float:
 def _drafter(parts: Models, values: Values) -> Drafter:
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "lookup":
-        from saccade.draft.lookup import PromptLookup
-
-        return PromptLookup(values["gamma"], values["max_ngram"], parts.target.device, parts.target.vocab_size)
+        return _lookup(values["gamma"], values, parts, parts.target)
     policy = tree_policy(values, None if parts.head is None else parts.head.reach)
     if drafts == "model":
         drafter = _by_model(parts, policy, vocab_size, values)
     elif drafts == "self":
         drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     else:
-        from saccade.draft.heads.session import HeadDrafter
-
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)
     if not values["copied"]:
         return drafter
-    from saccade.draft.lookup import PromptLookup
     from saccade.draft.merged import MergedDrafter
 
     if values.get("alpha_of") == "accepted":
         raise ValueError("alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens.")
-    device = (drafter.model or parts.target).device
-    copies = PromptLookup(values["copied"], values["max_ngram"], device, parts.target.vocab_size)
+    copies = _lookup(values["copied"], values, parts, drafter.model or parts.target)
     return MergedDrafter(drafter, copies, values["merged_total"])
+
+
+def _lookup(count: int, values: Values, parts: Models, drafts: Target) -> PromptLookup:
+    """Prompt lookup of ``count`` tokens on the device of the model that drafts."""
+    from saccade.draft.lookup import PromptLookup
+
+    return PromptLookup(count, values["max_ngram"], drafts.device, parts.target.vocab_size)
 
 
 def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
@@ -120,7 +122,6 @@ def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values
     from saccade.draft.ensemble.ensemble import EnsembleDrafter
     from saccade.draft.ensemble.views import make_views
     from saccade.draft.ensemble.weights import make_weighting
-    from saccade.inputs.families import visual_ids
 
     assert processor is not None
     reader = model if visual_ids(model.config) else parts.target  # a blind drafter is given the target's prompt
@@ -144,8 +145,6 @@ def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values
 
 def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     """Drafter of a model with all or part of the visual tokens; the target itself for self-speculation."""
-    from saccade.draft.model import ModelDrafter
-
     pruning = pruning_of(values)
     if not pruning.prunes:
         return ModelDrafter(model, policy, vocab_size)
@@ -156,8 +155,6 @@ def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values:
 
 def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
     """The tree policy that resolved options choose; ``reach``: most levels of the static tree."""
-    from saccade.methods.settings import TREES
-
     tree = values["tree"]
     options = {name: values[name] for name in TREES[tree]}
     if tree == "sage":
@@ -168,8 +165,6 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
         from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 
         return DynamicTree(**options) if tree == "dynamic" else WidthTree(**options)
-    from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, branches_of
-
     if tree == "static":
         return StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach])
     makers: dict[str, Callable[..., TreePolicy]] = {"branches": branches_of, "confident": ConfidentChain}
@@ -178,8 +173,6 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     """Lossy rule of the options; None for the lossless ones, selected by decoding."""
-    from saccade.methods.settings import LOSSLESS_RULE, RULES
-
     rule = values["rule"]
     if rule == LOSSLESS_RULE:
         return None

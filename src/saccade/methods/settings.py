@@ -234,7 +234,13 @@ def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 def resolved(method: str, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option in force with its value."""
-    chosen = _translated(method, chosen)
+    renamed: dict[str, Any] = {}
+    for name, value in chosen.items():
+        usual = ALIASES.get(name, name)
+        if usual in renamed:
+            raise MethodError(f"Option {usual} of method {method} is given twice; {name} is another name for it.")
+        renamed[usual] = value
+    chosen = renamed
     is_fixed = settings.get("draft_with") == "none"
     for name in () if is_fixed else set(_chosen()) & set(chosen):
         next(group[name] for group in CHOICES.values() if name in group).check(name, f"method {method}", chosen[name])
@@ -250,17 +256,6 @@ def resolved(method: str, settings: Mapping[str, Any], chosen: Mapping[str, Any]
         known[name].check(name, f"method {method}", value)
         values[name] = value
     return values
-
-
-def _translated(method: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under their names here."""
-    options: dict[str, Any] = {}
-    for name, value in chosen.items():
-        usual = ALIASES.get(name, name)
-        if usual in options:
-            raise MethodError(f"Option {usual} of method {method} is given twice; {name} is another name for it.")
-        options[usual] = value
-    return options
 
 
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
