@@ -138,7 +138,7 @@ def run(
     survey: Survey,
     out: Path,
     attempt: Attempt,
-    progress: Callable[[RunProgress], None] = lambda _: None,
+    progress: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Run a job after its `preview`, by a model of this process or by actors; errors as in `batch_file`."""
     has_requests = bool(survey.kinds["request"])
