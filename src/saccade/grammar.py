@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import takewhile
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InputError
+from saccade.wording import first_line
 
 BACKENDS: tuple[Literal["llguidance", "xgrammar"], ...] = ("llguidance", "xgrammar")
 """Packages of `json_schema`, the preferred one first."""
@@ -87,7 +87,9 @@ class Rollback(ABC):
         return scores.masked_fill_(~allowed, float("-inf"))
 
     def _move(self, walk: _Walk, path: tuple[int, ...]) -> None:
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(walk.path, path, strict=False)))
+        shared = 0
+        while shared < min(len(walk.path), len(path)) and walk.path[shared] == path[shared]:
+            shared += 1
         if len(walk.path) > shared:
             self.rollback(walk.matcher, len(walk.path) - shared)
             del walk.path[shared:]
@@ -216,7 +218,7 @@ def json_schema(
     except InputError:
         raise
     except (ValueError, RuntimeError) as problem:
-        reason = re.sub(r"^\[\S+ \S+ ", "", "".join(str(problem).strip().splitlines()[:1])).rstrip(".")
+        reason = re.sub(r"^\[\S+ \S+ ", "", first_line(problem))
         raise InputError(f"{backend} cannot compile the schema ({reason}); correct it.") from problem
 
 

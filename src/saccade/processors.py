@@ -156,16 +156,16 @@ class OfRow:
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Process scores ``[n, V]`` of n nodes whose prefixes are ``ids`` ``[n, S]``."""
-        return torch.cat([self._node(i, s) for i, s in zip(ids, scores, strict=True)])
-
-    def _node(self, ids: Tensor, scores: Tensor) -> Tensor:
-        processed: Tensor = self._processor(ids.repeat(self._rows, 1), scores.repeat(self._rows, 1))
-        if processed.shape != (self._rows, len(scores)):
-            raise InputError(
-                f"The logits processor {self.__name__} returned scores of shape {tuple(processed.shape)} for "
-                f"{self._rows} rows of {len(scores)} tokens; it must keep the shape."
-            )
-        return processed[self._row][None]
+        parts = []
+        for prefix, node in zip(ids, scores, strict=True):
+            processed: Tensor = self._processor(prefix.repeat(self._rows, 1), node.repeat(self._rows, 1))
+            if processed.shape != (self._rows, len(node)):
+                raise InputError(
+                    f"The logits processor {self.__name__} returned scores of shape {tuple(processed.shape)} for "
+                    f"{self._rows} rows of {len(node)} tokens; it must keep the shape."
+                )
+            parts.append(processed[self._row])
+        return torch.stack(parts)
 
 
 class CriterionOfRow:

@@ -25,16 +25,6 @@ _ADVICE = "choose another folder"
 _FLAT = ("options", "method")  # groups of a header whose keys have their bare names in messages
 
 
-class Store(Protocol):
-    """Where a run's lines go: a `Journal`, or a stream that retains nothing."""
-
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Write whole lines and return the offset of the first."""
-
-    def sync(self) -> None:
-        """Put all lines on disk."""
-
-
 class Journal:
     """Folder of one run: a header that says what makes the run, and lines that are appended."""
 
@@ -59,7 +49,8 @@ class Journal:
         """Lock the folder for this run, and cut off the unfinished line of a killed attempt."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._lines, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._file = os.open(self._lines, flags, 0o644)
         except OSError as problem:
             raise SaccadeError(f"Cannot write to {self._lines}: {problem.strerror}; {self._advice}.") from problem
         try:
@@ -107,7 +98,7 @@ class Journal:
         return f"{self._lines}, line {number}"
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """See `Store`; when they cannot be written, none of them are there, and earlier lines are intact."""
+        """Write whole lines and return the offset of the first, or write none of them; earlier lines are intact."""
         assert self._file is not None
         before = os.fstat(self._file).st_size
         try:
@@ -125,6 +116,7 @@ class Journal:
         return before
 
     def sync(self) -> None:
+        """Put all lines on disk."""
         assert self._file is not None
         os.fsync(self._file)
 
@@ -268,12 +260,12 @@ class JournalRunner:
 
     def __init__(
         self,
-        store: Store,
+        sync: Callable[[], None],  # puts all lines of the store on disk
         report: Report,
         progress: Callable[[Report], None],
         max_failures: int | None = None,  # after which the attempt ends
     ) -> None:
-        self.store, self._report, self._progress, self._max_failures = store, report, progress, max_failures
+        self._sync, self._report, self._progress, self._max_failures = sync, report, progress, max_failures
         report.done = report.there
         self._synced = self._began = time.perf_counter()
         self._show()
@@ -303,7 +295,7 @@ class JournalRunner:
                     while order and order[0] in early:
                         self._keep(early.pop(order.popleft()), keep)
         finally:
-            self.store.sync()
+            self._sync()
             self._report.seconds = time.perf_counter() - self._began
 
     def _keep(self, result: Finished, keep: Callable[[Finished], None]) -> None:
@@ -316,7 +308,7 @@ class JournalRunner:
         report.finishes.update(result.finishes)
         report.done += result.answered + len(failures)
         if time.perf_counter() - self._synced > SYNC_SECONDS:
-            self.store.sync()
+            self._sync()
             self._synced = time.perf_counter()
         self._show()
         if failures and report.failed == self._max_failures:

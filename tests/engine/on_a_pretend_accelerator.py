@@ -136,9 +136,9 @@ def cpu_tokens(method: str, sampled: bool) -> list[list[int]]:
 DRAWN = ("plain", "chain", "prompt-lookup", "eagle2", "sage")
 LIKE_OTHERS = (
     *("plain", "chain", "static-tree", "prompt-lookup", "eagle2", "eagle3", "hivis", "msd", "vispec", "hydra"),
-    *("self-spec", "fly", "random-loosening"),
+    *("self-spec", "fly", "random-loosening", "sage", "dynamic-tree"),
 )
-"""Methods that are sampled below, or whose parts are those of others: only the slow tests run them greedily."""
+"""Methods that other tests below run, or whose parts are those of others: only the slow tests run them here."""
 CASES: list[Any] = [
     *(pytest.param(method, False, marks=[pytest.mark.slow] if method in LIKE_OTHERS else []) for method in OPTIONS),
     *((method, True) for method in DRAWN),
@@ -188,11 +188,11 @@ def _captured_on(device: PretendDevice) -> Any:
 def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_once(
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str, rows: int
 ) -> None:
-    alone = run(engine(method, NAME), False, device, rows, new=24)
+    alone = run(engine(method, NAME), False, device, rows, new=14)
     monkeypatch.setitem(graphs.CAPTURES, NAME, _captured_on(device))
     models = [Target(make().to(NAME)) for make in (CASE.model, CASE.draft_model)]
     under_test = build(method, Models(*models), **OPTIONS[method])
-    first, again = (run(under_test, False, device, rows, new=24) for _ in range(2))
+    first, again = (run(under_test, False, device, rows, new=14) for _ in range(2))
     assert first.tokens == again.tokens == alone.tokens
     few = [counts for counts in again.steps if counts.launches["graph"]]
     assert len(few) > len(again.steps) / 2
@@ -207,7 +207,7 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
 @pytest.mark.parametrize(("of_target", "of_drafter"), [(NAME, "cpu"), ("cpu", NAME)])
 @pytest.mark.parametrize(
     ("method", "sampled"),
-    [pytest.param("chain", False, marks=pytest.mark.slow), ("chain", True), ("dynamic-tree", False)],
+    [("chain", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("chain", "dynamic-tree"))],
 )
 def test_a_draft_model_on_another_device_than_the_target_gives_the_same_tokens(
     device: PretendDevice, method: str, sampled: bool, of_target: str, of_drafter: str

@@ -35,9 +35,9 @@ class Tally:
 @pytest.mark.parametrize(
     ("tests", "chosen", "least"),
     [
-        (METHODS, "not slow", 20),
+        (METHODS, "not slow", 17),
         (TRAINING, "not slow", 2),
-        pytest.param(METHODS, "slow", 18, marks=pytest.mark.slow),
+        pytest.param(METHODS, "slow", 22, marks=pytest.mark.slow),
         pytest.param(TRAINING, "slow", 8, marks=pytest.mark.slow),
     ],
     ids=lambda value: value.stem if isinstance(value, Path) else None,

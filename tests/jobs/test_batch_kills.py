@@ -46,7 +46,7 @@ def killed(work: Callable[[Callable[[Report], None]], Any], *, seconds: float = 
     if not child:
 
         def progress(found: Report) -> None:
-            if found.done >= records:
+            if found.done - found.there >= records:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:

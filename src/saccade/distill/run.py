@@ -225,7 +225,7 @@ def run(worker: Worker, setup: Setup, progress: Callable[[Report], None] = lambd
             earlier.update({name: text} if name in needed else {})
         report = Report(journal.path, len(plan.questions), len(there), duplicates=plan.duplicates)
         report.failed, report.problems = len(problems), problems[:SHOWN]
-        runner = JournalRunner(journal, report, progress)
+        runner = JournalRunner(journal.sync, report, progress)
 
         def keep(result: Finished) -> None:
             journal.append(result.rows)

@@ -203,11 +203,10 @@ def _row_plan(
     stopping = model._get_stopping_criteria(
         generation_config=config, stopping_criteria=StoppingCriteriaList(criteria), tokenizer=tokenizer
     )
-    eos = config.eos_token_id
-    ends = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else [int(e) for e in eos])
+    eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
     return RowPlan(
         max_new_tokens=config.max_new_tokens,
-        eos=ends,
+        eos=frozenset(eos),
         processors=tuple(resolved),
         criteria=tuple(c for c in stopping if type(c) not in (EosTokenCriteria, MaxLengthCriteria)),
     )

@@ -106,8 +106,9 @@ class VerificationGroup:
         numbers = None if self.uniforms is None else self.uniforms.judging
         self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
         if ranks is not None:
-            marks = [] if self.verdict.marks is None else [self.verdict.marks]
-            _, shared = ranks.tensors([], [self.verdict.path, self.verdict.count, self.verdict.token, *marks])
+            ours = self.verdict
+            marks = [] if ours.marks is None else [ours.marks]
+            _, shared = ranks.tensors([], [ours.path, ours.count, ours.token, *marks])
             self.verdict = Verdict(*shared)
         sampled = self.scores if self.rule.samples else None
         return pack(self.tree, self.verdict, self.output.logits, sampled)
@@ -143,11 +144,11 @@ def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTre
     target, count, nodes = context.target, chunk.count, tree.size - 1
     device = target.device
     one = tree.rows(index, index + 1)
-    tokens, depth, above = one.tokens[0, 1:], one.depth[0, 1:], one.ancestors[0, 1:, 1:]
+    tokens, depth = one.tokens[0, 1:], one.depth[0, 1:]
     mask = torch.ones(count + nodes, count + nodes, dtype=torch.bool, device=device).tril()
     if chunk.attention_mask is not None:
         mask[:count, :count] = chunk.attention_mask[0]
-    mask[count:, count:] = above
+    mask[count:, count:] = one.ancestors[0, 1:, 1:]
     own = torch.arange(count, device=device) if chunk.depth is None else chunk.depth[0]
     assert chunk.positions is not None
     root = chunk.positions[..., -1:]  # [3 or 1, 1, 1]
@@ -472,7 +473,8 @@ class StepRunner:
         if self._state.pacer is not None and drafted:
             self._state.pacer.observe_acceptance(drafted, min(count, drafted))
             row.trials.observe(drafted, min(count, drafted))
-        emitted = row.emit([*path_tokens[1:], token], [*(DRAFTED[c] for c in codes[1:]), "target"])
+        marks = [DRAFTED[code] for code in codes[1:]]
+        emitted = row.emit([*path_tokens[1:], token], [*marks, "target"])
         if barred and len(emitted) > count:
             names = ", ".join(name_of(processor) for processor in row.plan.processors) or "none"
             raise InputError(
@@ -482,8 +484,7 @@ class StepRunner:
             )
         if first:
             row.stats.prefill_tokens = len(emitted)
-        marks = tuple(row.marks[len(row.marks) - len(emitted) :])
-        row.steps.append(TicketChunk(tuple(emitted), marks, row.done))
+        row.steps.append(TicketChunk(tuple(emitted), tuple(row.marks[-len(emitted) :]), row.done))
         nodes = path[: len(emitted)]
         if chunk is not None:
             assert chunk.block is not None

@@ -147,7 +147,7 @@ def run(
         header = journal.begin()
         worker.begin(int(header["created"]) if has_requests else 0)
         report = Report(out, survey.items, survey.there, survey.failed)
-        runner = JournalRunner(journal, report, progress, attempt.max_failures)
+        runner = JournalRunner(journal.sync, report, progress, attempt.max_failures)
         offsets = array("q")  # of every item's record, in the order of the output; -1 until there is one
         written_at = time.perf_counter()
 
