@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saccade.bench import metrics
-from saccade.bench.metrics import Estimate, bootstrap, median_estimate, ratio_of_sums
+from saccade.bench.metrics import Estimate, median_estimate, ratio_of_sums
 from saccade.bench.records import Record
 
 
@@ -164,12 +164,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         assert found.high is not None
         covered += found.low <= 0 <= found.high
     assert 0.88 <= covered / 200 <= 0.99
-
-
-def test_equal_input_gives_equal_intervals() -> None:
-    values = list(np.random.default_rng(0).random(20))
-    assert median_estimate(values) == median_estimate(values)
-    assert bootstrap(lambda taken: taken.mean(-1), 5) == bootstrap(lambda taken: taken.mean(-1), 5)
 
 
 def test_prompts_that_count_for_nothing_do_not_divide_by_zero() -> None:

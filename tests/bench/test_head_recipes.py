@@ -15,8 +15,7 @@ from saccade.errors import SaccadeError
 from saccade.train.recipe import read_recipe
 from saccade.train.trainer import Trainer
 from tools.heads.catalogue import AnswerSet, Catalogue, HeadPlan, read
-from tools.heads.run import Workshop
-from tools.heads.state import usable_head
+from tools.heads.workshop import Workshop, usable_head
 
 SMALL = {"stage1.steps": 4, "stage1.warmup": 0, "batch_size": 2, "checkpoint_every": 1, "feature_cache": "disk"}
 FEW = Catalogue(

@@ -18,7 +18,7 @@ from saccade.bench.runner import Runner
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import head_paths
 from tools.heads.catalogue import read as read_recipes
-from tools.heads.state import MARK as HEAD_MARK
+from tools.heads.workshop import MARK as HEAD_MARK
 from tools.results.catalogue import measurements, suite_names
 from tools.results.measure import Report, Session, Setup
 from tools.results.pages import MARK, Folder
@@ -125,9 +125,10 @@ def test_pages_are_computed_anew_from_the_records_and_name_both_revisions(
 
 def test_a_figure_s_page_has_its_drawings(setup: Setup, tmp_path: Path) -> None:
     names = ("tabed-figure-3",)
-    session = Session(setup, LINES.append)
-    traced = [replace(m.short(), suite=m.short().suite.with_(trace=1)) for m in measurements(names)]
-    pages = published(session, session.run(traced), tmp_path / "docs", names)
+    session, (measurement,) = Session(setup, LINES.append), measurements(names)
+    small = measurement.short().suite
+    small = small.with_(trace=1, tasks=small.tasks[:1], methods=(small.methods[0], *small.methods[-2:]))
+    pages = published(session, session.run([replace(measurement, suite=small)]), tmp_path / "docs", names)
     shown = re.findall(r"!\[.*\]\((.*)\)", pages["tabed-figure-3.md"])
     assert len(shown) >= 2
     assert "![Weights of the views](tabed-figure-3-" in pages["tabed-figure-3.md"]
@@ -143,11 +144,11 @@ def test_a_stopped_run_resumes_without_repeating_an_answer(setup: Setup, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_report", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(setup)
+            run(setup, ("quick",))
     first = (setup.out / "quick" / FILE).read_text()
     assert len(first.splitlines()) == 6
-    _, report = run(setup)
-    assert report.measured == list(NAMES)
+    _, report = run(setup, ("quick",))
+    assert report.measured == ["quick"]
     assert (setup.out / "quick" / FILE).read_text().startswith(first)
 
 
@@ -184,7 +185,8 @@ def test_another_revision_target_or_folder_is_refused(
         measurements(["quack"])
 
 
-def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Setup, tmp_path: Path) -> None:
+def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(over: Setup, tmp_path: Path) -> None:
+    setup = over
     session, report = run(setup, ("hivis-figure-7", "quick"))
     assert report.measured == ["quick"]
     command = f"`python -m tools.heads hivis pictures-alone -t {setup.target} -d {setup.drafter} --out {setup.models}`"
@@ -197,61 +199,52 @@ def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(setup: Se
     assert plan.startswith("quick: 10 answers; measured\nhivis-2: 30 answers; left out, because 6 heads")
     assert plan.splitlines()[-1].startswith("0 answers are left; about ")
     (setup.models / "heads" / "hivis" / "best").mkdir(parents=True)  # in training
-    _, report = run(setup, ("hivis-figure-7", "quick"))
+    report = session.run([m.short() for m in measurements(("hivis-figure-7",))])
     assert "heads hivis, pictures-alone are" in report.left_out["hivis-figure-7"]
 
 
-def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones(setup: Setup) -> None:
-    shipped = head_paths()["eagle2"]
-    trained = setup.models / "heads" / "eagle2"
-    shutil.copytree(shipped, trained)
-    session = Session(replace(setup, target="pocket", drafter=None))
+def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones_with_their_steps(setup: Setup) -> None:
+    shipped, session = head_paths(), Session(replace(setup, target="pocket", drafter=None))
     small_trees, inflated, hivis_2 = measurements(["small-trees", "small-trees-1024", "hivis-2"])
-    assert session.heads(small_trees)["eagle2"] == session.heads(inflated)["eagle2"] == shipped
-    assert session.heads(hivis_2)["eagle2"] == trained
-    assert session.heads(hivis_2)["dream"] == head_paths()["dream"], "where no other is trained"
-    other = setup.models / "heads" / "hivis"
+    trained, bare, other = (setup.models / "heads" / name for name in ("eagle2", "hivis", "dream"))
+    shutil.copytree(shipped["eagle2"], trained / "best")
+    stages = [{"steps": 200}, {"steps": 1120}]
+    mark = {"recipe": {"stages": stages}, "target": session._target, "best": "best", "block_efficiency": 3.0}
+    (trained / HEAD_MARK).write_text(json.dumps(mark))
+    shutil.copytree(shipped["hivis"], bare)
+    assert session.heads(small_trees)["eagle2"] == session.heads(inflated)["eagle2"] == shipped["eagle2"]
+    used = session.heads(hivis_2)
+    assert (used["eagle2"], used["hivis"]) == (trained / "best", bare)
+    assert used["dream"] == shipped["dream"], "where no other is trained"
+    target = {"layers": 16, "width": 256, "dtype": "float32", "digest": "t"}
+    heads = {name: {"digest": name[0]} for name in ("eagle2", "hivis", "dream")}
+    run = SimpleNamespace(header=SimpleNamespace(models={"target": target, "drafter": None, "heads": heads}))
+    shown = session._models(hivis_2, cast("RecordedRun", run))
+    assert shown.endswith("; heads eagle2 e (1320 steps), hivis h, dream d (shipped).")
     other.mkdir()
-    mark = {"recipe": {}, "target": "another", "best": "best", "block_efficiency": 3.0}
-    (other / HEAD_MARK).write_text(json.dumps(mark))
-    assert session.heads(small_trees)["hivis"] == head_paths()["hivis"], "whatever else is trained"
+    (other / HEAD_MARK).write_text(json.dumps({**mark, "target": "another"}))
+    assert session.heads(small_trees)["eagle2"] == shipped["eagle2"], "whatever else is trained"
     with pytest.raises(SaccadeError, match="was trained for another target"):
         session.heads(hivis_2)
 
 
-def test_a_page_states_the_steps_of_every_trained_head_and_which_are_shipped(setup: Setup) -> None:
-    session = Session(replace(setup, target="pocket", drafter=None))
-    trained = setup.models / "heads" / "eagle2"
-    shutil.copytree(head_paths()["eagle2"], trained / "best")
-    stages = [{"steps": 200}, {"steps": 1120}]
-    mark = {"recipe": {"stages": stages}, "target": session._target, "best": "best", "block_efficiency": 3.0}
-    (trained / HEAD_MARK).write_text(json.dumps(mark))
-    shutil.copytree(head_paths()["hivis"], setup.models / "heads" / "hivis")
-    target = {"layers": 16, "width": 256, "dtype": "float32", "digest": "t"}
-    heads = {name: {"digest": name[0]} for name in ("eagle2", "hivis", "dream")}
-    run = SimpleNamespace(header=SimpleNamespace(models={"target": target, "drafter": None, "heads": heads}))
-    (hivis_2,) = measurements(["hivis-2"])
-    shown = session._models(hivis_2, cast("RecordedRun", run))
-    assert shown.endswith("; heads eagle2 e (1320 steps), hivis h, dream d (shipped).")
-
-
-def test_a_method_that_loses_exactness_fails_its_suite_alone(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_loses_exactness_fails_its_suite_alone(over: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(over.out / "quick")
+    (over.out / "pages" / "quick.md").unlink()
     prepared = Session.prepared
 
     def planted(self: Session, measurement: Any) -> Any:
-        found = prepared(self, measurement)
         if measurement.name == "tabed-2":
             raise RuntimeError("out of memory")
-        if measurement.name != "quick":
-            return found
-        return replace(found, methods={**found.methods, "chain": wrong(found.methods["chain"])})
+        ready = prepared(self, replace(measurement, suite=measurement.suite.with_(tasks=measurement.suite.tasks[:1])))
+        return replace(ready, methods={"plain": ready.methods["plain"], "chain": wrong(ready.methods["chain"])})
 
     monkeypatch.setattr(Session, "prepared", planted)
-    _, report = run(setup, ("tabed-2", *NAMES))
+    _, report = run(over, ("tabed-2", *NAMES))
     assert report.measured == ["lvspec-2"]
     assert "chain" in report.failed["quick"]
     assert report.failed["tabed-2"] == "RuntimeError: out of memory"
-    assert not (setup.out / "pages" / "quick.md").exists()
+    assert not (over.out / "pages" / "quick.md").exists()
 
 
 def test_every_suite_has_a_page_and_every_head_a_recipe() -> None:

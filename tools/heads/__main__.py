@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from saccade.cli import execute, screen
+from saccade.cli.option_groups import option
 from saccade.errors import InputError
 from saccade.methods.drafters import is_pocket
 
@@ -17,52 +18,44 @@ app = typer.Typer(name="tools.heads", add_completion=False, rich_markup_mode="ma
 @app.command()
 def heads(
     names: Annotated[list[str] | None, typer.Argument(metavar="[HEAD]...", help="Only these; all by default.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder of answers and heads.")] = Path(
-        "runs/models"
+    out: Path = option(Path("runs/models"), "Folder of answers and heads.", "--out", "-o", metavar="FOLDER"),
+    target: str = option("pocket", "Target: a folder, or `pocket`.", "--target", "-t"),
+    drafter: str | None = option(
+        None, "Its draft VLM, which makes answering faster and changes no answer.", "--drafter", "-d"
     ),
-    target: Annotated[str, typer.Option("--target", "-t", help="Target: a folder, or `pocket`.")] = "pocket",
-    drafter: Annotated[
-        str | None,
-        typer.Option("--drafter", "-d", help="Its draft VLM, which makes answering faster and changes no answer."),
-    ] = None,
-    scale: Annotated[
-        float, typer.Option(min=0.0001, help="Multiply all steps and answers; 0.002 tries everything in minutes.")
-    ] = 1.0,
-    answers: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0001, help="Multiply answers by this instead: few steps learn more from answers that do not repeat."
-        ),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="List what is left to do, and stop.")] = False,
-    commands: Annotated[bool, typer.Option("--commands", help="Print one command per head, and stop.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of the target.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    scale: float = option(1.0, "Multiply all steps and answers; 0.002 tries everything in minutes.", min=0.0001),
+    answers: float | None = option(
+        None, "Multiply answers by this instead: few steps learn more from answers that do not repeat.", min=0.0001
+    ),
+    plan: bool = option(False, "List what is left to do, and stop.", "--plan"),
+    commands: bool = option(False, "Print one command per head, and stop.", "--commands"),
+    dtype: str = option("float32", "Of the target."),
+    threads: int = option(1, "CPU threads.", min=1),
 ) -> None:
     """Let the target answer, then train one head after the other, as `tools/heads/recipes.toml` lists them.
 
-    Stop at any moment, also by force: the same
-    command resumes. Heads are in FOLDER/heads/NAME/best; `python -m tools.results` finds them there.
+    Stop at any moment, also by force: the same command resumes. Heads are in FOLDER/heads/NAME/best;
+    `python -m tools.results` finds them there.
 
     Example: `python -m tools.heads eagle2 no-stage-2 --target my-pair/target --drafter my-pair/draft --plan`
     """
     from tools.heads.catalogue import read
 
     answers = scale if answers is None else answers
-    for option, factor in {"--scale": scale, "--answers": answers}.items():
+    for name, factor in {"--scale": scale, "--answers": answers}.items():
         if not 0 < factor <= 100:
-            raise InputError(f"{option} must be above 0 and at most 100, not {factor}.")
+            raise InputError(f"{name} must be above 0 and at most 100, not {factor}.")
     catalogue = read().chosen(names or ()).scaled(scale, answers)
     if commands:
         for one in catalogue.answers.values():
             prompts = f"{one.source} --count {one.count}"
-            print(f"saccade distill {prompts} -t {target} --dtype {dtype} -o {out}/answers/{one.name}")
+            print(f"saccade distill {prompts} -t {target} --dtype {dtype} -o {out}/{one.place}")
         for head in catalogue.heads.values():
             print(head.command(str(out), target, dtype))
         return
     drafts = drafter is not None or is_pocket(target)
     vlm = screen.load_models(target, drafter, "chain" if drafts else "plain", dtype=dtype, threads=threads)
-    from tools.heads.run import Workshop
+    from tools.heads.workshop import Workshop
 
     workshop = Workshop(vlm, catalogue, out, screen.note)
     if plan:

@@ -23,21 +23,13 @@ FILE = Path(__file__).with_name("recipes.toml")
 
 @dataclass(frozen=True, slots=True)
 class AnswerSet:
-    """Answers of the target to pocket prompts."""
+    """Answers of the target to pocket prompts, in a folder of `answers`."""
 
-    name: str  # of its folder
+    name: str
     tasks: str  # comma-separated; `all` for those that drafters are trained on
     without: str = ""  # tasks left out of them
     count: int = 0  # samples of every task
-    as_many_as: str = ""  # name of another set whose number of prompts it has, in place of `count`
     max_new_tokens: int = 256  # longest answer
-
-    @property
-    def source(self) -> str:
-        """Prompts as `saccade distill` takes them."""
-        if self.tasks == "all" and not self.without:
-            return f"{PREFIX}all"
-        return PREFIX + ",".join(self.listed)
 
     @property
     def listed(self) -> list[str]:
@@ -46,21 +38,30 @@ class AnswerSet:
         return [task for task in tasks_of(PREFIX + self.tasks, "dense") if task not in left_out]
 
     @property
-    def prompts(self) -> int:
-        """Number of prompts; an earlier turn of a conversation is a question of its own."""
-        return self.count * len(self.listed)
+    def source(self) -> str:
+        """Prompts as `saccade distill` takes them."""
+        return PREFIX + ("all" if self.tasks == "all" and not self.without else ",".join(self.listed))
 
     @property
-    def work(self) -> str:
-        """What there is to do, in words."""
-        return f"{self.prompts:,} prompts of {counted(len(self.listed), 'task')}"
+    def place(self) -> Path:
+        """Its folder within that of all answers and heads."""
+        return Path("answers", self.name)
+
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """Settings that they depend on."""
+        return {"source": self.source, "count": self.count, "max_new_tokens": self.max_new_tokens}
+
+    def __str__(self) -> str:
+        # an earlier turn of a conversation is a question of its own
+        return f"{self.name}: {self.count * len(self.listed):,} prompts of {counted(len(self.listed), 'task')}"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """A head to train."""
+    """A head to train, in a folder of `heads`."""
 
-    name: str  # of its folder, and in the suites
+    name: str  # also in the suites
     kind: str  # of the head
     data: str  # name of its answers
     settings: Mapping[str, Any] = field(default_factory=dict)  # that differ from the kind's recipe
@@ -71,9 +72,17 @@ class HeadPlan:
         return read_recipe(self.kind).with_settings(self.settings)
 
     @property
-    def work(self) -> str:
-        """What there is to do, in words."""
-        return f"{self.kind}, {self.recipe.steps:,} steps on the answers {self.data!r}"
+    def place(self) -> Path:
+        """Its folder within that of all answers and heads."""
+        return Path("heads", self.name)
+
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """Settings that it depends on."""
+        return {"recipe": self.recipe.as_dict()}
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}, {self.recipe.steps:,} steps on the answers {self.data!r}"
 
     def features(self, target: Target) -> str:
         """Name of the target's states that it reads: heads of the same name share a cache of them."""
@@ -86,7 +95,7 @@ class HeadPlan:
         """`saccade train` command that trains the head alone, in a folder of answers and heads."""
         settings = [word for key, value in self.settings.items() for word in ("--set", f"{key}={_text(value)}")]
         where = ["-t", target, "--dtype", dtype, "--data", f"{folder}/answers/{self.data}"]
-        return shlex.join(["saccade", "train", self.kind, *where, "-o", f"{folder}/heads/{self.name}", *settings])
+        return shlex.join(["saccade", "train", self.kind, *where, "-o", f"{folder}/{self.place}", *settings])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +132,20 @@ class Catalogue:
         return Catalogue(answers, heads)
 
 
-def read(path: Path = FILE) -> Catalogue:
-    """Read a catalogue; settings of all heads, of the kind and of the head itself, later ones preferred."""
-    content = tomllib.loads(path.read_text(encoding="utf-8"))
-    check_keys(content, ("answers", "settings", "kinds", "heads"), path.name)
+def read() -> Catalogue:
+    """Read the catalogue; settings of all heads, of the kind and of the head itself, later ones preferred."""
+    content = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    check_keys(content, ("answers", "settings", "kinds", "heads"), FILE.name)
     answers = {
-        name: make(AnswerSet, {"name": name, **table}, f"{path.name}, answers {name}")
+        name: make(AnswerSet, {"name": name, **table}, f"{FILE.name}, answers {name}")
         for name, table in content["answers"].items()
     }
-    for name, one in answers.items():
-        if one.as_many_as:
-            answers[name] = replace(one, count=-(-answers[one.as_many_as].prompts // len(one.listed)))
     heads = {}
     for name, table in content["heads"].items():
-        kind, data = table.get("kind", name), table.get("data", "all")
+        kind, data = table.pop("kind", name), table.pop("data", "all")
         if data not in answers:
-            raise InputError(f"{path.name}: head {name} learns from {data!r}; expected one of {', '.join(answers)}.")
-        settings = {key: value for key, value in table.items() if key not in ("kind", "data")}
-        heads[name] = HeadPlan(name, kind, data, {**content["settings"], **content["kinds"].get(kind, {}), **settings})
+            raise InputError(f"{FILE.name}: head {name} learns from {data!r}; expected one of {', '.join(answers)}.")
+        heads[name] = HeadPlan(name, kind, data, {**content["settings"], **content["kinds"].get(kind, {}), **table})
     return Catalogue(answers, heads)
 
 

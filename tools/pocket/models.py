@@ -1,4 +1,4 @@
-"""The model class of a run, the standard LLaVA-OneVision in small: building, growth, loss and fast attention.
+"""The model class of a run, the standard LLaVA-OneVision in small: building, growth and loss.
 
 Of the standard classes it is the only one that serves all tasks of the world: one picture, several, and videos (with a
 token of their own and 2 x 2 pooling of each frame), around a plain Llama.
@@ -6,12 +6,11 @@ token of their own and 2 x 2 pooling of each frame), around a plain Llama.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaOnevisionConfig,
@@ -183,49 +182,3 @@ def grow(model: PocketModel, layers: int) -> PocketModel:
         new[name] = torch.zeros_like(source) if zeroed else source.clone()
     deep.load_state_dict(new)
     return deep.to(model.device)
-
-
-_NAME = "saccade_products"
-_LONG = 450  # positions, under autocast
-
-
-def _products(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of `[B, heads, N, d]` by matrix products, in autocast's dtype if it is on."""
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    rows, keys, values = (part.to(dtype).flatten(0, 1) for part in (query * scale, key, value))
-    length = query.shape[2]
-    later = torch.full((length, length), float("-inf"), dtype=dtype, device=query.device).triu(1)
-    weights = (rows @ keys.transpose(1, 2) + later).softmax(-1)
-    return (weights @ values).view(query.shape)
-
-
-def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    with torch.autocast(query.device.type, enabled=False):
-        return nn.functional.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), is_causal=True, scale=scale
-        )
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
-) -> tuple[Tensor, None]:
-    """Causal attention of `[B, heads, N, d]` without a mask, because padding is on the right."""
-    assert attention_mask is None
-    autocast = torch.is_autocast_enabled(query.device.type)
-    attend = _products if autocast and query.shape[2] <= _LONG else _fused
-    mixed = attend(query, key, value, rest.get("scaling") or query.shape[3] ** -0.5)
-    return mixed.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(_NAME, _attend)
-
-
-def choose_attention(model: PocketModel) -> None:
-    """Select the fastest attention for training on the model's device; results are the same up to rounding.
-
-    On a CPU with bfloat16 instructions the fused kernel, which is float32, takes twice as long as matrix products on
-    rows of up to 200 positions, and is faster from about 450 on. In float32 it is faster at all lengths.
-    """
-    if model.device.type == "cpu":
-        model.model.language_model.set_attn_implementation(_NAME)

@@ -23,7 +23,7 @@ from saccade.files import write_file, write_folder
 from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from saccade.wording import count, differences, duration, shortened
-from tools.heads.state import steps_of, usable_head
+from tools.heads.workshop import steps_of, usable_head
 from tools.pocket.inflate import inflate_head
 from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, load, measurements
 from tools.results.pages import MARK, Folder, Place, facts, prompts, refuse_modified
@@ -188,11 +188,13 @@ class Session:
     def heads(self, measurement: Measurement) -> dict[str, Path]:
         """Folders of the heads there are: of the folder of trained heads, or shipped with the target."""
         shipped = head_paths() if is_pocket(self._setup.target) else {}
-        given = shipped if measurement.shipped else {}
-        searched = [name for name in measurement.heads if name not in given]
-        found = {name: usable_head(self._setup.models, name, self._target) for name in searched}
-        merged = shipped | {name: path for name, path in found.items() if path is not None}
-        return {name: merged[name] for name in measurement.heads if name in merged}
+        folders = {}
+        for name in measurement.heads:
+            folder = shipped.get(name) if measurement.shipped else None
+            folder = folder or usable_head(self._setup.models, name, self._target) or shipped.get(name)
+            if folder is not None:
+                folders[name] = folder
+        return folders
 
     def _lacking(self, measurement: Measurement) -> list[str]:
         found = self.heads(measurement)
@@ -203,20 +205,23 @@ class Session:
         return {name: _digest(path) for name, path in self.heads(measurement).items()}
 
     def _advice(self, lacking: Sequence[str]) -> str:
-        shown = self._setup
-        models = shlex.join(["-t", shown.target, *(["-d", shown.drafter] if shown.drafter else [])])
-        command = f"python -m tools.heads {' '.join(lacking)} {models} --out {shown.models}"
+        setup = self._setup
+        models = shlex.join(["-t", setup.target, *(["-d", setup.drafter] if setup.drafter else [])])
+        command = f"python -m tools.heads {' '.join(lacking)} {models} --out {setup.models}"
         return f"left out, because {count(len(lacking), 'head')} must be trained first: `{command}`"
 
     def _command(self, measurement: Measurement) -> str:
         """Command that measures the same again, without folders of this machine."""
-        target = self._setup.target if is_pocket(self._setup.target) else "TARGET"
-        drafter = ["-d", "DRAFT"] if self._setup.drafter else []
-        given, own = measurement.suite.per_task, load(measurement.suite.name).per_task
-        size = ["--short"] if self._setup.short else [] if given == own else ["--per-task", str(given)]
-        size += [] if self._setup.dtype == "auto" else ["--dtype", self._setup.dtype]
-        size += [] if self._setup.threads == 1 else ["--threads", str(self._setup.threads)]
-        return shlex.join(["python", "-m", "tools.results", measurement.name, "-t", target, *drafter, *size])
+        setup, per_task = self._setup, measurement.suite.per_task
+        words = ["-t", setup.target if is_pocket(setup.target) else "TARGET"]
+        words += ["-d", "DRAFT"] if setup.drafter else []
+        if setup.short:
+            words.append("--short")
+        elif per_task != load(measurement.suite.name).per_task:
+            words += ["--per-task", str(per_task)]
+        words += [] if setup.dtype == "auto" else ["--dtype", setup.dtype]
+        words += [] if setup.threads == 1 else ["--threads", str(setup.threads)]
+        return shlex.join(["python", "-m", "tools.results", measurement.name, *words])
 
     def _models(self, measurement: Measurement, run: RecordedRun) -> str:
         """Models of a run in words, with the steps of every trained head, and which heads are shipped."""
@@ -225,9 +230,7 @@ class Session:
         def words(name: str, model: Mapping[str, Any]) -> str:
             return f"{name} {model['layers']} x {model['width']}, {model['dtype']}, digest {model['digest']}"
 
-        parts = [words("Target", models["target"])]
-        if measurement.variant:
-            parts[0] += f", {_VARIANT_WORDS[measurement.variant]}"
+        parts = [words("Target", models["target"]) + _VARIANT_WORDS.get(measurement.variant, "")]
         if models["drafter"]:
             parts.append(words("draft VLM", models["drafter"]))
         heads = []
@@ -246,13 +249,11 @@ class Session:
 _EVERY = 60.0
 """Seconds between lines of progress."""
 _VARIANT_WORDS = {
-    "inflated": "which is the pair's inflated to 1024 x 24",
-    "experts": "which is the pair's as a mixture of 8 experts, 2 per token",
+    "inflated": ", which is the pair's inflated to 1024 x 24",
+    "experts": ", which is the pair's as a mixture of 8 experts, 2 per token",
 }
 
 
 def _digest(head: Path) -> str:
-    hasher = hashlib.blake2b(digest_size=8)
-    for file in sorted(head.glob("*.safetensors")):
-        hasher.update(file.read_bytes())
-    return hasher.hexdigest()
+    weights = b"".join(file.read_bytes() for file in sorted(head.glob("*.safetensors")))
+    return hashlib.blake2b(weights, digest_size=8).hexdigest()

@@ -20,6 +20,7 @@ from saccade.bench.report.tables import escape
 from saccade.errors import SaccadeError
 from saccade.files import write_file, write_folder
 from saccade.options import make
+from saccade.wording import count
 from tools.results import claims, paper_tables
 from tools.results.catalogue import Measurement
 from tools.results.paper_tables import drawn_signals
@@ -45,29 +46,23 @@ class Place:
 def page(measurement: Measurement, run: RecordedRun, place: Place, drawings: Mapping[str, Plot]) -> str:
     """Markdown of one run: verdict on the paper's order, facts, tables, figures by file name."""
     (content,) = contents([run])
-    everything = content.groups[0]
-    config = run.header.config
-    left_out = [escape(f"Left out: {reason}") for reason in config["missing"]]
-    mirrors = [escape(f"Mirrors {config['mirrors']}.")] if config.get("mirrors") else []
-    optional = [
+    everything, config = content.groups[0], run.header.config
+    mirrors = [f"Mirrors {config['mirrors']}."] if config.get("mirrors") else []
+    shown = [
+        *map(tables.comparison, content.groups),
         *(paper_tables.persistence(run), paper_tables.view_weights(run)),
-        *(
-            tables.scores(everything),
-            tables.depths(everything),
-            paper_tables.predicted(run),
-            paper_tables.step_times(run),
-        ),
+        *(tables.scores(everything), tables.depths(everything)),
+        *(paper_tables.predicted(run), paper_tables.step_times(run), tables.stages(everything)),
     ]
-    shown = [*map(tables.comparison, content.groups), *filter(None, optional), tables.stages(everything)]
     parts = [
         f"# {measurement.name}: {escape(config['title'])}",
-        *(escape(verdict(run, number)) for number in range(max(len(claims.verdicts(run)), 1))),
-        " ".join([*mirrors, escape(config["note"])]).strip(),
+        *map(escape, sentences(run)),
+        escape(" ".join([*mirrors, config["note"]])).strip(),
         f"`{place.command}`; {escape(place.machine)} {escape(place.models)}"
         f"{computed_by(run.header.environment['revision'])}",
-        *left_out,
+        *(escape(f"Left out: {reason}") for reason in config["missing"]),
         *(f"![{escape(plot.title)}]({file})\n\n{escape(plot.caption)}" for file, plot in drawings.items()),
-        *map(tables.markdown, shown),
+        *(tables.markdown(table) for table in shown if table is not None),
         tables.meanings([everything]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -82,40 +77,24 @@ def figures_of(measurement: Measurement, run: RecordedRun) -> dict[str, Plot]:
     return {f"{measurement.name}-{number}.svg": plot for number, plot in enumerate(plots, 1)}
 
 
-def verdict(run: RecordedRun, number: int = 0) -> str:
-    """Sentence on one of the suite's claims; without any, on the fastest row."""
-    found = list(claims.sentences(run))
-    if found:
-        return found[number]
+def sentences(run: RecordedRun) -> list[str]:
+    """Sentences on the suite's claims; without any, one on the fastest row."""
+    if judged := list(claims.sentences(run)):
+        return judged
     (content,) = contents([run])
     speeds = {m: r.speedup for m, r in content.groups[0].results.items() if r.speedup is not None and m != "plain"}
     if not speeds:
-        return "Only plain decoding was measured."
+        return ["Only plain decoding was measured."]
     best = max(speeds, key=lambda method: speeds[method].value)
-    return f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."
-
-
-def outcome(run: RecordedRun) -> str:
-    """The outcomes of all claims, for the index; without any, the sentence of the page."""
-    found = [
-        f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}{v.place}"
-        for v in claims.verdicts(run)
-    ]
-    return "; ".join(found) or verdict(run)
-
-
-def first_outcome(run: RecordedRun) -> str:
-    """The outcome of the first claim; empty without any."""
-    return next((v.outcome for v in claims.verdicts(run)), "")
+    return [f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."]
 
 
 def facts(environment: Mapping[str, Any]) -> str:
     """Revision, machine and versions in one sentence."""
     bf16 = "with" if cpu.has_instructions(torch.bfloat16) else "without"
-    threads = environment["threads"]
     return (
         f"revision {environment['revision']}; {environment['processor']}, {environment['device']}, {bf16} bfloat16 "
-        f"instructions, {threads} thread{'s' if threads > 1 else ''}; torch {environment['torch']}, transformers "
+        f"instructions, {count(environment['threads'], 'thread')}; torch {environment['torch']}, transformers "
         f"{environment['transformers']}."
     )
 
@@ -135,6 +114,17 @@ class Entry:
     title: str  # of the suite
     outcome: str  # of its claims in a few words
     first: str  # of its first claim alone
+
+    @classmethod
+    def of(cls, name: str, run: RecordedRun) -> Entry:
+        """The line of a run's page."""
+        verdicts, config = claims.verdicts(run), run.header.config
+        outcomes = [
+            f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}{v.place}"
+            for v in verdicts
+        ]
+        first = verdicts[0].outcome if verdicts else ""
+        return cls(name, config["mirrors"], config["title"], "; ".join(outcomes or sentences(run)), first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,21 +195,19 @@ class Folder:
 
     def done(self, name: str) -> dict[str, Any]:
         """What a page was made of."""
-        found: dict[str, Any] = json.loads((self.path / name / _DONE).read_text(encoding="utf-8"))
-        return found
+        done: dict[str, Any] = json.loads((self.path / name / _DONE).read_text(encoding="utf-8"))
+        return done
 
     def write(self, measurement: Measurement, run: RecordedRun, place: Place, heads: Mapping[str, str]) -> None:
         """Write the page of a complete run."""
-        name = measurement.name
+        name, config = measurement.name, run.header.config
         drawings = figures_of(measurement, run)
         text = page(measurement, run, place, drawings)
-        config = run.header.config
-        entry = Entry(name, config["mirrors"], config["title"], outcome(run), first_outcome(run))
         done = {
             "heads": dict(heads),
             "prompts": prompts(config["per_task"], {task["name"]: task["count"] for task in config["tasks"]}),
             "figures": list(drawings),
-            "entry": asdict(entry),
+            "entry": asdict(Entry.of(name, run)),
             "place": asdict(place),
         }
         write_file(self.path / name / _DONE, json.dumps(done, indent=1) + "\n")
@@ -234,16 +222,10 @@ class Folder:
                 f"{self.path} holds no {MARK}, so nothing was measured there; give the --out of `make results`."
             )
         refuse_modified(environment.revision())
-        found = [measurement for measurement in chosen if self.page(measurement.name).is_file()]
-        for number, measurement in enumerate(found, 1):
-            self._say(f"[{number}/{len(found)}] {measurement.name}")
-            done = self.done(measurement.name)
-            if "place" not in done:
-                raise SaccadeError(
-                    f"{self.path / measurement.name} was measured by a revision whose pages cannot be written anew; "
-                    "measure it again in another folder."
-                )
-            run = records.read(self.path / measurement.name)
+        measured = [measurement for measurement in chosen if self.page(measurement.name).is_file()]
+        for number, measurement in enumerate(measured, 1):
+            self._say(f"[{number}/{len(measured)}] {measurement.name}")
+            done, run = self.done(measurement.name), records.read(self.path / measurement.name)
             self.write(measurement, run, Place(**done["place"]), done["heads"])
 
     def publish(self, docs: Path, known: Sequence[Measurement], left_out: Mapping[str, str]) -> None:
@@ -252,7 +234,7 @@ class Folder:
         done = {name: self.done(name) for name in names}
         files = [file for name in names for file in (f"{name}.md", *done[name]["figures"])]
         pages = {file: (self._pages / file).read_text(encoding="utf-8") for file in files}
-        entries = [Entry(**found["entry"]) for found in done.values()]
+        entries = [Entry(**made["entry"]) for made in done.values()]
         absent = {
             m.name: left_out.get(m.name, f"left for later; `python -m tools.results {m.name}` measures it.")
             for m in known
@@ -271,7 +253,7 @@ class Folder:
         if known_reasons:
             pages[REASONS] = (docs / REASONS).read_text(encoding="utf-8")
         measured = json.loads((self.path / MARK).read_text(encoding="utf-8"))["environment"]
-        machine = next((found["place"]["machine"] for found in done.values() if "place" in found), facts(measured))
+        machine = next((made["place"]["machine"] for made in done.values()), facts(measured))
         pages[INDEX] = index(entries, machine + computed_by(measured["revision"]), absent)
 
         def write(part: Path) -> None:

@@ -54,7 +54,7 @@ def test_unknown_tasks_and_grammars_are_refused_in_a_sentence(command: str, tmp_
         _run(*arguments, "--grammar", "loud")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_video_files_come_back_through_the_users_decoder(seed: int, tmp_path: Path) -> None:
     pytest.importorskip("av")
     sample = draw(seed, "video")
@@ -66,11 +66,6 @@ def test_video_files_come_back_through_the_users_decoder(seed: int, tmp_path: Pa
         error = np.mean((np.asarray(one, np.float64) - np.asarray(two, np.float64)) ** 2)
         # Colour planes have half the resolution: sharp coloured edges lose some. Over 30 videos 28.2 dB at worst.
         assert 10 * np.log10(255**2 / max(error, 1e-9)) >= 27
-
-
-def test_a_video_of_no_frames_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SaccadeError, match="no frames to write"):
-        write_video(tmp_path / "clip.mp4", [], FPS)
 
 
 @pytest.mark.parametrize("drafter", ["pocket", pytest.param(str(pocket.draft_path()), marks=pytest.mark.slow)])

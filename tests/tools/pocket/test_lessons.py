@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import ImageChops
 from tokenizers import Tokenizer
-from torch import nn
 from workshop_kit import batch_of_tasks, tiny_model
 
 from saccade.pocket import WORLD, draw
@@ -20,7 +19,7 @@ from saccade.pocket.scoring import mentioned, numbers
 from saccade.pocket.shapes import key, named
 from saccade.pocket.words import COLOURS, SHAPES, SIZES, plural
 from tools.pocket.batches import ASSISTANT, FRAME_TOKENS, IMAGE, VIDEO, Batch
-from tools.pocket.lessons import PLACES, Lessons, Searching, Watching, drills, pairs, with_lessons
+from tools.pocket.lessons import PLACES, Lessons, drills, pairs, with_lessons
 from tools.pocket.models import loss_of
 from tools.pocket.stages import true_answers
 
@@ -100,45 +99,6 @@ def test_what_happens_is_told_in_order_at_the_end_of_frames_that_show_it(tokeniz
         frames += len(told)
     assert set(whats) > set(DIRECTIONS)
     assert still < 0.05 * frames  # less than a pixel a frame, or there and back again between two frames
-
-
-def _learnt(lesson: nn.Module, inputs: tuple[torch.Tensor, ...]) -> float:
-    """The loss that a lesson comes down to on those inputs."""
-    torch.manual_seed(1)
-    for module in lesson.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-    optimiser = torch.optim.Adam(lesson.parameters(), 0.05)
-    for _ in range(150):
-        optimiser.zero_grad()
-        loss: torch.Tensor = lesson(*inputs)
-        loss.backward()
-        optimiser.step()
-    return loss.item()
-
-
-def test_lessons_are_learnt_from_states_that_tell_and_not_from_others() -> None:
-    torch.manual_seed(0)
-    rows = torch.stack([torch.arange(64), torch.zeros(64).long()], 1)
-    dull = torch.zeros(64, 3, 64)
-
-    many = torch.randint(4, (64, 9)) * (torch.rand(64, 9) < 0.3)
-    asked = torch.cat([rows, many, many.sum(1, keepdim=True).clamp(max=8)], 1)
-    placed, summed = dull.clone(), dull.clone()
-    placed[:, 0, :36] = nn.functional.one_hot(many, 4).flatten(1).float()
-    summed[:, 0] = nn.functional.one_hot(asked[:, -1], 64).float()
-    searching = Searching(64)
-    nothing = _learnt(searching, (dull, dull, asked))
-    assert _learnt(searching, (placed, summed, asked)) < 0.2 * nothing
-    for partly in ((placed, dull), (dull, summed)):  # places and totals are read from states of their own
-        assert 0.05 * nothing < _learnt(searching, (*partly, asked)) < 0.95 * nothing
-
-    seen = torch.cat([rows, *(torch.randint(high, (64, 1)) for high in (len(WHATS), len(COLOURS), len(SHAPES)))], 1)
-    told = dull.clone()
-    for number, classes in enumerate(seen[:, 2:].T):
-        told[torch.arange(64), 0, classes + 20 * number] = 1
-    watching = Watching(64)
-    assert _learnt(watching, (told, seen)) < 0.2 * _learnt(watching, (dull, seen))
 
 
 def test_every_lesson_adds_its_weight_to_the_loss(tokenizer: Tokenizer) -> None:

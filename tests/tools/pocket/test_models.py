@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 from workshop_kit import KINDS, batch_of_tasks, tiny_model
 
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draw
-from tools.pocket import models
-from tools.pocket.batches import IGNORED, IMAGE, Batch, batch_of, prompt_ids
-from tools.pocket.loop import batches, optimisers_for, train
-from tools.pocket.models import PocketModel, build, choose_attention, embed, grow, loss_of
-from tools.pocket.recipe import LanguageShape, Schedule, TowerShape
+from tools.pocket.batches import IMAGE, Batch, batch_of, prompt_ids
+from tools.pocket.loop import batches, train
+from tools.pocket.models import PocketModel, embed, grow
+from tools.pocket.recipe import Schedule
 from tools.pocket.tower import align_projector
 
 
@@ -66,37 +65,6 @@ def test_an_aligned_projector_speaks_at_the_volume_of_words(tokenizer: Tokenizer
     assert 0.2 < patches / words < 2
 
 
-@pytest.mark.parametrize("longest", [8, 450])
-def test_chosen_attention_gives_the_same_loss_and_gradients(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_LONG", longest)  # both forms
-    torch.manual_seed(0)
-    model = build(LanguageShape(2, 64, 96), TowerShape(1, 32, 64, 2), 256)
-    ids = torch.randint(20, 200, (2, 16))
-    targets = ids.clone()
-    targets[0, 10:] = IGNORED  # a row padded on the right
-    batch = Batch(ids, targets)
-
-    def learnt() -> tuple[Tensor, list[Tensor]]:
-        model.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        return loss.detach(), [p.grad.clone() for p in model.model.language_model.layers.parameters()]
-
-    usual, gradients = learnt()
-    choose_attention(model)
-    assert model.model.language_model.config._attn_implementation != "sdpa"
-    chosen, others = learnt()
-    torch.testing.assert_close(chosen, usual)
-    torch.testing.assert_close(others, gradients)
-    ids[:, 12] += 1  # nobody looks ahead
-    with torch.no_grad():
-        moved = model.model.language_model(input_ids=ids).last_hidden_state
-        ids[:, 12] -= 1
-        still = model.model.language_model(input_ids=ids).last_hidden_state
-    torch.testing.assert_close(moved[:, :12], still[:, :12])
-    assert not torch.equal(moved[:, 12:], still[:, 12:])
-
-
 pytestmark = pytest.mark.formats
 
 
@@ -106,21 +74,6 @@ def test_the_rate_warms_up_stays_and_falls() -> None:
     assert schedule.rate_at(9) == schedule.rate_at(50) == 1.0
     assert schedule.rate_at(75) == pytest.approx(0.55)
     assert schedule.rate_at(100) == pytest.approx(0.1)
-
-
-def test_optimisers_are_those_whose_states_checkpoints_hold() -> None:
-    named = list(tiny_model().named_parameters())
-    turned = [p for name, p in named if p.ndim == 2 and "layers." in name]
-    others = [p for name, p in named if p.ndim != 2 or "layers." not in name]
-    expected: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(turned, lr=0.01, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.01, betas=(0.9, 0.95), weight_decay=0.02, fused=True),
-    ]
-    made = optimisers_for(named, 0.01)
-    assert [o.state_dict() for o in made] == [o.state_dict() for o in expected]
-    for one, other in zip(made, expected, strict=True):
-        pairs = zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
-        assert all(p is q for p, q in pairs)
 
 
 @pytest.fixture
@@ -133,6 +86,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 MAKE = partial(draw, task="chart")  # so that workers import the world and PyTorch alone
 
 
+@pytest.mark.slow  # every worker is a new interpreter
 def test_workers_make_the_batches_of_this_process_and_end_when_no_more_are_wanted(gpu: torch.device) -> None:
     here, ahead = batches(MAKE, 5, 30, torch.device("cpu")), iter(batches(MAKE, 5, 10**9, gpu))
     for number, expected in enumerate(here, 5):
