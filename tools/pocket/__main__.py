@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from saccade.cli import execute, screen
+from saccade.cli.option_groups import option
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import WORLD, draft_path, draw, lacks, target_path
 
@@ -19,17 +19,13 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Out = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Output folder.")]
-Tasks = Annotated[
-    list[str] | None, typer.Option("--task", "-t", help="A task; repeat for more. All of them by default.")
-]
-Count = Annotated[int, typer.Option("--count", "-n", min=1, help="Samples of every task.")]
-First = Annotated[int, typer.Option("--seed", help="Number of the first sample; equal numbers draw equal samples.")]
-Style = Annotated[str, typer.Option("--grammar", help="`dense`, or `verbose` for easy template sentences.")]
-Source = Annotated[
-    Path | None, typer.Option("--from", metavar="FOLDER", help="Model to begin with; the pocket target by default.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the new weights.")]
+OUT = option(..., "Output folder.", "--out", "-o", metavar="FOLDER")
+TASKS = option(None, "A task; repeat for more. All of them by default.", "--task", "-t")
+COUNT = option(8, "Samples of every task.", "--count", "-n", min=1)
+FIRST = option(0, "Number of the first sample; equal numbers draw equal samples.", "--seed")
+STYLE = option("dense", "`dense`, or `verbose` for easy template sentences.", "--grammar")
+SOURCE = option(None, "Model to begin with; the pocket target by default.", "--from", metavar="FOLDER")
+SEED = option(0, "Seed of the new weights.", "--seed")
 
 
 def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
@@ -43,12 +39,12 @@ def _checked(tasks: list[str] | None, grammar: str) -> list[str]:
 
 @app.command("draw")
 def draw_samples(
-    out: Out,
-    tasks: Tasks = None,
-    count: Count = 8,
-    seed: First = 0,
-    grammar: Style = "dense",
-    videos: Annotated[bool, typer.Option("--videos", help="Write videos as MP4 files, too (needs PyAV).")] = False,
+    out: Path = OUT,
+    tasks: list[str] | None = TASKS,
+    count: int = COUNT,
+    seed: int = FIRST,
+    grammar: str = STYLE,
+    videos: bool = option(False, "Write videos as MP4 files, too (needs PyAV).", "--videos"),
 ) -> None:
     """Draw samples of the pocket world into a folder, with a page that shows them.
 
@@ -68,14 +64,11 @@ def draw_samples(
 
 @app.command("tasks")
 def write_tasks(
-    evaluator: Annotated[str, typer.Argument(metavar="EVALUATOR", help="`lmms-eval` or `vlmevalkit`.")],
-    out: Out,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option("--task", "-t", help="A task; repeat for more. By default `scene` and `difference`."),
-    ] = None,
-    count: Count = 8,
-    seed: First = 0,
+    evaluator: str = typer.Argument(metavar="EVALUATOR", help="`lmms-eval` or `vlmevalkit`."),
+    out: Path = OUT,
+    tasks: list[str] = option(["scene", "difference"], "A task; repeat for more.", "--task", "-t"),
+    count: int = COUNT,
+    seed: int = FIRST,
 ) -> None:
     """Write tasks of the pocket world for an evaluator, to try its plug-in without a download.
 
@@ -87,27 +80,22 @@ def write_tasks(
     if evaluator not in writers:
         raise InputError(f"There is no evaluator {evaluator!r} here; choose one of {', '.join(writers)}.")
     with screen.waiting("Drawing"):
-        written = writers[evaluator](out, tasks or ["scene", "difference"], count, seed)
+        written = writers[evaluator](out, tasks, count, seed)
     print("\n".join(map(str, written)))
 
 
 @app.command("eval")
 def evaluate_model(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="`target`, `draft`, or the folder of a trained one.")
-    ] = "target",
-    tasks: Tasks = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=2, help="Fresh samples of every task.")] = 100,
-    grammar: Style = "dense",
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            metavar="DRAFT",
-            help="A draft model that speeds up the evaluation: a folder, or `pocket`, the default of `target`.",
-        ),
-    ] = None,
+    model: str = typer.Argument("target", metavar="MODEL", help="`target`, `draft`, or the folder of a trained one."),
+    tasks: list[str] | None = TASKS,
+    samples: int = option(100, "Fresh samples of every task.", "--samples", "-n", min=2),
+    grammar: str = STYLE,
+    drafter: str | None = option(
+        None,
+        "A draft model that speeds up the evaluation: a folder, or `pocket`, the default of `target`.",
+        *("--draft", "-d"),
+        metavar="DRAFT",
+    ),
 ) -> None:
     """Print a pocket model's accuracy, with that by chance and that with the wrong picture.
 
@@ -138,21 +126,15 @@ def evaluate_model(
 
 @app.command("inflate")
 def inflate_model(
-    like: Annotated[
-        str,
-        typer.Option(metavar="SHAPE", help="llava-1.5-7b, qwen2.5-vl-32b, llava-ov-72b, or WIDTHxLAYERSxHEADS."),
-    ],
-    out: Out,
-    source: Source = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    heads: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--head", metavar="FOLDER", help="Head of the model, inflated to OUT/heads/NAME; may be repeated."
-        ),
-    ] = None,
-    shard_gb: Annotated[float, typer.Option("--shard-gb", min=0.01, help="Largest size of a file in gigabytes.")] = 4.0,
-    seed: Seed = 0,
+    like: str = option(..., "llava-1.5-7b, qwen2.5-vl-32b, llava-ov-72b, or WIDTHxLAYERSxHEADS.", metavar="SHAPE"),
+    out: Path = OUT,
+    source: Path | None = SOURCE,
+    dtype: str = option("bfloat16", "float32, bfloat16 or float16."),
+    heads: list[Path] = option(
+        [], "Head of the model, inflated to OUT/heads/NAME; may be repeated.", "--head", metavar="FOLDER"
+    ),
+    shard_gb: float = option(4.0, "Largest size of a file in gigabytes.", "--shard-gb", min=0.01),
+    seed: int = SEED,
 ) -> None:
     """Write a checkpoint of a big model's width and depth that computes exactly a small model's function.
 
@@ -163,26 +145,26 @@ def inflate_model(
     """
     from tools.pocket.inflate import FORMATS, checked, inflate, inflate_head
 
-    for number, head in enumerate(heads or ()):  # before the target, which can take minutes
+    for number, head in enumerate(heads):  # before the target, which can take minutes
         checked(head, like)
-        if any(head.name == other.name for other in (heads or ())[:number]):
+        if any(head.name == other.name for other in heads[:number]):
             raise SaccadeError(
                 f"Two heads are named {head.name}; rename a folder, as each is written to OUT/heads/NAME."
             )
     with screen.waiting("Writing"):
         report = inflate(source or target_path(), out, like, dtype=dtype, shard_gb=shard_gb, seed=seed)
-        for head in heads or ():
+        for head in heads:
             inflate_head(head, out / "heads" / head.name, like, dtype=FORMATS[dtype], seed=seed)
     print(f"{out}: {report}")
 
 
 @app.command("experts")
 def make_experts(
-    out: Out,
-    source: Source = None,
-    experts: Annotated[int, typer.Option(min=1, help="Experts per layer.")] = 8,
-    per_token: Annotated[int, typer.Option("--per-token", min=1, help="Experts that a token is sent to.")] = 2,
-    seed: Seed = 0,
+    out: Path = OUT,
+    source: Path | None = SOURCE,
+    experts: int = option(8, "Experts per layer.", min=1),
+    per_token: int = option(2, "Experts that a token is sent to.", "--per-token", min=1),
+    seed: int = SEED,
 ) -> None:
     """Write a mixture of experts that computes exactly a dense model's function: every expert is a copy of its MLP.
 
@@ -200,35 +182,24 @@ def make_experts(
 
 @app.command("train")
 def train_pair(
-    out: Out,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Toy sizes: every stage in a minute; the models learn nothing.")
-    ] = False,
-    scale: Annotated[
-        float, typer.Option(min=0.001, help="Multiply the steps of every stage; 0.1 makes a rough pair.")
-    ] = 1.0,
-    batch_scale: Annotated[int, typer.Option("--batch-scale", min=1, help="Multiply all batches; 8 suits a GPU.")] = 1,
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="PAIR",
-            help="Train a finished pair further: its folder, or `pocket` for the built-in one.",
-        ),
-    ] = None,
-    single: Annotated[
-        bool,
-        typer.Option(
-            "--single-picture-draft",
-            help="Train only a second draft for the target of `--from`, which never sees several pictures or videos.",
-        ),
-    ] = False,
-    steps: Annotated[
-        list[str] | None,
-        typer.Option("--steps", metavar="STAGE=N", help="Steps of one stage; repeat for more."),
-    ] = None,
-    until: Annotated[str, typer.Option(help="The last stage to run.")] = "export",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice by default.")] = None,
+    out: Path = OUT,
+    quick: bool = option(False, "Toy sizes: every stage in a minute; the models learn nothing.", "--quick"),
+    scale: float = option(1.0, "Multiply the steps of every stage; 0.1 makes a rough pair.", min=0.001),
+    batch_scale: int = option(1, "Multiply all batches; 8 suits a GPU.", "--batch-scale", min=1),
+    pair: str | None = option(
+        None,
+        "Train a finished pair further: its folder, or `pocket` for the built-in one.",
+        "--from",
+        metavar="PAIR",
+    ),
+    single: bool = option(
+        False,
+        "Train only a second draft for the target of `--from`, which never sees several pictures or videos.",
+        "--single-picture-draft",
+    ),
+    steps: list[str] = option([], "Steps of one stage; repeat for more.", "--steps", metavar="STAGE=N"),
+    until: str = option("export", "The last stage to run."),
+    threads: int | None = option(None, "CPU threads; PyTorch's choice by default.", min=1),
 ) -> None:
     """Train the pocket target and draft, from scratch or from a pair, on a GPU if available; it takes hours on a CPU.
 
@@ -243,7 +214,7 @@ def train_pair(
 
     from saccade.methods.drafters import is_pocket
     from tools.pocket.recipe import Recipe, quick_recipe
-    from tools.pocket.stages import STAGES, run, run_single
+    from tools.pocket.stages import STAGES, run
 
     if until not in STAGES:
         raise SaccadeError(f"Unknown stage {until!r}; choose from {', '.join(STAGES)}.")
@@ -251,7 +222,7 @@ def train_pair(
         torch.set_num_threads(threads)
     earlier = None if pair is None else target_path().parent if is_pocket(pair) else Path(pair)
     recipe = (quick_recipe() if quick else Recipe()).scaled(scale, batch_scale)
-    for setting in steps or []:
+    for setting in steps:
         stage, _, count = setting.partition("=")
         if not count.isdecimal() or int(count) < 1:
             raise SaccadeError(f"--steps {setting} is not a stage with its steps; write for example follow=800.")
@@ -259,12 +230,9 @@ def train_pair(
             recipe = recipe.with_steps(stage, int(count))
         except ValueError as problem:
             raise SaccadeError(str(problem)) from None
-    if not single:
-        run(recipe, out, until, earlier)
-    elif earlier is None:
+    if single and earlier is None:
         raise SaccadeError("--single-picture-draft needs a pair with the target: add --from FOLDER, or --from pocket.")
-    else:
-        run_single(recipe, out, earlier, until)
+    run(recipe, out, until, earlier, single)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ weights exists.
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,17 +40,15 @@ def optimisers_for(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> li
     return muon_and_adamw(inside, list(weights.values()), rate, 0.02, (0.9, 0.95), fused=True)
 
 
-@dataclass(frozen=True)
-class _Numbered(Dataset[_Batch], Generic[_Batch]):
-    make: Callable[[int], _Batch]
-    first: int
-    last: int
+class _Numbered(Dataset[_Batch]):
+    def __init__(self, make: Callable[[int], _Batch], numbers: range) -> None:
+        self.make, self.numbers = make, numbers
 
     def __len__(self) -> int:
-        return self.last - self.first
+        return len(self.numbers)
 
-    def __getitem__(self, number: int) -> _Batch:
-        return self.make(self.first + number)
+    def __getitem__(self, place: int) -> _Batch:
+        return self.make(self.numbers[place])
 
 
 def _unchanged(batch: _Batch) -> _Batch:
@@ -64,7 +61,7 @@ def batches(make: Callable[[int], _Batch], first: int, last: int, device: torch.
     # Workers are spawned, because a process that has used CUDA cannot be forked; the generator keeps torch's own state.
     options: dict[str, Any] = {"multiprocessing_context": "spawn", "prefetch_factor": _AHEAD} if workers else {}
     return DataLoader(
-        _Numbered(make, first, last),
+        _Numbered(make, range(first, last)),
         batch_size=None,
         num_workers=workers,
         collate_fn=_unchanged,

@@ -122,13 +122,11 @@ def quick_recipe() -> Recipe:
     )
 
 
-COMPARING: dict[str, float] = _FILE["shares"]["compare"]
-"""Task shares of `compare`."""
-REFINING: dict[str, float] = _FILE["shares"]["refine"]
-"""Task shares of `refine`."""
+SHARES: dict[str, dict[str, float]] = _FILE["shares"]
+"""Task shares of stages that have others than the first mixture."""
 
 
 def drafting(single: bool) -> dict[str, float]:
     """Task shares of a draft; of one that sees single pictures alone if `single`."""
     first = {name: task.share for name, task in WORLD.items() if task.share and name not in UNSEEN_BY_DRAFTS}
-    return {**first, **_FILE["shares"]["draft"], **(_FILE["shares"]["single"] if single else {})}
+    return {**first, **SHARES["draft"], **(SHARES["single"] if single else {})}

@@ -8,7 +8,7 @@ then on the target's own answers; the last one writes both with their cards.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,13 @@ from tools.pocket.batches import (
 from tools.pocket.lessons import Lessons, drills, with_lessons
 from tools.pocket.loop import save, train
 from tools.pocket.models import CONTEXT, PocketModel, build, grow, loss_of
-from tools.pocket.recipe import COMPARING, REFINING, Recipe, Schedule, drafting
+from tools.pocket.recipe import SHARES, Recipe, Schedule, drafting
 from tools.pocket.tokens import content_weights, decisive_weights, train_tokenizer
 from tools.pocket.tower import align_projector, train_tower
 
 STAGES = ("tokenizer", "tower", "shallow", "deep", "compare", "refine", "draft", "answers", "follow", "export")
 SINGLE_STAGES = ("tokenizer", "draft", "answers", "follow", "export")
-"""Stages of a second draft for a pair's target (`run_single`)."""
+"""Stages of a second draft for a pair's target."""
 PAIR_STAGES = ("tokenizer", "refine", "answers", "follow", "export")
 """Stages of a run from an earlier pair, which provides the results of the others."""
 _MODELS = ("target", "draft")
@@ -137,7 +137,7 @@ def has_media(number: int, samples: Sequence[Sample], single: bool) -> bool:
 
 
 class Run:
-    """Recipe, tokenizer, folder and device of a run, and its stages; `pair` and `single` as in `run` and `run_single`.
+    """Recipe, tokenizer, folder and device of a run, and its stages; `pair` and `single` as in `run`.
 
     `stages` yields the name of every stage that is complete.
     """
@@ -165,8 +165,6 @@ class Run:
                     "repeat the command that began it, or choose another --out folder."
                 )
             return
-        if (self.folder / "tokenizer.json").exists():
-            print(f"{self.folder} has stage files but no recipe.json; they are taken to be of this recipe.", flush=True)
         write_file(path, json.dumps(ours, indent=1) + "\n", error=TrainingError)
 
     def stages(self) -> Iterator[str]:
@@ -207,9 +205,9 @@ class Run:
         self.target = grow(self.target, recipe.target.layers)
         minutes["deep"] = self._train_target("deep")
         yield "deep"
-        minutes["compare"] = self._train_target("compare", COMPARING)
+        minutes["compare"] = self._train_target("compare")
         yield "compare"
-        minutes["refine"] = self._train_target("refine", REFINING)
+        minutes["refine"] = self._train_target("refine")
         yield "refine"
         draft_minutes = self._train_draft(tower)
         yield "draft"
@@ -230,9 +228,11 @@ class Run:
         for model in (self.target, self.draft):  # rotary positions have no weights: only the configuration changes
             model.config.text_config.max_position_embeddings = CONTEXT
             model.to(self.device)
-        minutes = self._train_target("refine", REFINING)
+        minutes = self._train_target("refine")
         yield "refine"
-        before, self.draft_story = (_training_of(pair / name) for name in _MODELS)
+        cards = [pair / name / "README.md" for name in _MODELS]
+        lines = [_TRAINING.search(card.read_text()) if card.exists() else None for card in cards]
+        before, self.draft_story = (line[1] if line else "an earlier model without a card" for line in lines)
         self.target_story = f"{before}; from those bfloat16 weights {_refined(minutes)}"
 
     def _single(self) -> Iterator[str]:
@@ -253,47 +253,44 @@ class Run:
         """Vocabulary size of the models: the tokenizer's, rounded up to a multiple of 64."""
         return int(-(-self.tokenizer.get_vocab_size() // 64) * 64)
 
-    def _train_target(self, name: str, shares: Mapping[str, float] | None = None) -> float:
-        """Train the target through a stage; return the minutes of training."""
-        model, schedule = self.target, self.recipe.schedules[name]
-        weights = content_weights(self.tokenizer, model.config.text_config.vocab_size, schedule.content)
-        weights = weights.to(model.device)
+    def _train(
+        self, name: str, model: PocketModel, make: Callable[[int], Batch], lesson: Lessons | None = None
+    ) -> float:
+        """Train a model through a stage, its tower frozen; return the minutes of training."""
+        schedule = self.recipe.schedules[name]
+        weights = content_weights(self.tokenizer, self._vocabulary, schedule.content).to(model.device)
         model.model.vision_tower.requires_grad_(False)
-        _attend_by_products(model)
-        lessons = None
-        if any(schedule.lessons):
-            lessons = Lessons(model.config.text_config.hidden_size, *schedule.lessons).to(model.device)
-            model.add_module(_LESSONS, lessons)  # trained and saved in checkpoints like the rest, until the stage ends
+        if model.device.type == "cpu":  # a step with the fused kernel takes a third longer in bfloat16
+            model.model.language_model.set_attn_implementation("eager")
 
         def weighted(batch: Batch) -> Tensor:
             with fast_products(model.device):
-                return loss_of(model, batch, token_weights=weights, lesson=lessons)
+                return loss_of(model, batch, token_weights=weights, lesson=lesson)
 
-        make = TargetBatches(name, self.recipe.seed, schedule, self.tokenizer, shares)
+        return train(name, model, make, weighted, schedule, self.folder, self.recipe.checkpoint_seconds)
+
+    def _train_target(self, name: str) -> float:
+        """Train the target through a stage; return the minutes of training."""
+        model, schedule = self.target, self.recipe.schedules[name]
+        make = TargetBatches(name, self.recipe.seed, schedule, self.tokenizer, SHARES.get(name))
+        if not any(schedule.lessons):
+            return self._train(name, model, make)
+        lessons = Lessons(model.config.text_config.hidden_size, *schedule.lessons).to(model.device)
+        model.add_module(_LESSONS, lessons)  # trained and saved in checkpoints like the rest, until the stage ends
         try:
-            return train(name, model, make, weighted, schedule, self.folder, self.recipe.checkpoint_seconds)
+            return self._train(name, model, make, lessons)
         finally:
-            if lessons is not None:
-                delattr(model, _LESSONS)
+            delattr(model, _LESSONS)
 
     def _train_draft(self, tower: dict[str, Tensor]) -> float:
         """Train a draft on ground truth in a mixture of tasks; return the minutes of training."""
-        recipe, device = self.recipe, self.device
+        recipe = self.recipe
         torch.manual_seed(recipe.seed)
-        self.draft = model = build(recipe.draft, recipe.tower, self._vocabulary).to(device)
-        model.model.vision_tower.load_state_dict(tower)
-        model.model.vision_tower.requires_grad_(False)
-        align_projector(model, self.tokenizer, recipe.seed)
-        _attend_by_products(model)
-        schedule = recipe.schedules["draft"]
-        weights = content_weights(self.tokenizer, self._vocabulary, schedule.content).to(device)
-
-        def weighted(batch: Batch) -> Tensor:
-            with fast_products(device):
-                return loss_of(model, batch, token_weights=weights)
-
-        make = DraftBatches("draft", recipe.seed, schedule, self.tokenizer, self.single)
-        return train("draft", model, make, weighted, schedule, self.folder, recipe.checkpoint_seconds)
+        self.draft = build(recipe.draft, recipe.tower, self._vocabulary).to(self.device)
+        self.draft.model.vision_tower.load_state_dict(tower)
+        align_projector(self.draft, self.tokenizer, recipe.seed)
+        make = DraftBatches("draft", recipe.seed, recipe.schedules["draft"], self.tokenizer, self.single)
+        return self._train("draft", self.draft, make)
 
     def _answers(self, target: Path, drafter: Path) -> list[Answered]:
         """Answers of the target to fresh samples, half greedy, half at temperature 1; resumes from `answers.pt`."""
@@ -325,16 +322,9 @@ class Run:
         """Train the draft further, half of it on answers of the target."""
         answered = self._answers(target, drafter)
         yield "answers"
-        recipe, draft, schedule = self.recipe, self.draft, self.recipe.schedules["follow"]
-        order = sorted(answered, key=lambda row: length_of(row.sample()))
-
-        def unweighted(batch: Batch) -> Tensor:
-            with fast_products(draft.device):
-                return loss_of(draft, batch)
-
-        draft.model.vision_tower.requires_grad_(False)
-        make = DraftBatches("follow", recipe.seed, schedule, self.tokenizer, self.single, order)
-        minutes = train("follow", draft, make, unweighted, schedule, self.folder, recipe.checkpoint_seconds)
+        recipe, order = self.recipe, sorted(answered, key=lambda row: length_of(row.sample()))
+        make = DraftBatches("follow", recipe.seed, recipe.schedules["follow"], self.tokenizer, self.single, order)
+        minutes = self._train("follow", self.draft, make)
         yield "follow"
         self.draft_story += (
             f"; then {minutes:.0f} min with half of the batches from {len(answered)} answers of the target (half "
@@ -346,21 +336,8 @@ class Run:
         export(model, self.tokenizer, self.folder / name, self.recipe, **words, drafter=drafter)
 
 
-def _attend_by_products(model: PocketModel) -> None:
-    """Train with matrix products on a CPU: a step with the fused kernel takes a third longer in bfloat16."""
-    if model.device.type == "cpu":
-        model.model.language_model.set_attn_implementation("eager")
-
-
 def _refined(minutes: float) -> str:
     return f"{minutes:.0f} min with larger shares of the tasks that are hard, with lessons in where to look"
-
-
-def _training_of(model: Path) -> str:
-    """Sentence on training in a model's card."""
-    card = model / "README.md"
-    match = _TRAINING.search(card.read_text()) if card.exists() else None
-    return match[1] if match else "an earlier model without a card"
 
 
 def pair_digest(pair: Path) -> str:
@@ -377,25 +354,18 @@ def pair_digest(pair: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None) -> None:
-    """Run every stage up to `until`, resuming from what is in `folder`."""
-    if pair is not None and until not in PAIR_STAGES:
-        raise TrainingError(f"A run from a pair has no stage {until!r}; choose from {', '.join(PAIR_STAGES)}.")
-    for stage in Run(recipe, folder, pair).stages():
-        if stage == until:
-            return
+def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None, single: bool = False) -> None:
+    """Run every stage up to `until`, resuming from what is in `folder`.
 
-
-def run_single(recipe: Recipe, folder: Path, pair: Path, until: str = STAGES[-1]) -> None:
-    """Train a second draft for the target of a pair, from scratch, that sees single pictures alone.
-
-    Of tasks with several pictures or videos it learns the language without them: as in TABED, section 4, a language
-    model that knows many texts learns to see from single pictures, and five of them are out of its distribution.
-    It is written to `folder / "draft"`; the target does not change.
+    From a pair, its target and draft are trained further; if `single`, only a second draft is trained for its target,
+    from scratch, that sees single pictures alone. Of tasks with several pictures or videos it learns the language
+    without them: as in TABED, section 4, a language model that knows many texts learns to see from single pictures, and
+    five of them are out of its distribution. It is written to `folder / "draft"`; the target does not change.
     """
-    if until not in SINGLE_STAGES:
-        stages = ", ".join(SINGLE_STAGES)
-        raise TrainingError(f"A draft of single pictures has no stage {until!r}; choose from {stages}.")
-    for stage in Run(recipe, folder, pair, single=True).stages():
+    if pair is not None:
+        what, known = ("A draft of single pictures", SINGLE_STAGES) if single else ("A run from a pair", PAIR_STAGES)
+        if until not in known:
+            raise TrainingError(f"{what} has no stage {until!r}; choose from {', '.join(known)}.")
+    for stage in Run(recipe, folder, pair, single).stages():
         if stage == until:
             return

@@ -73,14 +73,13 @@ def answer_turns(
     options = question.options(options)
     conversation = _Conversation(vlm, len(question.turns) > 1, options)
     traced_conversation = _Conversation(vlm, len(question.turns) > 1, {**options, "trace": True})
-    memory = PeakMemory(vlm.target.device)
     answers = []
     for index, turn in enumerate(question.turns):
         seed_of_turn = zlib.crc32(f"{seed}/{question.turn_id(index)}/{repeat}".encode())
-        memory.start()
+        reset_peak(vlm.target.device)
         with _recorded_warnings() as warned:
             output, stats, messages, seconds, _ = conversation.answer(turn, seed_of_turn)
-        peak = memory.read()
+        peak = peak_bytes(vlm.target.device)
         trees: list[dict[str, Any]] = []
         if trace:
             *_, trees = traced_conversation.answer(turn, seed_of_turn)
@@ -178,28 +177,23 @@ def _piece(tokenizer: Any, token: int) -> str:
     return str(tokenizer.decode([token]))
 
 
-class PeakMemory:
-    """Peak memory of the device, or of the process on a CPU."""
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak memory of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            _CLEAR.write_text("5")  # see proc(5)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
-    def start(self) -> None:
-        """Reset the peak."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            with suppress(OSError):
-                _CLEAR.write_text("5")  # see proc(5)
-
-    def read(self) -> int | None:
-        """Largest number of bytes in use since `start`; None where the system does not report it."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        try:
-            lines = _STATUS.read_text().splitlines()
-            _CLEAR.write_text("5")  # where the peak cannot be reset it is none of this answer
-        except OSError:
-            return None
-        peak = next((line for line in lines if line.startswith("VmHWM:")), None)
-        return None if peak is None else int(peak.split()[1]) * 1024
+def peak_bytes(device: torch.device) -> int | None:
+    """Largest number of bytes in use since `reset_peak`; None where the system does not report it."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        lines = _STATUS.read_text().splitlines()
+        _CLEAR.write_text("5")  # where the peak cannot be reset it is none of this answer
+    except OSError:
+        return None
+    peak = next((line for line in lines if line.startswith("VmHWM:")), None)
+    return None if peak is None else int(peak.split()[1]) * 1024

@@ -125,14 +125,20 @@ def parse(table: Mapping[str, Any], where: str) -> JudgeModel:
     return judge
 
 
-def from_file(path: str) -> dict[str, Any]:
-    """Read the table of a judge from a TOML file, and check it."""
+def read_table(path: str | Path, what: str) -> dict[str, Any]:
+    """Read a TOML file of the user."""
     try:
-        table = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise SaccadeError(f"Cannot read the judge {path}: {problem.strerror}.") from problem
+        return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
+        raise SaccadeError(f"Cannot read the {what} {path}: {reason}.") from problem
     except ValueError as problem:
         raise SaccadeError(f"{path} is not valid TOML: {str(problem).strip()}") from problem
+
+
+def from_file(path: str) -> dict[str, Any]:
+    """Read the table of a judge from a TOML file, and check it."""
+    table = read_table(path, "judge")
     parse(table, path)
     return table
 

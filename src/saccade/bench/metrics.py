@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -23,8 +23,6 @@ FEWEST = next(n for n in range(2, 100) if 1 - 2 * 0.5**n >= LEVEL)
 covers it with 1 - 2 / 2^n."""
 _NOT_STAGES = ("total", "decode", "inputs")
 """Entries of ``stats["seconds"]`` beside the stages of the total: sums, and the time of input preparation."""
-_STRICT = ("target", "draft")
-"""Marks of tokens that are the target's own choice; lossy rules add others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +83,18 @@ class MethodResult:
     speedup: Estimate | None  # end-to-end
     decode_speedup: Estimate | None  # the same over the tokens and the seconds after prefill
     rate: Estimate | None  # end-to-end throughput, median over prompts
-    decode_rate: Estimate | None  # tokens after prefill per second after prefill
     block_efficiency: Estimate | None  # tokens emitted per verification pass
     accepted_length: Estimate | None  # the same without the target's own token (LVSpec's, SAGE's tau)
-    acceptance_by_depth: list[float]  # entry d - 1
     reached: list[int]  # entry d is the number of passes that accepted at least d draft tokens
     verified_per_token: float | None  # positions that the target computed per token emitted; 1 for plain decoding
     seconds: float  # mean total per answer
     shares: dict[str, float]  # of the total seconds, by stage
-    input_seconds: float | None  # tokenizing and preparing images, median; not part of the total
     peak_bytes: int | None  # largest of the answers; None when not measured
     compared: int
     equal: int
     scores: dict[str, float]  # ground truth by fact, mean over answers
     score: float | None  # mean over facts and answers; None without ground truth
     retention: Estimate | None  # score over plain decoding's on the same prompts
-    loosened: float = 0.0  # share of the tokens that a lossy rule accepted in place of the target's own
 
 
 def records_by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -212,7 +206,6 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
     tokens, extra, blocks = (list(each.values()) for each in sums)
     verified = sum(r.stats["drafted_tokens"] + r.stats["target_passes"] for r in records)
     after_first = sum(r.stats["new_tokens"] - 1 for r in records)
-    inputs = [r.stats["seconds"]["inputs"] for r in records if "inputs" in r.stats["seconds"]]
     return MethodResult(
         method=method,
         lossless=all(r.lossless for r in records),
@@ -222,22 +215,18 @@ def _result(method: str, records: Sequence[Record], baseline: Sequence[Record]) 
         speedup=median_estimate(paired_ratios(records, baseline, rate)),
         decode_speedup=median_estimate(paired_ratios(records, baseline, decode_rate)),
         rate=median_estimate(list(by_prompt(records, rate, median).values())),
-        decode_rate=median_estimate(list(by_prompt(records, decode_rate, median).values())),
         block_efficiency=ratio_of_sums(tokens, blocks),
         accepted_length=ratio_of_sums(extra, blocks),
-        acceptance_by_depth=[b / a for a, b in pairwise(reached) if a],
         reached=reached,
         verified_per_token=verified / after_first if after_first > 0 else None,
         seconds=spent["total"] / len(records),
         shares={s: t / spent["total"] for s, t in spent.items() if s not in _NOT_STAGES and spent["total"] > 0},
-        input_seconds=median(inputs) if inputs else None,
         peak_bytes=max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None),
         compared=sum(r.equal is not None for r in records),
         equal=sum(bool(r.equal) for r in records),
         scores={fact: fmean(values) for fact, values in facts.items()},
         score=mean(s for r in records if (s := mean_score(r)) is not None),
         retention=retention(records, baseline),
-        loosened=mean(mark not in _STRICT for r in records for mark in r.marks) or 0.0,
     )
 
 

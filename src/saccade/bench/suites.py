@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.bench import judge
+from saccade.bench.judge import read_table
 from saccade.data import catalogue
 from saccade.errors import SaccadeError
 from saccade.options import check_keys, check_whole, make
@@ -111,23 +112,13 @@ def load(name: str) -> Suite:
     """Load a built-in suite by name, or one from a TOML or YAML file."""
     path = Path(name)
     if path.suffix == ".toml":
-        return parse(_read(path), path.stem, str(path))
+        return parse(read_table(path, "suite"), path.stem, name)
     if name not in NAMES:
         raise SaccadeError(
             f"There is no suite {name!r}; expected one of {', '.join(NAMES)}, or the path of a .toml file."
         )
     text = (resources.files("saccade.bench") / "suites" / f"{name}.toml").read_text(encoding="utf-8")
     return parse(tomllib.loads(text), name, f"{name}.toml")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
-        raise SaccadeError(f"Cannot read the suite {path}: {reason}.") from problem
-    except ValueError as problem:
-        raise SaccadeError(f"{path} is not valid TOML: {str(problem).strip()}") from problem
 
 
 def parse(content: Mapping[str, Any], name: str, where: str) -> Suite:

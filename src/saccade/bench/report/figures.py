@@ -119,39 +119,25 @@ def draw(group: Group, prefix: str) -> list[Plot]:
     return [plot for plot in plots if plot is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Style of one method in every figure."""
-
-    name: str
-    colour: str
-    marker: str
-    line: str
-    filled: bool
-
-    @property
-    def style(self) -> dict[str, Any]:
-        """Arguments of matplotlib."""
-        return {
-            "color": self.colour,
-            "marker": self.marker,
-            "mfc": self.colour if self.filled else PAPER,
-            "label": self.name,
-        }
-
-
-def _looks(group: Group) -> dict[str, _Look]:
-    looks = {BASELINE: _Look(BASELINE, SERIES[-1], "*", "-", True)}
+def _looks(group: Group) -> dict[str, dict[str, Any]]:
+    """Style of every method in all figures, as arguments of matplotlib."""
+    looks: dict[str, dict[str, Any]] = {
+        BASELINE: {"label": BASELINE, "color": SERIES[-1], "marker": "*", "mfc": SERIES[-1], "ls": "-"}
+    }
     others = [result for method, result in group.results.items() if method != BASELINE]
     for i, result in enumerate(others):
-        name = result.method if result.lossless else f"{result.method} (lossy)"
         colour = SERIES[i % (len(SERIES) - 1)]
-        marker = MARKERS[i % len(MARKERS)]
-        looks[result.method] = _Look(name, colour, marker, LINES[i % len(LINES)], result.lossless)
+        looks[result.method] = {
+            "label": result.method if result.lossless else f"{result.method} (lossy)",
+            "color": colour,
+            "marker": MARKERS[i % len(MARKERS)],
+            "mfc": colour if result.lossless else PAPER,
+            "ls": LINES[i % len(LINES)],
+        }
     return looks
 
 
-def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
+def _against_quality(group: Group, looks: dict[str, dict[str, Any]], name: str) -> Plot | None:
     points = [(looks[m], r.speedup, r.retention) for m, r in group.results.items() if r.speedup and r.retention]
     if not points:
         return None
@@ -162,12 +148,11 @@ def _against_quality(group: Group, looks: dict[str, _Look], name: str) -> Plot |
         axes.plot(*zip(*front, strict=True), color=INK, lw=1, ls=":", zorder=1, drawstyle="steps-pre")
         axes.set(xlabel="speed-up, end to end", ylabel="score kept (plain decoding = 1)")
         for look, x, y in points:
-            size = 11 if look.marker == "*" else 8
-            bars: dict[str, Any] = {"xerr": _bar(x), "yerr": _bar(y), "elinewidth": 1, "ls": "none"}
-            axes.errorbar(x.value, y.value, ms=size, mew=1.6, zorder=3, **bars, **look.style)
+            style = {**look, "ls": "none", "ms": 11 if look["marker"] == "*" else 8, "mew": 1.6}
+            axes.errorbar(x.value, y.value, xerr=_bar(x), yerr=_bar(y), elinewidth=1, zorder=3, **style)
         axes.margins(0.12)
-        legend(drawing, [look.name for look, _, _ in points])
-        words = "; ".join(f"{look.name}: {x.value:.2f} times, {y.value:.3f}" for look, x, y in points)
+        legend(drawing, [look["label"] for look, _, _ in points])
+        words = "; ".join(f"{look['label']}: {x.value:.2f} times, {y.value:.3f}" for look, x, y in points)
         return Plot(
             "Speed against quality",
             inline(drawing, name, f"Speed-up and share of plain decoding's score, by method. {words}."),
@@ -182,7 +167,7 @@ def _bar(estimate: Estimate) -> list[list[float]] | None:
     return [[max(estimate.value - estimate.low, 0.0)], [max(estimate.high - estimate.value, 0.0)]]
 
 
-def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
+def _by_depth(group: Group, looks: dict[str, dict[str, Any]], name: str) -> Plot | None:
     known = {m: shares for m, r in group.results.items() if (shares := shares_by_depth(r.reached))}
     if not known:
         return None
@@ -191,13 +176,12 @@ def _by_depth(group: Group, looks: dict[str, _Look], name: str) -> Plot | None:
     with figure(WIDTH, HEIGHT) as drawing:
         axes = drawing.subplots()
         for method, shares in known.items():
-            look = looks[method]
-            axes.plot(range(1, len(shares) + 1), shares, ls=look.line, lw=1.6, ms=5.5, **look.style)
+            axes.plot(range(1, len(shares) + 1), shares, lw=1.6, ms=5.5, **looks[method])
         axes.set(xlabel="depth in the draft tree", ylabel="share accepted", ylim=(-0.03, 1.03))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend(drawing, [looks[m].name for m in known], handlelength=3)
+        legend(drawing, [looks[m]["label"] for m in known], handlelength=3)
         words = "; ".join(
-            f"{looks[method].name}: " + ", ".join(f"{share:.2f}" for share in shares)
+            f"{looks[method]['label']}: " + ", ".join(f"{share:.2f}" for share in shares)
             for method, shares in known.items()
         )
         return Plot(
