@@ -60,12 +60,10 @@ def test_a_planted_slowdown_of_10_percent_is_found_and_only_there(relative: bool
     assert {v["dynamic-tree"] for v in found} == {"no difference"}
 
 
-def test_other_prompts_are_compared_as_two_samples() -> None:
-    a, b = make_run(seed=1), make_run(seed=2, first_prompt=100)
-    found = compare(a, b)
-    assert not any(change.paired for change in found.changes)
-    assert {change.answers for change in found.changes} == {0}
-    assert "slower" not in verdicts(found).values()
+def test_prompts_that_one_run_lacks_are_not_compared() -> None:
+    found = compare(make_run(seed=1), make_run(seed=2, first_prompt=100))
+    assert {(change.prompts, change.answers) for change in found.changes} == {(0, 0)}
+    assert set(verdicts(found).values()) == {"too few prompts", "yardstick"}
     changed = compare(make_run(seed=1), make_run(seed=2, hostile=True))  # a prompt with other words is another one
     assert {change.prompts for change in changed.changes} == {11}
 

@@ -1,7 +1,7 @@
 """Comparison of two runs: differences between methods, with intervals.
 
 The compared quantity is the time per token of each prompt, by default relative to plain decoding of the same run,
-prompt and repeat, so that the speed of the machine cancels. Prompts that both runs have are compared in pairs.
+prompt and repeat, so that the speed of the machine cancels. Every prompt is compared with itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from saccade.bench import metrics
-from saccade.bench.metrics import Array, Estimate
+from saccade.bench.metrics import Estimate
 from saccade.bench.records import Record, RecordedRun, by_name
 from saccade.bench.suites import BASELINE
 from saccade.wording import differences
@@ -31,8 +31,7 @@ class Change:
 
     method: str  # label in both runs
     verdict: Verdict  # on `relative` where runs are judged so, else on `time`
-    paired: bool  # whether prompts are compared with themselves
-    prompts: int  # compared; of the smaller run when they are not paired
+    prompts: int  # that both runs have, each compared with itself
     time: Estimate | None  # time per token of B over A, median over prompts
     relative: Estimate | None  # the same after division by plain decoding's time
     answers: int
@@ -109,11 +108,10 @@ class _Bar:
         return math.ceil(1 - math.log2(1 - self.level))
 
     def change(self, method: str, before: Sequence[Record], after: Sequence[Record]) -> Change:
-        time, paired, prompts = self._ratio(_times(before), _times(after))
+        time, prompts = self._ratio(_times(before), _times(after))
         relative = None
         if self.plain_before and method != BASELINE:
-            pair = _times(before, self.plain_before), _times(after, self.plain_after)
-            relative, paired, prompts = self._ratio(*pair)
+            relative, prompts = self._ratio(_times(before, self.plain_before), _times(after, self.plain_after))
         judged = relative if self.plain_before else time
         verdict: Verdict = "no difference"
         if self.plain_before and method == BASELINE:
@@ -133,7 +131,6 @@ class _Bar:
         return Change(
             method=method,
             verdict=verdict,
-            paired=paired,
             prompts=prompts,
             time=time,
             relative=relative,
@@ -143,24 +140,16 @@ class _Bar:
             score=_both(_score, before, after),
         )
 
-    def _ratio(self, before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Estimate | None, bool, int]:
-        """Ratio of times, whether it is paired, and over how many prompts."""
-        both = [prompt for prompt in before if prompt in after and prompt in self.same]
-        fewest = min(len(before), len(after))
-        if len(both) >= self.fewest or len(both) == fewest:
-            return self._estimate([np.array([after[p] - before[p] for p in both])]), True, len(both)
-        return self._estimate([np.array(list(times.values())) for times in (before, after)]), False, fewest
-
-    def _estimate(self, groups: Sequence[Array]) -> Estimate | None:
-        """Exponential of the median of changes, or of the difference of two medians, with its bootstrap interval."""
-        if not all(len(group) for group in groups):
-            return None
-        rng = np.random.default_rng(0)
+    def _ratio(self, before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Estimate | None, int]:
+        """Exponential of the median change of the prompts that both runs have, with its interval, and their number."""
+        changes = np.array([after[p] - before[p] for p in before if p in after and p in self.same])
+        if not len(changes):
+            return None, 0
         tail = (1 - self.level) / 2
-        value = np.median(groups[-1]) - (np.median(groups[0]) if len(groups) > 1 else 0.0)
-        medians = [np.median(group[rng.integers(0, len(group), (RESAMPLES, len(group)))], -1) for group in groups]
-        low, high = np.quantile(medians[-1] - (medians[0] if len(groups) > 1 else 0.0), [tail, 1 - tail])
-        return Estimate(math.exp(float(value)), math.exp(float(low)), math.exp(float(high)))
+        drawn = np.random.default_rng(0).integers(0, len(changes), (RESAMPLES, len(changes)))
+        low, high = np.quantile(np.median(changes[drawn], -1), [tail, 1 - tail])
+        value = float(np.median(changes))
+        return Estimate(math.exp(value), math.exp(float(low)), math.exp(float(high))), len(changes)
 
 
 def _times(records: Sequence[Record], plain: Sequence[Record] | None = None) -> dict[str, float]:

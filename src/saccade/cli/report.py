@@ -119,9 +119,8 @@ def _answers(change: Change) -> Iterator[str]:
 def _remarks(comparison: Comparison) -> Iterator[str]:
     """Yield the sentences below the table."""
     changes = comparison.changes
-    for number, paired in sorted({(change.prompts, change.paired) for change in changes}):
-        how = "each compared with itself" if paired else "NOT the same in both runs: compared as two samples"
-        yield f"{count(number, 'prompt')}, {how}."
+    for number in sorted({change.prompts for change in changes}):
+        yield f"{count(number, 'prompt')}, each compared with itself."
     measure = "time per token relative to plain decoding of the same run" if comparison.relative else "time per token"
     confidence = f"all verdicts hold together with {comparison.level:.0%} confidence"
     yield f"Judged by {measure}; {confidence}; differences below {comparison.margin:.0%} do not count."
