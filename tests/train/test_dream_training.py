@@ -30,7 +30,6 @@ from saccade.train.objectives.dream import (
     DreamEntries,
     DreamFeeder,
     DreamObjective,
-    divergence,
     inner_layer,
     self_fed,
 )
@@ -61,13 +60,6 @@ def inputs_of(name: str, sample: TrainingSample) -> dict[str, Tensor]:
 
 
 # --------------------------------------------------------------------------- losses
-
-
-def test_the_divergence_of_a_hand_made_case() -> None:
-    teacher, draft = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
-    expected = 0.5 * torch.tensor(2.0).log() - 0.25 * torch.tensor(2.0).log()
-    torch.testing.assert_close(divergence(draft.log(), teacher.log())[0], expected)
-    torch.testing.assert_close(divergence(teacher.log() + 3, teacher.log())[0], torch.tensor(0.0))
 
 
 def later_steps(
@@ -193,19 +185,17 @@ def test_inner_states_of_every_choice(layer: str) -> None:
 def test_the_calibration_is_that_of_eager_attention(name: str) -> None:
     model = FAMILIES[name].model()
     model.set_attn_implementation("eager")
-    made, layers = own(name, keep=0.5), set()
+    made = own(name, keep=0.5)
     for sample in samples(name, 2):
         inputs = inputs_of(name, sample)
         reset_rope_deltas(model)
         with torch.no_grad():
             attentions = model(**inputs, use_cache=False, output_attentions=True).attentions
         entropies = [float(torch.special.entr(a[0].double()).sum(-1).mean()) for a in attentions]
-        found = calibrate(target(name), sample.prompt, made.pruning)
-        assert found.layer == entropies.index(min(entropies)) + 1
-        assert set(found.dropped) == dropped_of(name, inputs, made)
-        assert found.dropped
-        layers.add(found.layer)
-    assert all(1 <= layer <= len(target(name).layers) for layer in layers)
+        finding = calibrate(target(name), sample.prompt, made.pruning)
+        assert finding.layer == entropies.index(min(entropies)) + 1
+        assert set(finding.dropped) == dropped_of(name, inputs, made)
+        assert finding.dropped
 
 
 def test_a_prompt_is_calibrated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,19 +254,18 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {},
-        {"keep": 0.25, "cross": 2},
-        {"gate": "replace"},
-        {"initial": False},
-        {"rotary": False},
-        {"direct": False},
-        {"gate": "tanh", "rotary": False, "direct": False},
+        ("gemma3", {}),
+        ("llava", {"keep": 0.25, "cross": 2}),
+        ("llava", {"gate": "replace"}),
+        ("gemma3", {"initial": False}),
+        ("llava", {"rotary": False}),
+        ("llava", {"direct": False}),
+        ("gemma3", {"gate": "tanh", "rotary": False, "direct": False}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_teacher_forcing_is_step_by_step_drafting(name: str, options: dict[str, Any]) -> None:
     assert teacher_forced_difference(name, **options) < 1e-4
 
@@ -291,26 +280,15 @@ def test_a_planted_look_at_the_own_feature_is_noticed(monkeypatch: pytest.Monkey
 # --------------------------------------------------------------------------- runs
 
 
-def recipe(**changes: Any) -> Recipe:
-    values: dict[str, Any] = {
-        "kind": "dream",
-        "stages": (Stage(steps=12, rate=3e-3, draft_steps=2),),
-        "batch_size": 4,
-        "micro_batch": 2,
-        "validation_samples": 0,
-        "log_every": 1,
-        "feature_cache": "memory",
-    }
-    return Recipe(**{**values, **changes})
-
-
 def test_a_run_learns(tmp_path: Path) -> None:
-    outcome = Trainer(target("llava"), recipe(), listed("llava", 8), tmp_path, say=lambda _: None).run()
+    sizes: dict[str, Any] = {"batch_size": 4, "micro_batch": 2, "validation_samples": 0, "log_every": 1}
+    stages = (Stage(steps=12, rate=3e-3, draft_steps=2),)
+    recipe = Recipe(kind="dream", stages=stages, feature_cache="memory", **sizes)
+    Trainer(target("llava"), recipe, listed("llava", 8), tmp_path, say=lambda _: None).run()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
     assert {"states", "middle", "distribution"} <= set(lines[0])
-    assert (outcome.head / "model.safetensors").is_file()
 
 
 def test_an_unknown_way_of_feeding_is_refused() -> None:

@@ -1,8 +1,5 @@
 """Muon in float32: the update of PyTorch's own, which rounds its products to bfloat16."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -24,10 +21,12 @@ def _matrices() -> list[nn.Parameter]:
 def test_it_moves_matrices_as_pytorchs_own_does_but_for_rounding() -> None:
     before, theirs, ours = _matrices(), _matrices(), _matrices()
     made = torch.optim.Muon(theirs, **SETTINGS), WideMuon(ours, **SETTINGS)
-    for _ in range(4):
+    for step in range(5):
         for one, other in zip(theirs, ours, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
+            one.grad, other.grad = None, None  # which leaves a matrix as it is
+            if step < 4:
+                one.grad = torch.randn_like(one)
+                other.grad = one.grad.clone()
         for muon in made:
             muon.step()
     for old, one, other in zip(before, theirs, ours, strict=True):
@@ -38,13 +37,6 @@ def test_it_moves_matrices_as_pytorchs_own_does_but_for_rounding() -> None:
     assert theirs_state["param_groups"] == ours_state["param_groups"]
     for key, state in theirs_state["state"].items():
         torch.testing.assert_close(state["momentum_buffer"], ours_state["state"][key]["momentum_buffer"])
-
-
-def test_matrices_without_a_gradient_stay_where_they_are() -> None:
-    (idle, *_), muon = (matrices := _matrices()), WideMuon(matrices, **SETTINGS)
-    before = idle.clone()
-    muon.step()
-    assert torch.equal(idle, before)
 
 
 @pytest.mark.parametrize(("multiplies", "kind"), [(True, torch.optim.Muon), (False, WideMuon)])
@@ -66,25 +58,3 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     assert optimiser.precision_on(here, "bf16") == "bf16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: multiplies)
     assert optimiser.dtype_for(torch.device("cuda")) == optimiser.dtype_for(here)
-
-
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ({"avx2": True, "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"avx512_bf16": True, "amx_bf16": False}, True),
-        ({"neon": True, "bf16": True}, True),
-    ],
-)
-def test_avx512_alone_does_not_multiply_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, told: dict[str, bool], expected: bool
-) -> None:
-    monkeypatch.delenv(cpu.SWITCH, raising=False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
-    assert optimiser.has_instructions(torch.bfloat16) is expected
-
-
-def test_one_module_of_training_asks_the_processor() -> None:
-    asks = re.compile("has_instructions|computes_in|suitable_dtype|is_bf16_supported|get_capabilities")
-    files = Path(optimiser.__file__).parent.rglob("*.py")
-    assert [file.name for file in files if asks.search(file.read_text(encoding="utf-8"))] == ["optimiser.py"]

@@ -145,8 +145,6 @@ def test_a_plan_counts_the_memory_of_one_process(data: Path, tmp_path: Path) -> 
         os.dup2(os.open(tmp_path / f"{rank}.out", os.O_CREAT | os.O_WRONLY), 1)
         command(data, "--plan")(rank)
 
-    run = Run(tmp_path, work)
-    assert run.codes(60) == [0, 0]
-    words = (tmp_path / "0.out").read_text()
-    assert "of each of 2 processes" in words
+    assert Run(tmp_path, work).codes(60) == [0, 0]
+    assert "of each of 2 processes" in (tmp_path / "0.out").read_text()
     assert (tmp_path / "1.out").read_text() == ""
