@@ -107,19 +107,20 @@ def render(
         for m in messages
     ]
     options = {**options, "chat_template": template, "add_generation_prompt": add_generation_prompt}
-    outcomes: list[str | Exception] = []
+    first = ""
+    failure: Exception | None = None
     for variant in (messages, listed) if texts else (messages,):
         try:
             text: str = tokenizer.apply_chat_template(list(variant), tokenize=False, **options)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            outcomes.append(error)
+            failure = failure or error
             continue
         if all(words in text for words in texts):
             return text
-        outcomes.append(text)
-    if isinstance(outcomes[-1], str):
-        return next(text for text in outcomes if isinstance(text, str))
-    failure = next(error for error in outcomes if isinstance(error, Exception))
+        first = first or text
+        failure = None
+    if failure is None:
+        return first
     raise InputError(
         f"The chat template refuses the messages ({first_line(failure)}); check roles and their order."
     ) from failure

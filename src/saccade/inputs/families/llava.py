@@ -31,7 +31,7 @@ from saccade.inputs.families.family import (
     runs_of,
     side_of,
 )
-from saccade.inputs.media import Video, wanted_frames
+from saccade.inputs.media import Video
 
 _SQUARE_384: Mapping[str, Any] = MappingProxyType(
     {
@@ -50,6 +50,12 @@ def _square_frames(video: Video, settings: Mapping[str, Any]) -> Tensor:
     if "height" not in size or "width" not in size:
         raise ModelError(f"The video processor's size is {dict(size)}; expected height and width.")
     return normalise(resize_frames(video.frames, size["height"], size["width"], settings), settings)
+
+
+def _wanted_frames(total: int, fps: float, settings: Mapping[str, Any]) -> int:
+    """``num_frames``, or ``fps`` per second; never more than there are, so that a short clip is used whole."""
+    count = settings.get("num_frames") or int(total / fps * settings["fps"])
+    return max(1, min(int(count), total))
 
 
 def _class_token(config: Any) -> int:
@@ -189,7 +195,7 @@ class LlavaOnevision(LlavaNext):
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
         """Evenly from the first frame on; ``num_frames`` of them, or ``fps`` per second."""
-        count = wanted_frames(total, fps, settings)
+        count = _wanted_frames(total, fps, settings)
         return [i * total // count for i in range(count)]
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -228,7 +234,7 @@ class InternVL(Family):
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> list[int]:
         """The middles of equal stretches (``initial_shift``); ``num_frames`` of them, or ``fps`` per second."""
-        count = wanted_frames(total, fps, settings)
+        count = _wanted_frames(total, fps, settings)
         shift = settings.get("initial_shift", True)
         start = total / count / 2 if shift is True else float(shift)
         return torch.arange(start, total, total / count).int().tolist()

@@ -31,7 +31,7 @@ from saccade.inputs.families.family import (
     resample,
     resize_frames,
 )
-from saccade.inputs.media import ASSUMED_FPS, Frames, Video
+from saccade.inputs.media import Video
 
 _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -99,7 +99,7 @@ class Qwen2VL(Family):
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Space-time patches; the last frame is repeated up to a multiple of ``temporal_patch_size``."""
         patch, merge, step = (int(settings[k]) for k in ("patch_size", "merge_size", "temporal_patch_size"))
-        frames = _until_multiple(video.frames, step)
+        frames = np.concatenate([video.frames, np.repeat(video.frames[-1:], -len(video.frames) % step, axis=0)])
         count = max(len(video.frames), step)
         height, width = frames.shape[1:3]
         try:
@@ -205,9 +205,11 @@ class Qwen3VL(Qwen2VL):
         return height, width
 
     def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
-        times = _patch_times(video, int(settings["temporal_patch_size"]))
-        run = token * (self.count("video", tensors[0]) // len(times))
-        return "".join(f"<{t:.1f} seconds>" + self.raw.format(run) for t in times)
+        step = int(settings["temporal_patch_size"])
+        times = [*video.timestamps, *[video.timestamps[-1]] * (-len(video.frames) % step)]
+        patches = list(zip(times[::step], times[step - 1 :: step], strict=True))
+        run = self.raw.format(token * (self.count("video", tensors[0]) // len(patches)))
+        return "".join(f"<{(first + last) / 2:.1f} seconds>{run}" for first, last in patches)
 
 
 def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tensor, Tensor]:
@@ -221,11 +223,11 @@ def cut_patches(frames: Tensor, patch: int, merge: int, step: int) -> tuple[Tens
     return blocks.reshape(t * h * w, channels * step * patch * patch), torch.tensor([[t, h, w]])
 
 
-def join_patches(patches: Tensor, grid: Tensor, patch: int, merge: int, channels: int = 3) -> Tensor:
+def join_patches(patches: Tensor, grid: Tensor, patch: int, merge: int) -> Tensor:
     """Inverse of `cut_patches`: ``[T, C, H, W]``."""
     t, h, w = (int(n) for n in grid.flatten())
-    blocks = patches.reshape(t, h // merge, w // merge, merge, merge, channels, -1, patch, patch)
-    return blocks.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, channels, h * patch, w * patch)
+    blocks = patches.reshape(t, h // merge, w // merge, merge, merge, 3, -1, patch, patch)
+    return blocks.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, h * patch, w * patch)
 
 
 def _sizes(settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
@@ -240,15 +242,3 @@ def _sizes(settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
         raise ModelError(f"The video processor's size is {dict(size)}; expected shortest_edge and longest_edge.")
     factor = int(settings["patch_size"]) * int(settings["merge_size"])
     return factor, int(settings["temporal_patch_size"]), int(least), int(most)
-
-
-def _until_multiple(frames: Frames, step: int) -> Frames:
-    missing = -len(frames) % step
-    return np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)]) if missing else frames
-
-
-def _patch_times(video: Video, step: int) -> list[float]:
-    """Seconds in the middle between the first and the last frame of every temporal patch."""
-    times = [i / (video.fps or ASSUMED_FPS) for i in video.indices]
-    times += times[-1:] * (-len(times) % step)
-    return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]

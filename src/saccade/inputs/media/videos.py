@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -50,12 +50,6 @@ class Video:
     def sampled_fps(self) -> float:
         """Kept frames per second; the assumed rate when the video's own is unknown."""
         return len(self.indices) / self.total * self.fps if self.fps else ASSUMED_FPS
-
-
-def wanted_frames(total: int, fps: float, settings: Mapping[str, Any]) -> int:
-    """``num_frames``, or ``fps`` per second; never more than there are, so that a short clip is used whole."""
-    count = settings.get("num_frames") or int(total / fps * settings["fps"])
-    return max(1, min(int(count), total))
 
 
 def load_video(source: Any, choose: Choose | None = None, limits: MediaLimits = LOCAL) -> Video:
