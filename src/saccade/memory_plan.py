@@ -110,7 +110,7 @@ class ModelSize:
         if (width, height) in self._pictures:
             return self._pictures[width, height]
         family = family_of(self.target.config)
-        if not (family.reads_images and family.is_known) or family.is_composite:
+        if not (family.reads_images and family.is_known):
             raise ModelError(f"The pictures of {self.name} cannot be counted, because its family is not built in.")
 
         def prepared(images: Any) -> Any:

@@ -89,7 +89,7 @@ class InputProcessor:
         self.composite = composite  # its whole Hugging Face processor, for families outside the registry only
         self._family = family_of(config)
         self._placeholders: dict[Kind, str] = self._family.placeholders(tokenizer)
-        for kind in KINDS if self._family.is_composite else ():
+        for kind in KINDS if not self._family.is_known else ():
             self._placeholders[kind] = str(getattr(composite, f"{kind}_token", None) or "")
         slot = self._family.slot
         self._slots = {**self._placeholders, "image": slot} if slot else self._placeholders  # in the chat template
@@ -111,7 +111,7 @@ class InputProcessor:
         tokenizer = _loaded(AutoTokenizer, path, "tokenizer")
         family = family_of(config)
         images = composite = None
-        if family.is_composite:
+        if not family.is_known:
             composite = _loaded(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
         elif family.reads_images:
             images = _loaded(AutoImageProcessor, path, "image processor", config=config)
@@ -184,7 +184,7 @@ class InputProcessor:
         # the template may write the special tokens itself; those of language models are taken to do so always
         has_special = not self._family.reads_images or (bos is not None and text.startswith(bos))
         add_special_tokens = template is None or not has_special
-        if self._family.is_composite:
+        if not self._family.is_known:
             return self._composite_prompt(text, slots, add_special_tokens, literal)
         text, media = self._expand(text, slots, options.sampling)
         if literal is None:
@@ -203,7 +203,7 @@ class InputProcessor:
     def load_video(self, source: Any, options: MediaOptions) -> Any:
         """Load those frames of a video that prompts with these options use; as it is for a model without videos."""
         family = self._family
-        if family.is_composite:  # its own processor samples
+        if not family.is_known:  # its own processor samples
             return load_video(source, limits=options.limits)
         if family.video_defaults is None:
             return source
@@ -246,7 +246,7 @@ class InputProcessor:
         limits = options.limits
         kinds = {slot.kind for slot in slots}
         name = family.name
-        if not family.is_composite:
+        if family.is_known:
             if slots and not family.reads_images:
                 raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
             if family.video_defaults is None and "video" in kinds:

@@ -38,7 +38,6 @@ class Unknown(Family):
     """
 
     is_known = False
-    is_composite = True
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return 0

@@ -122,8 +122,8 @@ class Family(ABC):
     names: ClassVar[Mapping[str, str]] = _NOTHING  # registry keys (`model_type`) -> names for people
     decoders: ClassVar[tuple[str, ...]] = ()  # `model_type` of its own language models
     is_tested: ClassVar[bool] = False  # whether the conformance suite covers it; other families are checked at load
-    is_known: ClassVar[bool] = True  # whether media can be assigned to their placeholders
-    is_composite: ClassVar[bool] = False  # whether prompts are made by its own Hugging Face processor
+    # whether media can be assigned to their placeholders; prompts of other families are made by their own processor
+    is_known: ClassVar[bool] = True
     reads_images: ClassVar[bool] = True  # whether it takes images at all
     is_resizable: ClassVar[bool] = False  # whether the number of visual tokens follows from a picture's size
     # whether the tokens of an image attend to each other in both directions
