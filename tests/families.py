@@ -486,207 +486,145 @@ _MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
 }
 
+_LLAMA = {"model_type": "llama"}
+_MISTRAL = {"model_type": "mistral", "sliding_window": None, "head_dim": 16}
+_MINISTRAL = {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _MINISTRAL_ROPE}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def _words_alone(name: str, salt: int = 0, **text: object) -> FamilyCase:
+    return FamilyCase(name, _language_model(name, **text), salt=salt)
+
+
+def _seeing(
+    name: str,
+    image: Medium,
+    salt: int = 0,
+    *,
+    model_type: str = "",
+    text: Mapping[str, object] = _LLAMA,
+    vision: Mapping[str, object] = _CLIP,
+    several: Medium | None = None,
+    video: Medium | None = None,
+    collate: Collate = _concatenated,
+    types: str | None = None,
+    **config: object,
+) -> FamilyCase:
+    build = _vision_language_model(model_type or name, text=text, vision=vision, **config)
+    return FamilyCase(name, build, image, several, video, collate, types, salt)
+
+
+def _qwen(
+    name: str, video: Medium, salt: int, text: Mapping[str, object], vision: Mapping[str, object] = _QWEN3_VISION
+) -> FamilyCase:
+    types = "mm_token_type_ids"
+    return _seeing(name, _qwen_image, salt, text=text, vision=vision, video=video, types=types, **_QWEN_IDS)
+
+
 _CASES = (
-    FamilyCase("llama", _language_model("llama"), salt=1),
-    FamilyCase("qwen2", _language_model("qwen2"), salt=50),
-    FamilyCase("qwen3", _language_model("qwen3", head_dim=16), salt=101),
-    FamilyCase("mistral", _language_model("mistral", sliding_window=16, head_dim=16), salt=150),
-    FamilyCase(
-        "llava",
-        _vision_language_model("llava", text={"model_type": "llama"}, vision=_CLIP),
-        image=_square_image(16, 16),
-        salt=200,
-    ),
-    FamilyCase(
+    _words_alone("llama", 1),
+    _words_alone("qwen2", 50),
+    _words_alone("qwen3", 101, head_dim=16),
+    _words_alone("mistral", 150, sliding_window=16, head_dim=16),
+    _seeing("llava", _square_image(16, 16), 200),
+    _seeing(
         "llava_pixtral",
-        _vision_language_model(
-            "llava",
-            text={"model_type": "mistral", "sliding_window": None, "head_dim": 16},
-            vision=_PIXTRAL,
-            vision_feature_layer=-1,
-            vision_feature_select_strategy="full",
-        ),
-        image=_pixtral_image(4, 1),
-        salt=250,
+        _pixtral_image(4, 1),
+        250,
+        model_type="llava",
+        text=_MISTRAL,
+        vision=_PIXTRAL,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
     ),
-    FamilyCase(
-        "llava_next",
-        _vision_language_model(
-            "llava_next", text={"model_type": "llama"}, vision=_CLIP, image_grid_pinpoints=ANYRES_PINPOINTS
-        ),
-        image=_anyres_image,
-        salt=300,
-    ),
-    FamilyCase(
+    _seeing("llava_next", _anyres_image, 300, image_grid_pinpoints=ANYRES_PINPOINTS),
+    _seeing(
         "llava_onevision",
-        _vision_language_model(
-            "llava_onevision",
-            text={"model_type": "qwen2"},
-            vision=_SIGLIP,
-            video_token_id=VIDEO,
-            image_grid_pinpoints=ANYRES_PINPOINTS,
-        ),
-        image=_anyres_image,
+        _anyres_image,
+        353,
+        text={"model_type": "qwen2"},
+        vision=_SIGLIP,
         several=_anyres_base_image,
         video=_framed_video(1),
         collate=_onevision_collate,
-        salt=353,
+        video_token_id=VIDEO,
+        image_grid_pinpoints=ANYRES_PINPOINTS,
     ),
-    FamilyCase(
+    _qwen(
         "qwen2_vl",
-        _vision_language_model(
-            "qwen2_vl",
-            text={"rope_parameters": _MROPE},
-            vision={**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64},
-            **_QWEN_IDS,
-        ),
-        image=_qwen_image,
-        video=_qwen_video(),
-        types="mm_token_type_ids",
-        salt=404,
+        _qwen_video(),
+        404,
+        {"rope_parameters": _MROPE},
+        {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64},
     ),
-    FamilyCase(
+    _qwen(
         "qwen2_5_vl",
-        _vision_language_model(
-            "qwen2_5_vl",
-            text={"rope_parameters": _MROPE},
-            vision={
-                **_QWEN_VISION,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
-                "window_size": 16,
-                "fullatt_block_indexes": [1],
-                "tokens_per_second": 2,
-            },
-            **_QWEN_IDS,
-        ),
-        image=_qwen_image,
-        video=_qwen_video(seconds=True),
-        types="mm_token_type_ids",
-        salt=451,
+        _qwen_video(seconds=True),
+        451,
+        {"rope_parameters": _MROPE},
+        {
+            **_QWEN_VISION,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
     ),
-    FamilyCase(
-        "qwen3_vl",
-        _vision_language_model(
-            "qwen3_vl", text={"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16}, vision=_QWEN3_VISION, **_QWEN_IDS
-        ),
-        image=_qwen_image,
-        video=_qwen_video(timestamps=True),
-        types="mm_token_type_ids",
-        salt=515,
-    ),
-    FamilyCase(
+    _qwen("qwen3_vl", _qwen_video(timestamps=True), 515, {"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16}),
+    _qwen(
         "qwen3_vl_moe",
-        _vision_language_model(
-            "qwen3_vl_moe",
-            text={
-                "rope_parameters": _INTERLEAVED_MROPE,
-                "head_dim": 16,
-                "moe_intermediate_size": 32,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-            },
-            vision=_QWEN3_VISION,
-            **_QWEN_IDS,
-        ),
-        image=_qwen_image,
-        video=_qwen_video(timestamps=True),
-        types="mm_token_type_ids",
-        salt=551,
+        _qwen_video(timestamps=True),
+        551,
+        {"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16, **_EXPERTS},
     ),
-    FamilyCase(
-        "idefics3",
-        _vision_language_model("idefics3", text={"model_type": "llama"}, vision=_vision(), scale_factor=2),
-        image=_idefics_image(4, 16),
-        collate=_by_row,
-        salt=605,
-    ),
-    FamilyCase(
-        "smolvlm",
-        _vision_language_model("smolvlm", text={"model_type": "llama"}, vision=_vision(), scale_factor=2),
-        image=_idefics_image(4, 16),
-        collate=_by_row,
-        salt=652,
-    ),
+    _seeing("idefics3", _idefics_image(4, 16), 605, vision=_vision(), collate=_by_row, scale_factor=2),
+    _seeing("smolvlm", _idefics_image(4, 16), 652, vision=_vision(), collate=_by_row, scale_factor=2),
     FamilyCase("gemma3", _gemma3, image=_square_image(16, 16, wrapped=True), types="token_type_ids", salt=710),
-    FamilyCase(
-        "mistral3",
-        _vision_language_model(
-            "mistral3",
-            text={"model_type": "mistral", "sliding_window": None, "head_dim": 16},
-            vision=_PIXTRAL,
-            spatial_merge_size=2,
-        ),
-        image=_pixtral_image(4, 2),
-        salt=751,
-    ),
-    FamilyCase("ministral3", _language_model("ministral3", head_dim=16, rope_parameters=_MINISTRAL_ROPE), salt=850),
-    FamilyCase(
+    _seeing("mistral3", _pixtral_image(4, 2), 751, text=_MISTRAL, vision=_PIXTRAL, spatial_merge_size=2),
+    _words_alone("ministral3", 850, head_dim=16, rope_parameters=_MINISTRAL_ROPE),
+    _seeing(
         "mistral3_ministral3",
-        _vision_language_model(
-            "mistral3",
-            text={"model_type": "ministral3", "head_dim": 16, "rope_parameters": _MINISTRAL_ROPE},
-            vision=_PIXTRAL,
-            spatial_merge_size=2,
-        ),
-        image=_pixtral_image(4, 2),
-        salt=903,
+        _pixtral_image(4, 2),
+        903,
+        model_type="mistral3",
+        text=_MINISTRAL,
+        vision=_PIXTRAL,
+        spatial_merge_size=2,
     ),
-    FamilyCase(
+    _seeing(
         "internvl",
-        _vision_language_model(
-            "internvl",
-            text={"model_type": "qwen2"},
-            vision=_vision(image_size=[16, 16], patch_size=[4, 4]),
-            image_seq_length=4,
-        ),
-        image=_square_image(4, 16, tiles=2, wrapped=True),
-        salt=800,
-    ),
-)
-
-_REFUSED = (
-    FamilyCase("doge", _language_model("doge", keep_window_size=12)),
-    FamilyCase(
-        "llava_llama4",
-        _vision_language_model(
-            "llava",
-            text={
-                "model_type": "llama4_text",
-                "attention_chunk_size": 8,
-                "floor_scale": 4,
-                "intermediate_size_mlp": 96,
-                "num_local_experts": 2,
-                "head_dim": 16,
-            },
-            vision=_CLIP,
-        ),
-        image=_square_image(16, 16),
-    ),
-    FamilyCase(
-        "llava_recurrent",
-        _vision_language_model(
-            "llava", text={"model_type": "recurrent_gemma", "lru_width": 64, "attention_window_size": 16}, vision=_CLIP
-        ),
-        image=_square_image(16, 16),
+        _square_image(4, 16, tiles=2, wrapped=True),
+        800,
+        text={"model_type": "qwen2"},
+        vision=_vision(image_size=[16, 16], patch_size=[4, 4]),
+        image_seq_length=4,
     ),
 )
 
 _UNKNOWN = (
-    FamilyCase(
+    _seeing(
         "llava_next_video",
-        _vision_language_model(
-            "llava_next_video",
-            text={"model_type": "llama"},
-            vision=_CLIP,
-            image_grid_pinpoints=ANYRES_PINPOINTS,
-            video_token_id=VIDEO,
-        ),
-        image=_anyres_image,
+        _anyres_image,
+        950,
         video=_framed_video(0),
-        salt=950,
+        video_token_id=VIDEO,
+        image_grid_pinpoints=ANYRES_PINPOINTS,
     ),
+)
+
+_LLAMA4 = {"model_type": "llama4_text", "attention_chunk_size": 8, "floor_scale": 4, "head_dim": 16}
+_RECURRENT = {"model_type": "recurrent_gemma", "lru_width": 64, "attention_window_size": 16}
+_REFUSED = (
+    _words_alone("doge", keep_window_size=12),
+    _seeing(
+        "llava_llama4",
+        _square_image(16, 16),
+        model_type="llava",
+        text={**_LLAMA4, "intermediate_size_mlp": 96, "num_local_experts": 2},
+    ),
+    _seeing("llava_recurrent", _square_image(16, 16), model_type="llava", text=_RECURRENT),
 )
 
 FAMILIES: dict[str, FamilyCase] = {case.name: case for case in _CASES}

@@ -3,13 +3,11 @@
 The torch device ``pretend`` holds CPU tensors out of the reach of Python. Every operation on them runs on the CPU and
 gives what the CPU gives, but under the rules of an accelerator:
 
-- A CPU tensor beside one of the device is refused (`MixedDevices`); 0-dim ones may join, as with CUDA. So may CPU
-  tensors of integers that index, which CUDA takes, too, by an upload that the host waits for: it counts as a wait.
+- A CPU tensor next to one of the device is refused (`MixedDevices`), but for 0-dim ones and, as with CUDA, integers
+  that index, whose upload counts as a wait.
 - What the host would have to wait for is counted as a wait: a copy to the host, ``tolist``, ``item``, ``bool``,
-  ``nonzero`` and all that is built on it. A copy to the host with ``non_blocking=True`` is none, and an event that is
-  waited for behind another wait is none either.
-- What goes to the device is counted as *sent* where the host need not wait for it, that is with ``non_blocking=True``
-  from pinned memory (only ``pin_memory`` makes such), and else as a *blocking* upload.
+  ``nonzero`` and all that is built on it; not a ``non_blocking`` copy, nor an event behind another wait.
+- An upload is *sent* with ``non_blocking=True`` from pinned memory (only ``pin_memory`` makes such), else *blocking*.
 - Whatever writes a tensor there is a launch; views and bare allocations are free. One launch here may be several
   kernels there: launches are for comparing steps with one another, not with a profile.
 
@@ -17,7 +15,6 @@ gives what the CPU gives, but under the rules of an accelerator:
         model = model.to("pretend")
         with device.counting() as counts:
             step()
-        print(counts)
 
 Tensors of the device stay usable after the block, uncounted. Inference mode, which knows nothing of tensors like
 these, is `torch.no_grad` inside the block.
@@ -28,9 +25,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -72,19 +70,12 @@ class MixedDevices(RuntimeError):
 
 @dataclass
 class Counts:
-    """Work of the device while it was counted.
+    """Work of the device while it was counted."""
 
-    Attributes:
-        launches: operations that write a tensor, by name.
-        sent: uploads that the host need not wait for, by place in the library.
-        blocking: uploads that it waits for, likewise.
-        waits: what else it waits for, by kind and place.
-    """
-
-    launches: Counter[str] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)
-    blocking: Counter[str] = field(default_factory=Counter)
-    waits: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)  # operations that write a tensor, by name
+    sent: Counter[str] = field(default_factory=Counter)  # uploads without a wait of the host, by place in the library
+    blocking: Counter[str] = field(default_factory=Counter)  # uploads that it waits for, likewise
+    waits: Counter[str] = field(default_factory=Counter)  # what else it waits for, by kind and place
 
     def __str__(self) -> str:
         parts = (self.launches, self.sent, self.blocking, self.waits)
@@ -166,26 +157,20 @@ class PretendDevice(TorchDispatchMode):
             PretendDevice._is_known = True
         super().__init__()
         self.counts: Counts | None = None
-        self._restore: list[Any] = []
+        self._restore = ExitStack()
 
     def __enter__(self) -> PretendDevice:
         lifts = torch._C._only_lift_cpu_tensors()
-        mode, pin, synchronize = torch.inference_mode, Tensor.pin_memory, torch.cuda.synchronize
-        enter, leave = mode.__enter__, mode.__exit__
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) goes through the CPU
-        mode.__enter__, mode.__exit__ = _enter_no_grad, _leave_no_grad  # type: ignore[method-assign]
-        Tensor.pin_memory = _pinned  # type: ignore[method-assign, assignment]
-        torch.cuda.synchronize = lambda *_: _count_wait("synchronize")
-        stream, torch.cuda.current_stream = torch.cuda.current_stream, _Stream  # type: ignore[assignment]
-
-        def restore() -> None:
-            torch._C._set_only_lift_cpu_tensors(lifts)
-            mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
-            Tensor.pin_memory = pin  # type: ignore[method-assign]
-            torch.cuda.synchronize = synchronize
-            torch.cuda.current_stream = stream
-
-        self._restore.append(restore)
+        self._restore.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+        for owner, name, replacement in (
+            (torch.inference_mode, "__enter__", _enter_no_grad),
+            (torch.inference_mode, "__exit__", _leave_no_grad),
+            (Tensor, "pin_memory", _pinned),
+            (torch.cuda, "synchronize", lambda *_: _count_wait("synchronize")),
+            (torch.cuda, "current_stream", _Stream),
+        ):
+            self._restore.enter_context(patch.object(owner, name, replacement))
         PretendDevice._open.append(self)
         super().__enter__()
         return self
@@ -193,7 +178,7 @@ class PretendDevice(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         PretendDevice._open.pop()
-        self._restore.pop()()
+        self._restore.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -262,7 +247,7 @@ def _count_wait(what: str) -> None:
 
 
 def _place() -> str:
-    """Line of the library that asked, in whose name `saccade.target_model.cache` sends."""
+    """Line of the library on whose behalf `saccade.target_model.cache` sends."""
     frame = sys._getframe(1)
     place = "outside"
     while frame is not None and (place == "outside" or place.startswith("target_model/cache.py")):
@@ -285,7 +270,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_copy = name in _CONVERSIONS or name == "aten::copy_"
     if not is_copy and ours:
         _refuse_mixed(name, full, host)
-    _count(func, name, full, flat, args, kwargs, ours, host, to_device)
+    if (counts := _counts()) is not None:
+        _count(counts, func, args, kwargs, ours, host, to_device)
 
     def raw(value: Any) -> Any:
         if isinstance(value, OnPretend):
@@ -319,31 +305,25 @@ def _refuse_mixed(name: str, full: str, host: list[Tensor]) -> None:
 
 
 def _count(
+    counts: Counts,
     func: Any,
-    name: str,
-    full: str,
-    flat: list[Any],
     args: Any,
     kwargs: dict[str, Any],
     ours: list[OnPretend],
     host: list[Tensor],
     to_device: bool,
 ) -> None:
-    counts = _counts()
-    if counts is None:
-        return
+    name, full = func._schema.name, ".".join(filter(None, (func._schema.name, func._schema.overload_name)))
+    is_mixed_copy = name == "aten::copy_" and bool(ours) and bool(host) and host[0].dim() > 0
     if name in _CONVERSIONS and ours and not to_device:
         if not kwargs.get("non_blocking"):
             _count_wait("copy to the host")
-    elif name in _CONVERSIONS and host and to_device:
-        is_sent = isinstance(host[0], _Pinned) and bool(kwargs.get("non_blocking"))
+    elif is_mixed_copy and not isinstance(args[0], OnPretend):
+        _count_wait("copy to the host")
+    elif is_mixed_copy or (name in _CONVERSIONS and host and to_device):
+        need_not_wait = kwargs.get("non_blocking") or (is_mixed_copy and (*args, False)[2])
+        is_sent = isinstance(host[0], _Pinned) and need_not_wait
         (counts.sent if is_sent else counts.blocking)[_place()] += 1
-    elif name == "aten::copy_" and ours and host and host[0].dim() > 0:
-        if not isinstance(flat[0], OnPretend):
-            _count_wait("copy to the host")
-        else:
-            is_sent = isinstance(host[0], _Pinned) and bool(kwargs.get("non_blocking") or (*args, False)[2])
-            (counts.sent if is_sent else counts.blocking)[_place()] += 1
     elif full in _WAITING or name in _WAITING:
         _count_wait(_WAITING.get(full) or _WAITING[name])
     else:

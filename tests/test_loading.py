@@ -56,7 +56,6 @@ V_PROJ = "language_model.model.layers.0.self_attn.v_proj.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
     "cut short": (cut_short, "model.safetensors is damaged or only partly downloaded"),
-    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "is damaged or only partly"),
     "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"\x10" + bytes(40)), "is damaged or only"),
     "code": (with_code, r"carries code \(pathlib\.\w+\), which is never run; give weights as safetensors"),
     "tensor gone": (
@@ -105,21 +104,20 @@ def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("place", "words"),
     [
         ("", "is empty"),
         ("/nowhere/at/all", "There is no folder '/nowhere/at/all'"),
         ("./nowhere", "There is no folder"),
         ("~/nowhere-at-all", "There is no folder"),
-        # hub ids, and the tests have no network
-        ("some/model", "There is no folder some/model here, and the hub could not give it "),
+        # a hub id, and the tests have no network
         ("drfat", r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); check the spelling, the "),
         (__file__, "is a file; give the folder"),
     ],
 )
-def test_a_missing_checkpoint_is_distinguished_from_an_unreachable_one(given: str, words: str) -> None:
+def test_a_missing_checkpoint_is_distinguished_from_an_unreachable_one(place: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        load(given)
+        load(place)
 
 
 ConnectError = type("ConnectError", (Exception,), {"__module__": "httpx"})
@@ -206,9 +204,7 @@ def test_models_load_in_the_given_dtype_and_a_small_drafter_on_a_cpu_in_float32(
 
 
 def test_a_large_drafter_stays_in_its_dtype() -> None:
-    small = torch.nn.Linear(10, 10, dtype=torch.bfloat16)
     large = torch.nn.Linear(10_000, 5_001, bias=False, device="meta", dtype=torch.bfloat16)
-    assert draft_dtype(small) == torch.float32
     assert draft_dtype(large) == torch.bfloat16
 
 
@@ -218,11 +214,11 @@ def test_a_device_that_does_not_exist_is_refused(device: object) -> None:
         load(ready("llava"), device_map=device)
 
 
-@pytest.mark.parametrize("place", ["cpu", torch.device("cpu"), {"": "cpu"}, "auto"])
+@pytest.mark.parametrize("place", ["cpu", {"": "cpu"}, "auto"])
 def test_a_device_map_changes_no_answer(place: object) -> None:
     pytest.importorskip("accelerate")
-    expected = checkpoints.vlm("llava").generate("Where?", [checkpoints.picture()])
-    placed = load(ready("llava"), device_map=place).generate("Where?", [checkpoints.picture()])
+    expected = checkpoints.vlm("llava").generate("Where?", [checkpoints.picture()], max_new_tokens=4)
+    placed = load(ready("llava"), device_map=place).generate("Where?", [checkpoints.picture()], max_new_tokens=4)
     assert placed.tokens == expected.tokens
 
 
@@ -238,17 +234,21 @@ def test_spreading_needs_accelerate_and_a_single_device_does_not(monkeypatch: py
 # -- tokenizers --------------------------------------------------------------------------------------------
 
 
-def test_tokens_at_the_end_of_one_vocabulary_are_left_out() -> None:
-    assert shared_vocabulary(tokenizer(), tokenizer(), ("a", "b")) == len(tokenizer())
-    more = tokenizer(more=["<one>", "<two>"])
-    for pair in ((tokenizer(), more), (more, tokenizer())):
-        assert shared_vocabulary(*pair, ("a", "b")) == len(tokenizer())
-
-
-def test_added_tokens_may_differ_where_both_have_their_own() -> None:
-    wider = len(tokenizer()) + 1
-    assert shared_vocabulary(tokenizer(more=["<x>"]), tokenizer(more=["<y>"]), ("a", "b")) == wider
-    assert shared_vocabulary(tokenizer(more=["<x>"]), tokenizer(more=["<y>", "<x>"]), ("a", "b")) == wider
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shared"),
+    [
+        ((), (), 0),
+        (("<x>", "<y>"), (), 0),
+        ((), ("<x>", "<y>"), 0),
+        (("<x>",), ("<y>",), 1),
+        (("<x>",), ("<y>", "<x>"), 1),
+    ],
+)
+def test_added_tokens_may_differ_and_those_of_one_vocabulary_alone_are_left_out(
+    ours: tuple[str, ...], theirs: tuple[str, ...], shared: int
+) -> None:
+    both = tokenizer(more=ours), tokenizer(more=theirs)
+    assert shared_vocabulary(*both, ("a", "b")) == len(tokenizer()) + shared
 
 
 def test_another_tokenizer_is_refused_with_both_names_and_the_first_token_that_differs() -> None:
@@ -266,4 +266,4 @@ def test_a_padded_vocabulary_is_cut_to_what_is_shared(tmp_path: Path) -> None:
     assert vlm.draft_model.vocab_size == len(tokenizer()) + 64
     assert vlm.engine.drafter.vocab_size == len(tokenizer())
     assert vlm.generate("Tell me").tokens == expected.tokens
-    assert load(tmp_path, ready("llama")).generate("Tell me").stats.new_tokens == 24
+    assert load(tmp_path, ready("llama")).generate("Tell me", max_new_tokens=4).stats.new_tokens == 4

@@ -250,10 +250,7 @@ def draft_dtype(model: Any, usual: torch.dtype | None = None) -> torch.dtype:
 
 
 def shared_vocabulary(target: Any, drafter: Any, names: tuple[str, str]) -> int:
-    """Return the number of leading ids that both tokenizers share, of which drafts may consist.
-
-    Added tokens (placeholders, control tokens) may differ between the two: such a draft token would only be rejected.
-    """
+    """Return the number of leading ids that both tokenizers share, but for added tokens; drafts consist of these."""
     ours, theirs = target.get_vocab(), drafter.get_vocab()
     shared = min(len(ours), len(theirs))
     added = set(target.get_added_vocab().values()) & set(drafter.get_added_vocab().values())

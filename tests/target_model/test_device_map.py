@@ -34,17 +34,16 @@ def spread(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "gemma3"])
 def test_an_offloaded_layer_changes_nothing(name: str, tmp_path: Path) -> None:
     case = FAMILIES[name]
     kind = "image" if "image" in case.kinds else "text"
     requests = [Request(p) for p in split(case.model().config, case.inputs(kind, rows=2))]
-    whole = Engine(Target(case.model())).generate(requests, max_new_tokens=30)
     model = spread(case.model(), tmp_path)
     assert any(p.device.type == "meta" for p in model.parameters())
     target = Target(model)
     assert target.device == torch.device("cpu")
     drafter = ModelDrafter(Target(case.draft_model()), DynamicTree(top=3, max_depth=3, total=8))
-    outputs = Engine(target, drafter).generate(requests, max_new_tokens=30)
-    assert [o.tokens for o in outputs] == [o.tokens for o in whole]
+    outputs = Engine(target, drafter).generate(requests, max_new_tokens=24)
+    assert [list(o.tokens) for o in outputs] == case.reference(kind, rows=2)
     assert sum(o.stats.accepted_tokens for o in outputs) > 0

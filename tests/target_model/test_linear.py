@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from checkpoints import ready
+from families import FAMILIES
 from saccade import cpu, load
 from saccade.target_model import linear
+from saccade.target_model.adapter import Target
 from saccade.target_model.linear import Linear, pack_where_faster, packed_rows
 
 
@@ -45,10 +47,6 @@ def one_row(weight: torch.nn.Parameter) -> None:
         weight[37].mul_(1.5)  # none of the sampled elements
 
 
-def no_change(weight: torch.nn.Parameter) -> None:
-    pass
-
-
 @pytest.mark.parametrize("change", [in_place, moved, one_row])
 def test_a_changed_weight_is_packed_again(change: Callable[[Any], None]) -> None:
     weight = torch.nn.Parameter(torch.randn(96, 64))
@@ -60,32 +58,26 @@ def test_a_changed_weight_is_packed_again(change: Callable[[Any], None]) -> None
     torch.testing.assert_close(product(x), F.linear(x, weight), rtol=1e-5, atol=1e-4)
 
 
+WORDS = "What is it? It is what it is."
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen"])
 def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, everywhere: None) -> None:
+    """Also with weights that are changed in place later."""
     vlm = load(ready(family), ready(f"{family}-draft"), dtype="float32")
     lean = vlm.target._lean
     assert lean is not None
     assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
-    plain = vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30)
-    ours = vlm.generate("What is it? It is what it is.", max_new_tokens=30)
-    assert ours.tokens == plain.tokens
-    with vlm.target.stock():
-        assert vlm.using("plain").generate("What is it? It is what it is.", max_new_tokens=30).tokens == plain.tokens
-
-
-@pytest.mark.parametrize("change", [in_place, no_change])
-def test_a_target_that_is_changed_in_place_generates_with_its_new_weights(
-    change: Callable[[Any], None], everywhere: None
-) -> None:
-    vlm = load(ready("llava"), ready("llava-draft"), dtype="float32")
-    before = vlm.generate("What is it?", max_new_tokens=20).tokens
-    with torch.no_grad():
-        for layer in vlm.target.layers:
-            change(layer.mlp.down_proj.weight)
-    with vlm.target.stock():
-        truth = vlm.using("plain").generate("What is it?", max_new_tokens=20).tokens
-    assert vlm.generate("What is it?", max_new_tokens=20).tokens == truth
-    assert (truth == before) == (change is no_change)
+    answers = []
+    for _ in range(2):
+        with vlm.target.stock():
+            expected = vlm.using("plain").generate(WORDS, max_new_tokens=20).tokens
+        assert vlm.generate(WORDS, max_new_tokens=20).tokens == expected
+        answers.append(expected)
+        with torch.no_grad():
+            for layer in vlm.target.layers:
+                in_place(layer.mlp.down_proj.weight)
+    assert answers[0] != answers[1]
 
 
 def test_nothing_is_packed_beyond_half_of_the_free_memory(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +112,8 @@ def test_small_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: None) -> None:
-    vlm = load(ready("llava"), ready("llava-draft"), dtype="float32")
-    layer, lean = vlm.target.layers[0], vlm.target._lean
+    target = Target(FAMILIES["llava"].model())
+    layer, lean = target.layers[0], target._lean
     assert lean is not None
     with torch.no_grad():
         layer.self_attn.k_proj.weight[3].mul_(2.0)

@@ -1,4 +1,4 @@
-"""Masks say, entry by entry, what plain Python says."""
+"""Masks are, entry by entry, those of plain Python; positions end with the model's context."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, trees
+from transformers import LlamaConfig
 
+from saccade.errors import InputError
 from saccade.target_model.forward import MaskPlan, additive
+from saccade.target_model.traits import ModelLimits
 from saccade.tree import DraftTree
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
@@ -72,14 +75,13 @@ def test_a_chain_needs_no_tree(count: int, pending: int, lengths: list[int], win
     assert_right(built, [chain] * 3, lengths, count, window)
 
 
-@pytest.mark.parametrize("lengths", [[4, 4], [4, 2]])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kinds", [(), ("full_attention", "sliding_attention")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plan_gives_each_kind_of_layer_its_mask(
-    lengths: list[int], window: int | None, kinds: tuple[str, ...], dtype: torch.dtype
+    window: int | None, kinds: tuple[str, ...], dtype: torch.dtype
 ) -> None:
-    row = NaiveTree((0, 0, 0, 1), (0, 0, 0, 0), (True,) * 4)
+    row, lengths = NaiveTree((0, 0, 0, 1), (0, 0, 0, 0), (True,) * 4), [4, 2]
     tree = draft_tree([row])
     built = MaskPlan(window, kinds).build(tree.ancestors, lengths, 4, 0, tree.depth, dtype, HERE)
     wanted = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"all": window}
@@ -91,10 +93,8 @@ def test_a_plan_gives_each_kind_of_layer_its_mask(
         assert_right(mask, [row, row], lengths, 4, wanted[kind])
 
 
-def test_a_padding_node_sees_itself() -> None:
-    """A fully masked row would be NaN under softmax."""
-    row = NaiveTree((0, 0, 0), (0, 0, 0), (True, True, False))
-    tree = draft_tree([row])
+def test_a_padding_node_sees_itself_since_a_fully_masked_row_would_be_nan_under_softmax() -> None:
+    tree = draft_tree([NaiveTree((0, 0, 0), (0, 0, 0), (True, True, False))])
     (mask,) = build(MaskPlan(None, ()), tree, [0], 3).values()
     assert mask is not None
     assert (mask[0, 2] == 0).tolist() == [False, False, True]
@@ -104,3 +104,35 @@ def test_additive_masks_keep_softmax_finite() -> None:
     mask = additive(torch.tensor([[[True, False], [False, False]]]), torch.float16)
     assert mask.shape == (1, 2, 2)
     assert mask.softmax(-1).isfinite().all()
+
+
+POSITIONS = torch.tensor([[7, 8, 9, 10, 11]])
+
+
+def test_positions_end_with_the_context_and_at_a_longrope_s_turn_before_it() -> None:
+    assert ModelLimits(10, None).clamp_positions(POSITIONS, [7]).tolist() == [[7, 8, 9, 9, 9]]
+    assert torch.equal(ModelLimits(None, None).clamp_positions(POSITIONS, [7]), POSITIONS)
+    limits = ModelLimits(100, 10)
+    assert limits.clamp_positions(POSITIONS, [7, 3]).tolist() == [[7, 8, 9, 9, 9]]
+    assert torch.equal(limits.clamp_positions(POSITIONS, [3, 10]), POSITIONS)
+
+
+def test_m_rope_positions_that_are_ahead_of_the_tokens_are_left_alone() -> None:
+    """A video's positions follow its seconds, which may be more than its tokens."""
+    both, ahead = POSITIONS.expand(2, -1), torch.tensor([[2], [-4]])
+    clamped = ModelLimits(10, None).clamp_positions(both, [7, 7], ahead)
+    assert clamped.tolist() == [[7, 8, 9, 10, 11], [7, 8, 9, 9, 9]]
+
+
+def test_a_longrope_is_found_also_where_layer_types_have_embeddings_of_their_own() -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    config = LlamaConfig()
+    assert ModelLimits.of(config).longrope_threshold is None
+    config.rope_parameters = {"full_attention": rope, "sliding_attention": default}
+    assert ModelLimits.of(config).longrope_threshold == 40
+
+
+def test_a_row_of_a_batch_that_is_too_long_is_refused() -> None:
+    with pytest.raises(InputError, match="needs 12 tokens but this model's context is 10"):
+        ModelLimits(10, None).check_rows([3, 7], [7, 5])

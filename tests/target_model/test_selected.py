@@ -113,16 +113,6 @@ def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str
     torch.testing.assert_close(token.hidden[last][:, -1], after[last][:, -1], **CLOSE)
 
 
-@pytest.mark.parametrize("name", VISUAL_FAMILIES)
-def test_dropped_tokens_never_reach_a_decoder_layer(name: str) -> None:
-    own, given = target(name), prompt(name, "image")
-    dropped = dropped_of(name, given)
-    with captured_states(own, range(len(own.layers))) as hidden:
-        opened(own).load(0, given, dropped)
-    assert [states.shape[1] for states in hidden.values()] == [len(given) - len(dropped)] * len(own.layers)
-    assert len(own.decoder._forward_pre_hooks) == 0
-
-
 @pytest.mark.parametrize("name", ["mistral", *(name for name, kind in CASES if kind == "image")])
 def test_a_row_with_gaps_runs_alone_as_next_to_one_without(name: str) -> None:
     """And a row that is loaded again forgets its gaps."""

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from families import _CLIP, FAMILIES, REFUSED, _text, _vision_language_model
+from families import _CLIP, FAMILIES, REFUSED, UNKNOWN, VIDEO, Piece, _text, _vision_language_model
 from saccade.errors import ModelError
+from saccade.hf import speculate
 from saccade.loading import adapt
 from saccade.target_model import adapter, cache, forward, selfcheck
 from saccade.target_model.adapter import Target
@@ -256,3 +257,23 @@ def test_ids_with_a_meaning_are_not_used() -> None:
     special = {config.image_token_id, config.video_token_id, config.vision_start_token_id, 0, 1}
     assert len(set(ids)) == 150
     assert special.isdisjoint(ids)
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "images2", "video", "image and video"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_pictures_and_videos_are_read_as_generate_reads_them(name: str, kind: str) -> None:
+    case = UNKNOWN[name]
+    if kind == "image and video":
+        assert case.image
+        assert case.video
+        generator = torch.Generator().manual_seed(3)
+        words = Piece((9, 40, 71), {})
+        inputs = case._assemble([[words, case.image(generator, 0), words, case.video(generator, 1), words]])
+        assert (inputs["input_ids"] == VIDEO).any()
+    else:
+        inputs = case.inputs(kind)
+    model = case.model()
+    theirs = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    speculation = speculate(case.draft_model(), gamma=3)
+    ours = case.model().generate(**inputs, max_new_tokens=20, do_sample=False, custom_generate=speculation)
+    assert ours.tolist() == theirs.tolist()

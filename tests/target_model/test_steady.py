@@ -38,14 +38,19 @@ def test_a_row_s_product_is_the_same_alone_and_anywhere_among_others(
     torch.testing.assert_close(together.float(), expected, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-2)
 
 
-def test_a_packed_weight_is_steady_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_weight_is_steady_too_and_copied_again_when_it_changes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exact, "packed_rows", lambda weight: range(2, 64))
-    for dtype in (torch.float32, torch.bfloat16):
-        ours = product(dtype=dtype)
-        assert ours._packed is not None
-        x = torch.randn(40, 96).to(dtype)
-        together = ours(x)
-        assert all(torch.equal(ours(x[i : i + 1]), together[i : i + 1]) for i in range(40))
+    ours = product(dtype=dtype)
+    assert ours._packed is not None
+    x = torch.randn(40, 96).to(dtype)
+    together = ours(x)
+    assert all(torch.equal(ours(x[i : i + 1]), together[i : i + 1]) for i in range(40))
+    ours.weight.mul_(2)
+    ours.refresh()
+    assert torch.equal(ours(x), together * 2)
 
 
 def in_turn(terms: Tensor) -> Tensor:
@@ -77,14 +82,11 @@ class OtherOrder(SteadyLinear):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_size_with_another_order_of_summation_is_not_used(dtype: torch.dtype) -> None:
+    """Rows run one by one where the order depends on their place."""
     weight = torch.randn(24, 64).to(dtype)
     assert agreeing_sizes(OtherOrder(weight)) == SIZES
     assert agreeing_sizes(OtherOrder(weight, fewest=6)) == tuple(size for size in SIZES if size >= 6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_run_one_by_one_where_the_order_depends_on_their_place(dtype: torch.dtype) -> None:
-    ours = OtherOrder(torch.randn(24, 64).to(dtype), first=3)
+    ours = OtherOrder(weight, first=3)
     assert make_steady([ours]) == (1,)
     x = torch.randn(5, 64).to(dtype)
     assert torch.equal(ours(x)[4:], ours(x[4:]))
@@ -99,15 +101,6 @@ def test_unpadded_rows_would_be_noticed() -> None:
     together = ours(x)
     ours.sizes = tuple(range(1, 301))
     assert not all(torch.equal(ours(x[i : i + 1]), together[i : i + 1]) for i in range(300))
-
-
-def test_a_changed_weight_is_copied_again() -> None:
-    ours = product(dtype=torch.bfloat16)
-    x = torch.randn(4, 96).bfloat16()
-    before = ours(x)
-    ours.weight.mul_(2)
-    ours.refresh()
-    assert torch.equal(ours(x), before * 2)
 
 
 @pytest.mark.parametrize(

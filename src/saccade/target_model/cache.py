@@ -189,10 +189,7 @@ class RowCache(Cache):
         return self.layout
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Grow a row's segment to ``capacity`` slots and keep its entries.
-
-        Segments move where the free slots are not neighbours; the arena grows only if all segments need more together.
-        """
+        """Grow a row's segment to ``capacity`` slots; the arena grows only if all segments need more together."""
         if capacity <= self.capacity(row):
             return
         needed, segment = round_to_segment(capacity), self._segments[row] or _Segment(0, 0)

@@ -174,9 +174,7 @@ def num_cached(start: int, dropped: Sequence[int]) -> int:
 
 
 def slot_shifts(start: int, dropped: Sequence[int]) -> list[int]:
-    """Position minus slot (0 or less) of each cache entry of the first ``start`` positions, slots counted back from the
-    row's end: attention windows are measured in positions, and entries before a gap are further away than their slots.
-    """
+    """Position minus slot, both counted back from the row's end, of each entry of the first ``start`` positions."""
     retained = retained_positions(0, start, dropped)
     gap = start - len(retained)
     return [position - slot - gap for slot, position in enumerate(retained)]

@@ -100,10 +100,7 @@ def steady_silu(x: Tensor) -> Tensor:
 
 
 def pieces(count: int, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes in which ``count`` rows run, the last one padded; ``sizes`` ascending.
-
-    Many rows that a single size would pad by more than an eighth run in several.
-    """
+    """Sizes, of ascending ``sizes``, in which ``count`` rows run, the last one padded by at most an eighth."""
     whole, rest = divmod(count, sizes[-1])
     parts = [sizes[-1]] * whole
     while rest or not parts:
@@ -117,10 +114,7 @@ def pieces(count: int, sizes: Sequence[int]) -> list[int]:
 
 @torch.inference_mode()
 def make_steady(products: Sequence[SteadyLinear]) -> tuple[int, ...]:
-    """Find the sizes of all products; return those that they share.
-
-    Weights are copied in the format and layout that are faster, if all copies fit into memory.
-    """
+    """Find the sizes of all products, copy their weights where that is faster, and return the sizes that they share."""
     free, copied = cpu.available_memory(), sum(4 * p.weight.numel() for p in products)
     if free is None or copied <= SHARE * free:
         for product in products:

@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, cast
@@ -78,24 +78,24 @@ class Shape:
 
 
 @dataclass(slots=True)
-class _Inputs:
-    """Memory of a captured forward's inputs."""
+class _Step:
+    """A captured forward, with the memory of its inputs and outputs."""
 
+    shape: Shape
     tokens: Tensor  # `[A, n]`
     positions: Tensor  # `[1, A, n]`
     first: Tensor  # `[A]` slot of each row's first token
     mask: Tensor | None = None  # `[A, n, T]` bool over the uncommitted entries; None for causal attention
     last: Tensor | None = None  # `[A]` index of each row's last token, packed; None where all have logits
+    replay: Any = None  # repeats it
+    logits: Any = None  # `[A, n, V]` of the last replay, or `[A, 1, V]`
+    hidden: Any = None  # layer index -> `[A, n, d]`
 
-
-@dataclass(slots=True)
-class _Step:
-    """A captured forward."""
-
-    inputs: _Inputs
-    replay: Callable[[], None]
-    logits: Tensor  # `[A, n, V]` of the last replay, or `[A, 1, V]`
-    hidden: Mapping[int, Tensor]  # layer index -> `[A, n, d]`
+    def output(self, count: int) -> ForwardOutput:
+        """Copy the outputs of ``count`` tokens per row, which the next replay overwrites."""
+        logits = self.logits if self.shape.last else self.logits[:, :count]
+        hidden = {layer: state[:, :count].clone() for layer, state in self.hidden.items()}
+        return ForwardOutput(logits.clone(), hidden)
 
 
 def keys_for(slots: int) -> int:
@@ -204,9 +204,9 @@ class StepGraphs:
         self._steps.move_to_end(shape)
         self.replays += 1
         with self._pool.lock:
-            self._fill(step.inputs, shape, block)
+            self._fill(step, block)
             step.replay()
-            output = self._output(step, shape, block.count)
+            output = step.output(block.count)
         for row in block.rows:
             self._cache.pending[row] += block.count
         return output
@@ -222,7 +222,7 @@ class StepGraphs:
             with self._pool.lock:
                 step = self._capture(shape, block)
                 step.replay()
-                ours = self._output(step, shape, block.count).logits.float()
+                ours = step.output(block.count).logits.float()
         except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
             first, *_ = str(problem).strip().splitlines() or [""]
             self._pool.give_up(f"capturing failed ({type(problem).__name__}: {first})")
@@ -242,29 +242,29 @@ class StepGraphs:
         starts = on_device(shape.starts, device)
         requirements = Requirements(shape.layers, shape.final)
         tokens = torch.zeros(rows, shape.queries, dtype=torch.long, device=device)
-        inputs = _Inputs(tokens, tokens[None].clone(), tokens[:, 0].clone())
+        step = _Step(shape, tokens, tokens[None].clone(), tokens[:, 0].clone())
         if shape.pending is not None:
-            inputs.mask = tokens.new_zeros(rows, shape.queries, shape.pending + shape.queries, dtype=torch.bool)
+            step.mask = tokens.new_zeros(rows, shape.queries, shape.pending + shape.queries, dtype=torch.bool)
         if shape.last:
-            inputs.last = inputs.first.clone()
-        self._fill(inputs, shape, block)
+            step.last = step.first.clone()
+        self._fill(step, block)
 
         def forward() -> tuple[Tensor, dict[int, Tensor]]:
             new = torch.arange(shape.queries, device=device)
-            slots = (inputs.first[:, None] + new).flatten()
-            mask = _mask(shape, inputs, starts, target.dtype)
+            slots = (step.first[:, None] + new).flatten()
+            mask = _mask(step, starts, target.dtype)
             groups = _groups(shape, mask, cache.slots, target.traits.masks.names)
             cache.layout = Layout([], slots, cache.slots, groups)
-            x = target.embed(inputs.tokens).flatten(0, 1)
-            normed, states = pool.decoder(x, inputs.positions.flatten(1), cache, cache.layout, requirements)
-            if inputs.last is not None:
-                normed = normed.index_select(0, inputs.last)
+            x = target.embed(step.tokens).flatten(0, 1)
+            normed, states = pool.decoder(x, step.positions.flatten(1), cache, cache.layout, requirements)
+            if step.last is not None:
+                normed = normed.index_select(0, step.last)
             logits = pool.share(pool.decoder.logits(normed))
             hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in states.items()}
             return logits.view(rows, -1, logits.shape[-1]), hidden
 
-        replay, (logits, hidden) = pool.capture(forward)
-        return _Step(inputs, replay, logits, hidden)
+        step.replay, (step.logits, step.hidden) = pool.capture(forward)
+        return step
 
     def _shape(self, block: TokenBlock, requirements: Requirements) -> Shape | None:
         """Return what a graph of the block would be fixed to; None for a block that is not captured."""
@@ -287,30 +287,24 @@ class StepGraphs:
         pending = None if block.attention_mask is None else cache.pending[block.rows[0]]
         return Shape(starts, queries, keys_for(visible), pending, last, requirements.layers, requirements.final)
 
-    def _fill(self, inputs: _Inputs, shape: Shape, block: TokenBlock) -> None:
+    def _fill(self, step: _Step, block: TokenBlock) -> None:
         """Copy a block to the memory of a graph's inputs. Padding tokens keep what was there."""
         cache, count, rows = self._cache, block.count, block.rows
         pending = cache.pending[rows[0]]
-        inputs.tokens[:, :count].copy_(block.tokens)
-        inputs.positions[:, :, :count].copy_(self._pool.target.place(cache, block))
+        step.tokens[:, :count].copy_(block.tokens)
+        step.positions[:, :, :count].copy_(self._pool.target.place(cache, block))
         if len(rows) == 1:
-            inputs.first.fill_(cache.ends(rows)[0] + pending)
+            step.first.fill_(cache.ends(rows)[0] + pending)
         else:
-            torch.add(cache.numbers.get(cache.ends(rows)), pending, out=inputs.first)
-        if inputs.mask is not None:
+            torch.add(cache.numbers.get(cache.ends(rows)), pending, out=step.first)
+        if step.mask is not None:
             assert block.attention_mask is not None
             known = pending + count
-            inputs.mask[:, :count, :known].copy_(block.attention_mask)
-            if count < shape.queries:  # entries of padding, which no token may attend to
-                inputs.mask[:, :count, known:].fill_(value=False)
-        if inputs.last is not None:
-            torch.arange(count - 1, len(rows) * shape.queries, shape.queries, out=inputs.last)
-
-    def _output(self, step: _Step, shape: Shape, count: int) -> ForwardOutput:
-        """Copy the outputs of a replay, which the next one overwrites."""
-        logits = step.logits if shape.last else step.logits[:, :count]
-        hidden = {layer: state[:, :count].clone() for layer, state in step.hidden.items()}
-        return ForwardOutput(logits.clone(), hidden)
+            step.mask[:, :count, :known].copy_(block.attention_mask)
+            if count < step.shape.queries:  # entries of padding, which no token may attend to
+                step.mask[:, :count, known:].fill_(value=False)
+        if step.last is not None:
+            torch.arange(count - 1, len(rows) * step.shape.queries, step.shape.queries, out=step.last)
 
 
 def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> list[RowGroup]:
@@ -328,18 +322,19 @@ def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> lis
     return groups
 
 
-def _mask(shape: Shape, inputs: _Inputs, starts: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask(step: _Step, starts: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask ``[A, 1, n, K]`` over the slots of each row's segment."""
+    shape = step.shape
     keys = torch.arange(shape.keys, device=starts.device)
-    first = inputs.first - starts  # counted within the segments
-    if inputs.mask is None:
+    first = step.first - starts  # counted within the segments
+    if step.mask is None:
         new = torch.arange(shape.queries, device=starts.device)
         last = first[:, None] + new  # [A, n]
         return additive(keys <= last[..., None], dtype)[:, None]
     assert shape.pending is not None
     behind = keys - (first - shape.pending)[:, None]  # [A, K] index among the uncommitted entries
-    known = inputs.mask.shape[2]
+    known = step.mask.shape[2]
     index = behind.clamp(0, known - 1)[:, None]
-    visible = inputs.mask.gather(2, index.expand(-1, shape.queries, -1))
+    visible = step.mask.gather(2, index.expand(-1, shape.queries, -1))
     uncommitted = visible & (behind < known)[:, None]
     return additive((behind < 0)[:, None] | uncommitted, dtype)[:, None]

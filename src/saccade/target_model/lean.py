@@ -109,11 +109,7 @@ class LeanDecoder:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model still has the fused modules and weights, without hooks.
-
-        Weights that were changed in place are copied again, and sizes of products chosen again for another number of
-        threads.
-        """
+        """Whether the model has the fused modules and weights, without hooks; changed weights are copied again."""
         if self._steady and self._threads != torch.get_num_threads():
             self._sizes, self._threads = make_steady(self._steady), torch.get_num_threads()
         for product in self._copied:
@@ -218,10 +214,7 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 
 
 def _fits(model: Any, decoder: Any) -> bool:
-    """Whether every layer is built of the known parts, whole, on one device and without hooks.
-
-    Other differences (scalings, activations) are found by the comparison with the stock logits.
-    """
+    """Whether every layer is built of the known parts, whole, on one device and without hooks."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
         return False
@@ -260,10 +253,7 @@ def _layer_fits(layer: Any, eps: float) -> bool:
 
 
 def gives_stock_logits(target: Any) -> bool:
-    """Whether a `Target`'s lean decoder returns the logits of its stock modules.
-
-    A small tree is compared and, in the same forward, single tokens at the positions of `Thresholds`.
-    """
+    """Whether a `Target`'s lean decoder and stock modules agree on a small tree, and far away (`Thresholds`)."""
     limits = target.traits.limits
     far = Thresholds.of(target.text_config).probe_positions(limits.longrope_threshold or limits.context)
     ids = ordinary_ids(target.config, target.vocab_size, 11 + len(far))

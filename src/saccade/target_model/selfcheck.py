@@ -28,11 +28,7 @@ ACCEPTED = (0, 2, 5)  # nodes of the second branch, whose commit moves cache ent
 
 @torch.inference_mode()
 def self_check(target: Target) -> None:
-    """Compare a small tree, and the token after an accepted path, with full forwards; skip tested families.
-
-    One prompt is longer than every window named in the configuration, another shorter, so that the tree crosses it;
-    positions exceed every position threshold.
-    """
+    """Compare a small tree, on both sides of every window and position threshold, with full forwards."""
     if target.traits.tested:
         return
     unlike = set(getattr(target.text_config, "layer_types", None) or ()) - LAYER_TYPES
@@ -84,10 +80,7 @@ def _compare(target: Target, length: int, start: int) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest difference of logits attributed to rounding, relative to their spread over the vocabulary.
-
-    Sound architectures stay forty times below it; one wrongly visible token shifts logits by 12 % and more.
-    """
+    """Largest difference of logits attributed to rounding, relative to their spread over the vocabulary."""
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
@@ -178,11 +171,7 @@ _SMALL, _LARGE = 1e-2, 6e4
 
 
 def logit_map(target: Target) -> LogitMap:
-    """Measure a target's map: its LM head's outputs are replaced by known numbers in a forward of a few tokens.
-
-    A target whose logits are no such map of these, or that has no LM head to replace, gets the identity, as does one
-    with a lean decoder, whose logits are the head's outputs themselves.
-    """
+    """Measure a target's map in a forward whose LM head returns known numbers; the identity where none fits."""
     if target.is_lean:
         return LogitMap()
     ids = ordinary_ids(target.config, target.vocab_size, 4)

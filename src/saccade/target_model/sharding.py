@@ -98,11 +98,7 @@ def begin_processes() -> torch.device:
 
 
 def sharded(load: Callable[[], Any]) -> Any:
-    """Load a model and divide its decoder layers among all processes.
-
-    The processes of a machine take turns: each has the whole model in the machine's memory only while it takes its own
-    parts.
-    """
+    """Load a model, process by process to save memory, and divide its decoder layers among all of them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -184,10 +180,7 @@ class Ranks:
         return numbers, tensors
 
     def tree(self, tree: DraftTree) -> DraftTree:
-        """Return rank 0's tree.
-
-        Other ranks retain their own ``q`` where it fits: rank 0's verdict, the only one that counts, needs its own.
-        """
+        """Return rank 0's tree; its ``q`` stays there, where the only verdict that counts is found."""
         parts = tree.tokens, tree.parents, tree.depth, tree.ancestors, tree.valid
         bounds, (tokens, parents, depth, ancestors, valid) = self.tensors([tree.max_depth, tree.max_children], parts)
         q = tree.q if tree.tokens.shape == tokens.shape else None

@@ -220,10 +220,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 class AttentionProbe:
-    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer; one row at a time.
-
-    The vision tower is not probed; the decoder's attention is restored on exit, also after an exception.
-    """
+    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer; one row at a time."""
 
     def __init__(
         self, target: Any, *, queries: Sequence[int] | None = None, layers: Sequence[int] | None = None
@@ -260,15 +257,9 @@ class AttentionProbe:
 
     def observe(self, layer: int, query: Tensor, attention: Callable[[Tensor], Tensor]) -> None:
         """Sum up ``attention(rows)``, which returns ``[B, H, R, K]`` of some queries in fp32."""
-        count = query.shape[2]
-        queries = range(count) if self._queries is None else self._queries
-        for row in queries:
-            if not -count <= row < count:
-                raise ModelError(
-                    f"Query row {row} does not exist; this forward has {count} tokens, so give -{count} to {count - 1}."
-                )
         columns, entropies = [], []
-        rows = torch.tensor([row % count for row in queries], device=query.device)
+        queries = range(query.shape[2]) if self._queries is None else self._queries
+        rows = torch.tensor(queries, device=query.device)
         for part in rows.split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))

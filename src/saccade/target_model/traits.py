@@ -75,11 +75,7 @@ class ModelLimits:
         return self.longrope_threshold is not None and length > self.longrope_threshold
 
     def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
-        """Clamp positions ``[B, Q]`` of new tokens, ``ahead`` ``[B, 1]`` of their number, to the last valid one.
-
-        Draft nodes beyond it are never emitted, but their positions would be missing from a position table or change
-        the embedding of the whole pass.
-        """
+        """Clamp positions ``[B, Q]``, ``ahead`` ``[B, 1]`` of the number of tokens, of nodes that are never emitted."""
         bound = self.context
         if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
             bound = self.longrope_threshold
