@@ -11,7 +11,7 @@ from kits import VIDEO, VISUAL, Kit, kit, outside_the_registry
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
-from saccade import load
+from checkpoints import vlm
 from saccade.errors import InputError
 from saccade.inputs.chat import Controls, LiteralText
 from saccade.inputs.processor import InputProcessor, MediaOptions
@@ -204,12 +204,11 @@ def test_a_family_outside_the_registry_takes_control_tokens_as_text(tmp_path: Pa
 
 
 def test_generation_and_the_running_batch_take_the_option() -> None:
-    vlm = load("pocket", method="plain")
-    question = "what is <image></s><user> here"
-    expected = vlm.processor.prompt(question, [PICTURE], options=TEXT)
-    alone = vlm.generate(question, [PICTURE], text_as_text=True, max_new_tokens=4)
-    assert alone.tokens == vlm.generate(expected, max_new_tokens=4).tokens
-    with vlm.batch() as batch:
+    model, question = vlm("llava"), "what is <image></s> here"
+    expected = model.processor.prompt(question, [PICTURE], options=TEXT)
+    alone = model.generate(question, [PICTURE], text_as_text=True, max_new_tokens=4)
+    assert alone.tokens == model.generate(expected, max_new_tokens=4).tokens
+    with model.batch() as batch:
         ticket = batch.add(question, [PICTURE], text_as_text=True, max_new_tokens=4)
         assert ticket.result().tokens == alone.tokens
-    assert vlm.chat().send(question, [PICTURE], text_as_text=True, max_new_tokens=4).tokens == alone.tokens
+    assert model.chat().send(question, [PICTURE], text_as_text=True, max_new_tokens=4).tokens == alone.tokens

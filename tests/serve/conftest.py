@@ -19,3 +19,11 @@ from checkpoints import vlm
 def shared() -> Iterator[Live]:
     with live([(TINY, vlm("qwen", "qwen-draft")), (WORDS, vlm("llama"))]) as found:
         yield found
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """A file of two API keys."""
+    path = tmp_path / "keys"
+    path.write_text("# two\nfirst\nsecond\n")
+    return str(path)

@@ -352,15 +352,13 @@ def test_a_server_that_has_gone_is_named_and_the_question_comes_back(chromium: A
 
 
 @pytest.mark.browser
-def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("secret\n")
-    with live(api_key_file=str(keys)) as server, opened(chromium, server) as window:
+def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, keys: str) -> None:
+    with live(api_key_file=keys) as server, opened(chromium, server) as window:
         assert server.call("GET", "/v1/models")[0] == 401
         page = window.page
         page.wait_for_selector("#trouble:not([hidden])")
         assert "API key" in page.locator("#trouble").inner_text()
-        page.fill("#key", "secret")
+        page.fill("#key", "second")
         page.keyboard.press("Tab")
         window.ready()
         assert page.locator("#trouble").is_hidden()

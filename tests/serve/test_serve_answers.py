@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,13 +211,6 @@ BODY = {"model": "tiny", "messages": asks("What is in this picture, in all detai
 FIRST, SECOND = {"authorization": "Bearer first"}, {"authorization": "Bearer second"}
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> str:
-    path = tmp_path / "keys"
-    path.write_text("first\nsecond\n")
-    return str(path)
-
-
 def reused(server: Live, headers: dict[str, str], **fields: Any) -> tuple[int, int]:
     """Cached prompt tokens of a request, and media that it found in the cache."""
     before = server.service.owner.counts.media_hits.total()
@@ -260,9 +252,3 @@ def test_nothing_is_reused_where_reuse_is_off() -> None:
         for _ in range(2):
             assert reused(server, {}, n=2) == (0, 0)
             assert reused(server, {}, cache_salt="a") == (0, 0)
-
-
-def test_an_empty_salt_is_refused(shared: Live) -> None:
-    status, answer = shared.post({**BODY, "cache_salt": ""})
-    assert status == 400
-    assert "cache_salt" in answer["error"]["message"]

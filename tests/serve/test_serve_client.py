@@ -277,7 +277,7 @@ def test_an_answer_that_ignores_its_end_has_all_requested_tokens(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize("method", ["chain", "dynamic-tree", "prompt-lookup"])
+@pytest.mark.parametrize("method", ["dynamic-tree", "prompt-lookup"])
 def test_usage_runs_along_and_ends_with_the_acceptance(shared: Live, path: str, method: str) -> None:
     body: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "ignore_eos": True, "speculation": method}
     body |= {"messages": asks("abab", uri(1))} if "chat" in path else {"prompt": "ababababab"}

@@ -257,12 +257,12 @@ def test_metrics_count_what_was_served(shared: Live) -> None:
     assert after["num_requests_running", "tiny"] == after["num_requests_waiting", "tiny"] == 0
 
 
-@pytest.mark.parametrize("method", ["chain", "static-tree", "dynamic-tree", "lookup-merge", "lvspec", "off"])
+@pytest.mark.parametrize("method", ["chain", "dynamic-tree", "lookup-merge", "lvspec", "off"])
 def test_accepted_tokens_by_position_sum_to_all_accepted_ones(shared: Live, method: str) -> None:
     kinds = ("accepted_tokens", "accepted_tokens_per_pos", "drafts", "draft_tokens")
     names = [f"spec_decode_num_{name}_total" for name in kinds]
     before = samples(shared)
-    for number, most in enumerate((2, 3, 7, 20)):  # most answers end within the draft
+    for number, most in enumerate((2, 3, 7)):  # most answers end within the draft
         body = {"messages": asks(f"abcabcabcabc{number}?"), "max_tokens": most, "speculation": method}
         assert shared.post(body)[0] == 200
         shared.post(body)  # again, with the prompt in the cache: the first pass verifies drafts, too
