@@ -196,7 +196,8 @@ def _tiled(config_class: Any, image_processor: Any, processor: Any, smol: bool) 
         sampling = {"max_frames": 8, "fps": 2, "video_size": {}}
         video = {**sizes, "size": {"longest_edge": 56}, "video_sampling": sampling}
         videos = (video, "SmolVLMVideoProcessor", ("<image>", "<video>"))
-    return _kit(config, tok, image_processor(**sizes), IDEFICS_TEMPLATE, processor, *videos, image_seq_len=4)
+    template = IDEFICS_TEMPLATE.replace("Assistant:", "Answer:")  # SmolVLM's processor changes it back for videos
+    return _kit(config, tok, image_processor(**sizes), template, processor, *videos, image_seq_len=4)
 
 
 def _gemma3() -> Kit:

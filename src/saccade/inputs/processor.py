@@ -171,6 +171,8 @@ class InputProcessor:
         template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # several by name
             template = template.get("default")
+        if any(slot.kind == "video" for slot in slots):
+            template = self._family.video_template() or template
         literal = LiteralText(self._controls(template), messages) if options.text_as_text else None
         if literal is not None:
             messages = literal.mark(messages)
@@ -192,11 +194,11 @@ class InputProcessor:
         else:
             ids = literal.encode(text, add_special_tokens)
         prompt = Prompt(tuple(ids), tuple(media))
-        media_spans(self.config, prompt)  # raises unless every medium has found its tokens
+        media_spans(self.config, prompt)  # raises unless every medium has its tokens
         return prompt
 
     def load_media(self, messages: Sequence[Message], options: MediaOptions) -> list[dict[str, Any]]:
-        """Load the images and videos of messages, beside the thread that runs the batch."""
+        """Load the images and videos of messages, in a thread that does not run the batch."""
         messages, slots = normalise(messages)
         return with_sources(messages, self._loaded(_fill(slots, [], []), options))
 
@@ -508,7 +510,7 @@ def one_or_more(media: Any) -> list[Any]:
 
 
 def seeds_of(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    """Every row's seed: given, counted on from one, or drawn from torch's global generator."""
+    """Every row's seed: the caller's, counted on from one, or drawn from torch's global generator."""
 
     def is_seed(value: Any) -> bool:
         return isinstance(value, (int, integer)) and not isinstance(value, bool) and 0 <= int(value) < 2**63

@@ -120,7 +120,7 @@ class Family(ABC):
     """
 
     names: ClassVar[Mapping[str, str]] = _NOTHING  # registry keys (`model_type`) -> names for people
-    decoders: ClassVar[tuple[str, ...]] = ()  # `model_type` of its own language models
+    decoders: ClassVar[tuple[str, ...]] = ()  # `model_type` of its language models
     is_tested: ClassVar[bool] = False  # whether the conformance suite covers it; other families are checked at load
     # whether media can be assigned to their placeholders; prompts of other families are made by their own processor
     is_known: ClassVar[bool] = True
@@ -150,7 +150,7 @@ class Family(ABC):
     pool_point: ClassVar[PoolPoint | None] = None  # where square features are averaged for fewer visual tokens
     # whether the model removes padding on a grid that it derives from `vision_config.patch_size`
     unpads: ClassVar[bool] = False
-    caption_prompt: ClassVar[str | None] = None  # text that a captioner of this family needs beside a picture
+    caption_prompt: ClassVar[str | None] = None  # text that a captioner of this family needs with a picture
 
     def __init__(self, config: Any, name: str) -> None:
         self.config = config  # the model's Hugging Face configuration
@@ -189,18 +189,22 @@ class Family(ABC):
         """The text of one image with this placeholder, from the image processor's output."""
         return self.image_text.format(token * self.count("image", features))
 
+    def video_template(self) -> str | None:
+        """Chat template that replaces the checkpoint's in a conversation with a video."""
+        return None
+
     @staticmethod
     def sample_frames(total: int, fps: float, settings: Mapping[str, Any]) -> Sequence[int]:
         """Ascending indices of the frames to use of a video with ``total`` frames at ``fps`` frames per second."""
         raise NotImplementedError  # only families with video_defaults are called, and define it
 
-    def video_settings(self, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def video_settings(self, checkpoint: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """The family's defaults, overridden by the checkpoint's settings, overridden by the caller's sampling."""
         settings = {**(self.video_defaults or {}), **checkpoint}
         named = {name: settings.pop(name) for name in ("num_frames", "fps") if settings.get(name)}
         if len(self.video_sampling) > 1:  # the family samples by both at once
-            return {**settings, **self.video_sampling, **named, **given}
-        return {**settings, **(given or named or self.video_sampling)}
+            return {**settings, **self.video_sampling, **named, **sampling}
+        return {**settings, **(sampling or named or self.video_sampling)}
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Forward arguments of a video, or of each of its frames (``frames_as_images``)."""
@@ -320,10 +324,10 @@ def runs_of(ids: Sequence[int], token: int) -> list[tuple[int, int]]:
     return [(run[0], run[-1] + 1) for run in runs]
 
 
-def need(tensors: Tensors, name: str, beside: str) -> Tensor:
+def need(tensors: Tensors, name: str, pixels: str) -> Tensor:
     """A forward argument that must come with another one."""
     if name not in tensors:
-        raise mismatch(f"The batch has {beside} but no {name}")
+        raise mismatch(f"The batch has {pixels} but no {name}")
     return tensors[name]
 
 

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: an image as tagged tiles in rows of their own, a video as one tile per frame."""
+"""Idefics3 and SmolVLM: an image as tagged tiles in rows, a video as one tile per frame."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Idefics3(Family):
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
 
     def cut_images(self, pixels: Tensor, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Iterator[Medium]:
-        """Each image's last tile shows all of it, behind a tag of its own: that of the row's last tile."""
+        """Each image's last tile shows all of it, behind a separate tag: that of the row's last tile."""
         mask = tensors.get("pixel_attention_mask")
         if len(pixels) != len(rows):
             raise mismatch(f"pixel_values has {len(pixels)} rows but input_ids {len(rows)}")
@@ -110,10 +110,7 @@ class SmolVLM(Idefics3):
     video_sampling = MappingProxyType({"num_frames": 64, "fps": 1})
     frames_as_images = True
 
-    def chat_template(self, template: str | None, kinds: set[Kind]) -> str | None:
-        """SmolVLM's processor replaces the checkpoint's template by its own as soon as there is a video."""
-        if "video" not in kinds:
-            return template
+    def video_template(self) -> str:
         from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
         return str(DEFAULT_CHAT_TEMPLATE)

@@ -1,4 +1,4 @@
-"""Frames of a video file through PyAV, in this process or as a program in a process of its own.
+"""Frames of a video file through PyAV, in this process or as a program in a separate process.
 
 The program reads the file and the wanted frames from its standard input and writes frames to its standard output. It
 imports nothing of Saccade, so that it starts fast; before it opens the file it gives up the right to open any other.
@@ -211,9 +211,9 @@ def _main() -> None:
     """Answer one probe, then scans until the input ends."""
     reader = sys.stdin.buffer
     writer = sys.stdout.buffer
-    given, data = receive(reader, 1 << 62)
-    sys.path[:] = given["path"]
-    limits: Any = SimpleNamespace(**given["limits"])
+    request, data = receive(reader, 1 << 62)
+    sys.path[:] = request["path"]
+    limits: Any = SimpleNamespace(**request["limits"])
     try:
         _import_all()
         confine(limits.decode_memory, limits.decode_seconds, files=False)

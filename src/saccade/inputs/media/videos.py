@@ -157,7 +157,7 @@ def _scan(
 
 
 class DecoderProcess:
-    """A `decoder.Decoder` in a process of its own, which ends with it."""
+    """A `decoder.Decoder` in a separate process, which ends with it."""
 
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
         accepted_container(data, limits)
