@@ -68,19 +68,19 @@ def test_samples_are_the_processors_prompts_with_the_answers_ids(
 
 
 def test_lengths_are_those_of_the_prompts_where_the_lines_have_them(write: Write, processor: InputProcessor) -> None:
-    known = Answers(write(line(0, prompt_tokens=40), line(1, prompt_tokens=4000)), processor)
-    assert list(known.lengths) == [43, 4003]
-    (guessed,) = Answers(write(line(0)), processor).lengths
-    assert guessed > 500, "a picture is taken for so many tokens"
+    known = Answers(write(line(0, prompt_tokens=40), line(1, prompt_tokens=4000), line(2)), processor)
+    assert list(known.lengths[:2]) == [43, 4003]
+    assert known.lengths[2] > 500, "a picture is taken for so many tokens"
+
+
+def answers_of(answers: Answers) -> list[tuple[int, ...] | None]:
+    read = [answers.sample(index) for index in range(len(answers.lengths))]
+    return [sample and sample.answer for sample in read]
 
 
 def test_the_end_of_an_answer_is_learnt_only_where_it_came_to_one(write: Write, processor: InputProcessor) -> None:
     answers = Answers(write(line(0, finish="eos"), line(1, finish="length")), processor)
-    ended, cut = (answers.sample(i) for i in range(2))
-    assert ended is not None
-    assert cut is not None
-    assert ended.answer == (70, 71, 72, processor.eos_token_ids[0])
-    assert cut.answer == (71, 71, 72)
+    assert answers_of(answers) == [(70, 71, 72, processor.eos_token_ids[0]), (71, 71, 72)]
 
 
 @pytest.mark.parametrize("more", [{"answer_ids": [70, 99_999]}, {"finish": "eos", "eos_id": 99_999}])
@@ -116,12 +116,9 @@ def test_of_several_ends_the_one_is_learnt_that_the_template_puts_behind_answers
 ) -> None:
     made = several(after, "<text>", "<turn>", "<over>")
     given = line(0, finish="eos", messages=says(text("What?")))
-    sample = Answers(write(given), made).sample(0)
-    assert sample is not None
-    assert sample.answer == (70, 71, 72, made.eos_token_ids[number])
-    sample = Answers(write({**given, "eos_id": made.eos_token_ids[2]}), made).sample(0)
-    assert sample is not None
-    assert sample.answer[3:] == (made.eos_token_ids[2],)
+    assert answers_of(Answers(write(given), made)) == [(70, 71, 72, made.eos_token_ids[number])]
+    named = write({**given, "eos_id": made.eos_token_ids[2]})
+    assert answers_of(Answers(named, made)) == [(70, 71, 72, made.eos_token_ids[2])]
 
 
 def test_an_empty_answer_is_its_end_or_left_out_and_counted(write: Write, processor: InputProcessor) -> None:
@@ -133,8 +130,7 @@ def test_an_empty_answer_is_its_end_or_left_out_and_counted(write: Write, proces
         line(3),
     )
     answers = Answers(path, processor)
-    read = [answers.sample(i) for i in range(len(answers.lengths))]
-    assert [s.answer for s in read if s is not None] == [processor.eos_token_ids[:1], (60,), (73, 71, 72)]
+    assert answers_of(answers) == [processor.eos_token_ids[:1], (60,), (73, 71, 72)]
     assert answers.bad == {2: "the answer is empty, and the target did not end it there."}
 
 
@@ -154,20 +150,17 @@ def test_turns_of_a_conversation_are_held_out_together(write: Write, processor: 
 
 
 def test_a_folder_of_answers_says_where_its_media_lie(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "out"
-    elsewhere.mkdir()
-    path = write(line(), name="out/answers.jsonl")
+    """Paths may be file: URIs, as for distill."""
+    (tmp_path / "out").mkdir()
+    saved_picture(tmp_path / "images" / "a b.png")
+    sources = ("images/a.png", "file://images/a%20b.png", f"file://{tmp_path}/images/a%20b.png")
+    images = ({"type": "image", "image": source} for source in sources)
+    lines = (line(number, messages=says(image, text("What?"))) for number, image in enumerate(images))
+    path = write(*lines, name="out/answers.jsonl")
     with pytest.raises(TrainingError, match=r"line 1: .*a\.png"):
         Answers(path, processor).sample(0)
-    (elsewhere / "distill.json").write_text(json.dumps({"source": {"media_root": ".."}}))
-    assert Answers(elsewhere, processor).sample(0) is not None
-
-
-def test_media_may_be_file_uris_as_distill_takes_them(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
-    saved_picture(tmp_path / "images" / "a b.png")
-    for given in ("file://images/a%20b.png", f"file://{tmp_path}/images/a%20b.png"):
-        row = {**line(), "messages": says({"type": "image", "image": given}, text("What?"))}
-        assert Answers(write(row), processor).sample(0) is not None
+    (tmp_path / "out" / "distill.json").write_text(json.dumps({"source": {"media_root": ".."}}))
+    assert None not in answers_of(Answers(tmp_path / "out", processor))
 
 
 def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: InputProcessor) -> None:
@@ -176,9 +169,7 @@ def test_short_answers_are_left_out_and_long_ones_cut(write: Write, processor: I
     assert (len(answers.lengths), answers.short) == (1, 1)
     whole = answers.sample(0)
     assert whole is not None
-    cut = Answers(path, processor, min_words=3, max_tokens=len(whole.ids) - 1).sample(0)
-    assert cut is not None
-    assert cut.ids == whole.ids[:-1]
+    assert answers_of(Answers(path, processor, min_words=3, max_tokens=len(whole.ids) - 1)) == [whole.answer[:-1]]
     with pytest.raises(TrainingError, match=r"holds no answer to learn from \(2 are shorter than 9 words\)"):
         Answers(path, processor, min_words=9)
 
@@ -239,7 +230,7 @@ def test_another_line_or_cut_is_another_fingerprint_and_half_a_line_is_none(
     assert len(Answers(path, processor).lengths) == 1
 
 
-def test_another_picture_under_the_same_name_is_told_and_a_copied_folder_is_the_same(
+def test_another_picture_under_the_same_name_is_noticed_and_a_copied_folder_is_the_same(
     write: Write, processor: InputProcessor, tmp_path: Path
 ) -> None:
     frames = {"type": "video", "video": ["images/a.png", "images/b.png"]}
@@ -261,7 +252,7 @@ def test_another_picture_under_the_same_name_is_told_and_a_copied_folder_is_the_
     assert len(seen) == 4
 
 
-def test_other_image_settings_are_told(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
+def test_other_image_settings_are_noticed(write: Write, processor: InputProcessor, tmp_path: Path) -> None:
     shutil.copytree(ready("llava"), tmp_path / "other")
     place = tmp_path / "other" / "preprocessor_config.json"
     settings = json.loads(place.read_text())

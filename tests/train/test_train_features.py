@@ -89,14 +89,16 @@ def test_the_lm_head_makes_the_targets_own_logits_of_the_last_states(name: str) 
     torch.testing.assert_close(ours, logits, **CLOSE)
 
 
-def test_entries_of_eagle_pair_a_state_with_the_next_tokens_embedding_and_the_one_after_to_guess() -> None:
-    own, given = target("llava"), samples("llava", 3)
-    read = read_features(own, given, ())
-    made = entries_of(head("llava", "eagle2"), read)
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_entries_of_eagle_pair_states_with_the_next_tokens_embedding_and_the_one_after_to_guess(kind: str) -> None:
+    own, given, made_by = target("llava"), samples("llava", 3), head("llava", kind)
+    read = read_features(own, given, made_by.layers)
+    made = entries_of(made_by, read)
     last = len(own.layers)
     for row, (sample, features) in enumerate(zip(given, read, strict=True)):
         count = len(sample.ids) - 1
-        assert torch.equal(made.features[row, :count], features.states[last][:-1])
+        states = torch.cat([features.states[layer] for layer in made_by.layers], -1)
+        assert torch.equal(made.features[row, :count], states[:-1])
         assert torch.equal(made.embeddings[row, :count], features.embeddings[1:])
         assert torch.equal(made.states[row, :count], features.states[last][1:])
         assert made.following[row, : count - 1].tolist() == list(sample.ids[2:])
@@ -119,17 +121,6 @@ def test_entries_of_hivis_are_those_of_text_alone(after_image: str, source: str)
     feature = {"before the image": text[behind - 1], "its end": text[behind] - 1}[source]
     assert torch.equal(made.features[0, behind - 1], states[feature])
     assert made.following[made.supervised].tolist() == [30, 31, 32]
-
-
-def test_a_head_that_reads_two_layers_gets_them_side_by_side() -> None:
-    own, sample = target("llava"), samples("llava", 1)[0]
-    [features] = read_features(own, [sample], (1,))
-    made = head("llava", "eagle2")
-    object.__setattr__(made.config, "layers", (1, 2))
-    width = own.text_config.hidden_size
-    entries = entries_of(made, [features])
-    assert torch.equal(entries.features[0, :, :width], features.states[1][:-1])
-    assert torch.equal(entries.features[0, :, width:], features.states[2][:-1])
 
 
 KINDS = ("eagle2", "eagle3", "msd", "vispec", "hivis", "dream", "medusa", "hydra", "kangaroo")
@@ -162,8 +153,7 @@ def steps_of(kind: str) -> int:
     return 1 if kind == "kangaroo" else 2
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "where"), [*zip(KINDS, ["memory", "disk"] * 5, strict=False)])
 def test_what_a_cache_leaves_out_is_never_read(kind: str, where: str, tmp_path: Path) -> None:
     own = head("llava", kind)
     given = feeder(own)
@@ -210,48 +200,41 @@ def test_logits_in_chunks_give_the_same_loss_and_gradients(kind: str, monkeypatc
     assert_same_gradients(cut[1], whole[1])
 
 
-SHARING = ("hivis", "eagle2", "msd", "vispec", "medusa", "hydra")
-"""Kinds whose heads read the target's last layer, and nothing that depends on the head."""
+SHARING: dict[str, Any] = {"hivis": {}, "eagle2": {}, "vispec": {}, "medusa": {}, "blind": {"text_only": True}}
+"""Heads that read the target's last layer, and nothing that depends on the head; the first reads least."""
+APART: dict[str, Any] = {"eagle3": {}, "kangaroo": {}, "dream": {}, "dream-whole": {"keep": 1.0}}
+"""Heads that read otherwise."""
 
 
-def trained(kind: str, out: Path, features: Path | None, where: str = "disk", **head: Any) -> dict[str, Tensor]:
-    sizes = {"batch_size": 4, "micro_batch": 2, "validation_samples": 0}
-    recipe = Recipe(kind=kind, stages=(Stage(3, 1e-3),), head=head, feature_cache=where, **sizes)
-    trainer = Trainer(target("llava"), recipe, listed("llava", 6), out, features=features, say=lambda _: None)
+def trained(name: str, out: Path, features: Path | None) -> dict[str, Tensor]:
+    kind = "eagle2" if name == "blind" else name.partition("-")[0]
+    recipe = Recipe(
+        kind=kind,
+        stages=(Stage(2, 1e-3),),
+        head=(SHARING | APART)[name],
+        feature_cache="disk",
+        batch_size=4,
+        micro_batch=2,
+        validation_samples=0,
+    )
+    trainer = Trainer(target("llava"), recipe, listed("llava", 6), out / name, features=features, say=lambda _: None)
     trainer.run()
     return dict(trainer.learner.module.state_dict())
 
 
-def test_heads_of_the_same_layers_share_a_cache_and_train_as_without_one(
+def test_heads_of_the_same_layers_share_a_cache_and_others_leave_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = {kind: trained(kind, tmp_path / f"{kind}-alone", None) for kind in SHARING}
-    expected["blind"] = trained("eagle2", tmp_path / "blind-alone", None, text_only=True)
+    """All train as without a shared one."""
+    expected = {name: trained(name, tmp_path / "alone", None) for name in SHARING | APART}
     shared = tmp_path / "states"
-    found = {"hivis": trained("hivis", tmp_path / "hivis", shared)}  # which reads least
+    weights = {name: trained(name, tmp_path, shared) for name in ("hivis", *APART)}
+    assert len(list(shared.iterdir())) == 1 + len(APART)
     monkeypatch.setattr(Feeder, "_read", lambda *_: pytest.fail("the target ran again"))
-    found.update({kind: trained(kind, tmp_path / kind, shared) for kind in SHARING[1:]})
-    found["blind"] = trained("eagle2", tmp_path / "blind", shared, text_only=True)
-    for kind, weights in expected.items():
-        assert all(torch.equal(weights[name], weight) for name, weight in found[kind].items()), kind
+    weights |= {name: trained(name, tmp_path, shared) for name in SHARING if name != "hivis"}
+    for name, state in expected.items():
+        assert all(torch.equal(weights[name][key], weight) for key, weight in state.items()), name
     assert not (tmp_path / "hivis" / "features").exists()
-
-
-def test_heads_that_read_otherwise_get_features_of_their_own_and_leave_the_others(tmp_path: Path) -> None:
-    shared = tmp_path / "states"
-    alone: dict[str, dict[str, Any]] = {
-        "eagle2": {},
-        "eagle3": {},
-        "kangaroo": {},
-        "dream": {},
-        "dream-whole": {"keep": 1.0},
-    }
-    for number, (name, options) in enumerate(alone.items(), 1):
-        kind = name.partition("-")[0]
-        own = trained(kind, tmp_path / name, shared, **options)
-        assert len(list(shared.iterdir())) == number
-        expected = trained(kind, tmp_path / f"{name}-alone", None, **options)
-        assert all(torch.equal(expected[key], weight) for key, weight in own.items()), name
 
 
 class Largest(TorchDispatchMode):
@@ -296,9 +279,8 @@ def test_a_plan_counts_what_features_take(tmp_path: Path) -> None:
         assert min(each) / 2 < counted < max(each) * 2
 
 
-def read(name: str = "llava") -> list[tuple[TrainingSample, Features]]:
-    given = samples(name, 4)
-    return [(s, read_features(target(name), [s], (1,))[0]) for s in given]
+def read(name: str = "llava") -> list[Features]:
+    return [features for s in samples(name, 4) for features in read_features(target(name), [s], (1,))]
 
 
 def assert_unchanged(found: Features | None, expected: Features) -> None:
@@ -309,24 +291,26 @@ def assert_unchanged(found: Features | None, expected: Features) -> None:
     assert all(torch.equal(found.states[i], s) for i, s in expected.states.items())
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl", "idefics3", "llava_next"])
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize(
+    ("name", "disk"),
+    [("llava", False), ("gemma3", True), ("qwen3_vl", True), ("idefics3", True), ("llava_next", False)],
+)
 def test_what_comes_out_is_what_went_in(tmp_path: Path, name: str, disk: bool) -> None:
     cache = FeatureCache(target(name), 1e9, tmp_path / "f" if disk else None)
     held = read(name)
-    for index, (_, features) in enumerate(held):
+    for index, features in enumerate(held):
         cache.put(index, features)
     cache.flush()
     if disk:
         cache = FeatureCache(target(name), 1e9, tmp_path / "f")
-    for index, (_, features) in enumerate(held):
+    for index, features in enumerate(held):
         assert_unchanged(cache.get(index), features)
     assert cache.samples == len(held)
 
 
 def test_nothing_is_kept_past_the_limit() -> None:
     cache = FeatureCache(target("llava"), 20_000)
-    for index, (_, features) in enumerate(read()):
+    for index, features in enumerate(read()):
         cache.put(index, features)
     assert 0 < cache.samples < 4
     assert cache.bytes <= 20_000
@@ -336,7 +320,7 @@ def test_nothing_is_kept_past_the_limit() -> None:
 
 def test_a_damaged_file_is_named_and_forgotten(tmp_path: Path) -> None:
     cache = FeatureCache(target("llava"), 1e9, tmp_path / "f")
-    cache.put(0, read()[0][1])
+    cache.put(0, read()[0])
     cache.flush()
     [place] = (tmp_path / "f").glob("*/*.safetensors")
     content = bytearray(place.read_bytes())

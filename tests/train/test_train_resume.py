@@ -23,7 +23,7 @@ from saccade import files
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import ModelError, TrainingError
-from saccade.train import Listed, Recipe, Stage, Trainer
+from saccade.train import Recipe, Stage, Trainer
 from saccade.train.checkpoint import Checkpoints
 from saccade.train.warm_start import new_head
 
@@ -34,11 +34,12 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert first.keys() == second.keys()
         for key, weight in first.items():
             assert torch.equal(weight, second[key]), (name, key)
-    logs = [
-        [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (out / "log.jsonl").open()]
-        for out in (one, other)
-    ]
-    assert logs[0] == logs[1]
+    for a, b in zip(logged(one), logged(other), strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def logged(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").open()]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_steps_of_the_run_are_all_logged(unbroken: Path) -> None:
-    lines = [json.loads(line) for line in (unbroken / "log.jsonl").open()]
-    assert [r["step"] for r in lines if "loss" in r] == list(range(1, STEPS + 1))
-    assert [r["step"] for r in lines if "block_efficiency" in r] == [4, 8, 12]
+    assert [r["step"] for r in logged(unbroken) if "loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in logged(unbroken) if "block_efficiency" in r] == [4, 8, 12]
 
 
 def test_a_run_killed_at_three_random_points_ends_as_an_unbroken_one(unbroken: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def counted(out: Path, steps: list[int]) -> Any:
 
     def measure(head: torch.nn.Module) -> float:
         random.random(), torch.rand(3)  # what a measurement draws is no matter of the run
-        steps.append([json.loads(line)["step"] for line in (out / "log.jsonl").open()][-1])
+        steps.append(logged(out)[-1]["step"])
         return closeness(head)
 
     return measure
@@ -139,9 +139,7 @@ def test_a_state_that_is_not_put_back_is_noticed(
     load = Checkpoints.load
 
     def forgetful(self: Checkpoints) -> Any:
-        found = load(self)
-        assert found is not None
-        step, state = found
+        step, state = load(self)  # type: ignore[misc]
         fresh = Trainer(target("llama"), recipe(), listed("llama", 24), tmp_path / "fresh")
         forgotten = fresh.learner.module if lost == "head" else fresh._optimiser
         return step, {**state, lost: forgotten.state_dict()}
@@ -178,11 +176,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(unbroken: Path, 
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 1
     state.write_bytes(content)
-    found = Checkpoints(
-        tmp_path / "checkpoints", json.loads((state.parent / "checkpoint.json").read_text())["run"]
-    ).load()
-    assert found is not None
-    assert found[0] == 4
+    about = json.loads((state.parent / "checkpoint.json").read_text())
+    step, _ = Checkpoints(tmp_path / "checkpoints", about["run"]).load()  # type: ignore[misc]
+    assert step == 4
     run(tmp_path, resume=True)
     assert_same_run(unbroken, tmp_path)
 
@@ -213,23 +209,20 @@ def test_a_checkpoint_of_another_target_or_other_data_is_refused(unbroken: Path)
         other.copy_(kept)
 
 
-def sourced(**inputs: str) -> Listed:
-    source = listed("llama", 24)
-    source.inputs = inputs
-    return source
-
-
 def test_other_pictures_or_image_settings_are_refused_by_name(tmp_path: Path) -> None:
-    chosen = replace(recipe(), feature_cache="disk")
-    for step, inputs in enumerate(({"media": "a", "processor": "b"}, {"media": "c", "processor": "b"})):
-        trainer = Trainer(target("llama"), chosen, sourced(**inputs), tmp_path, measure=closeness, resume=True,
-                          say=lambda _: None)  # fmt: skip
-        assert trainer.learner.feeder.cache.samples == 0
-        if step:
-            with pytest.raises(TrainingError, match=r"its inputs\.media is 'a', here it is 'c'; give what it was"):
-                trainer.run()
-        else:
-            trainer.run()
+    chosen = replace(recipe().with_settings({"stage1.steps": 1, "stage2.steps": 1}), feature_cache="disk")
+
+    def trainer(media: str) -> Trainer:
+        source = listed("llama", 24)
+        source.inputs = {"media": media, "processor": "b"}
+        options: dict[str, Any] = {"measure": closeness, "resume": True, "say": str}
+        return Trainer(target("llama"), chosen, source, tmp_path, **options)
+
+    trainer("a").run()
+    other = trainer("c")
+    assert other.learner.feeder.cache.samples == 0  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match=r"its inputs\.media is 'a', here it is 'c'; give what it was"):
+        other.run()
 
 
 def test_pace_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
@@ -272,30 +265,19 @@ def test_more_draft_steps_than_the_head_has_reuse_its_last_residual(tmp_path: Pa
     assert new_head(target("llama"), recipe(), folder(tmp_path / "deep", deep)).config.steps == 6
 
 
+OTHER = "is of the kind eagle2, but this recipe trains hivis; begin"
+STACKS = Recipe(kind="medusa", stages=(Stage(2, 1e-3, 4),))
+
+
 @pytest.mark.parametrize(
     ("known", "asked", "error", "message"),
     [
-        (
-            ("llama", "eagle2", {}),
-            recipe(),
-            TrainingError,
-            "is of the kind eagle2, but this recipe trains hivis; begin",
-        ),
-        (
-            ("llama", "hivis", {"mlp": 24}),
-            replace(recipe(), head={"mlp": 32}),
-            TrainingError,
-            "has mlp 24, but this run asks for head.mlp=32; leave it out",
-        ),
-        (
-            ("llama", "hivis", {}),
-            replace(recipe(), head={"after_image": "visual"}),
-            TrainingError,
-            "has after_image 'text', but this run asks for",
-        ),
+        (("llama", "eagle2", {}), recipe(), TrainingError, OTHER),
+        (("llama", "hivis", {"mlp": 24}), {"mlp": 32}, TrainingError, "has mlp 24, but this run asks for head.mlp=32"),
+        (("llama", "hivis", {}), {"after_image": "visual"}, TrainingError, "has after_image 'text', but this run asks"),
         (
             ("llama", "medusa", {"steps": 2}),
-            Recipe(kind="medusa", stages=(Stage(2, 1e-3, 4),)),
+            STACKS,
             TrainingError,
             "has stacks for 2 tokens ahead, but this run trains 4",
         ),
@@ -304,24 +286,22 @@ def test_more_draft_steps_than_the_head_has_reuse_its_last_residual(tmp_path: Pa
     ],
 )
 def test_a_head_that_does_not_fit_the_run_is_refused(
-    known: tuple[str, str, dict[str, int]] | None, asked: Recipe, error: type[Exception], message: str, tmp_path: Path
+    known: tuple[str, str, dict[str, int]] | None, asked: Any, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
+    asked = replace(recipe(), head=asked) if isinstance(asked, dict) else asked
     if known:
         save_head(head(*known[:2], **known[2]), tmp_path)
     with pytest.raises(error, match=message):
         new_head(target("llama"), asked, tmp_path)
 
 
-def test_a_warm_run_goes_on_bit_for_bit_and_only_from_the_same_head(tmp_path: Path) -> None:
+def test_a_warm_run_goes_on_bit_for_bit_and_only_from_the_same_head(unbroken: Path, tmp_path: Path) -> None:
     first = folder(tmp_path / "first", head("llama", "hivis", steps=3))
     run(tmp_path / "whole", begin=first)
-    run(tmp_path / "fresh")
     stop_after(tmp_path / "cut", 7, begin=first)
     with pytest.raises(TrainingError, match=r"is of another run: its head\.from is"):
         run(tmp_path / "cut", resume=True)
     run(tmp_path / "cut", begin=first, resume=True)
-    whole, again, fresh = (
-        load_head(tmp_path / name / "head", target("llama")).state_dict() for name in ("whole", "cut", "fresh")
-    )
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert not torch.equal(whole["w1.weight"], fresh["w1.weight"])
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    warm, fresh = (load_head(out / "head", target("llama")).state_dict() for out in (tmp_path / "whole", unbroken))
+    assert not torch.equal(warm["w1.weight"], fresh["w1.weight"])
