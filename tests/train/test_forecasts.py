@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from PIL import Image
 from saccade import memory_plan as machine
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.memory_plan import ModelSize
-from saccade.train.plan import Forecast, forecast, head_work
+from saccade.train.plan import Forecast, forecast
 from saccade.train.recipe import read_recipe, trained_kinds
 
 SHAPES = Path(__file__).parents[1] / "shapes"
@@ -87,29 +86,16 @@ def test_what_does_not_fit_is_said() -> None:
     assert "prompts of 3388 tokens leave no room" in str(forecast_of("internvl3-8b", "hivis", "24gb", max_tokens=2048))
 
 
-def test_recomputing_lets_the_longest_samples_fit() -> None:
-    most = machine.preset("24gb").training("eagle3")["max_tokens"]
-    needed = {}
-    for recompute in (True, False):
-        found = forecast_of("qwen2.5-vl-7b", "eagle3", "24gb", recompute=recompute)
-        lengths = replace(found.lengths, longest=(300, most - 300 - 512, 4 * most, 512))
-        needed[recompute] = replace(found, work=head_work(found.recipe, found.size, lengths)).memory
-    assert needed[True] <= found.preset.bytes < needed[False]
-
-
-def test_memory_counts_weights_gradients_and_moments() -> None:
-    found = forecast_of("qwen2.5-vl-7b", "eagle3", "24gb", precision="fp32")
-    assert found.size.bytes == 2 * 8_292_166_656
-    assert found.work.trained == 288_115_200
-    assert found.work.memory["head"] == 16 * 288_115_200
-
-
-def test_cached_features_take_as_much_disk_as_there_is_room() -> None:
-    none, half, all_of_them = (
-        forecast_of("qwen2.5-vl-7b", "hivis", "24gb", feature_cache=where, cache_gb=room)
-        for where, room in (("none", 200), ("disk", 60), ("disk", 200))
+def test_memory_and_disk_follow_the_settings() -> None:
+    """Weights, gradients and two moments take 16 bytes each; features take the disk that there is room for."""
+    precise = forecast_of("qwen2.5-vl-7b", "eagle3", "24gb", precision="fp32")
+    assert precise.size.bytes == 2 * 8_292_166_656
+    assert precise.work.memory["head"] == 16 * precise.work.trained == 16 * 288_115_200
+    kept, recomputed = (forecast_of("qwen2.5-vl-7b", "eagle3", "24gb", recompute=on) for on in (False, True))
+    assert recomputed.work.memory["micro batch"] < kept.work.memory["micro batch"]
+    none, half = (
+        forecast_of("qwen2.5-vl-7b", "hivis", "24gb", feature_cache=where, cache_gb=60) for where in ("none", "disk")
     )
-    assert none.disk < half.disk < all_of_them.disk
     assert half.features == 60 * GB
     assert half.disk - none.disk == pytest.approx(60 * GB)
 

@@ -32,15 +32,6 @@ def test_there_is_a_recipe_for_every_kind_that_can_be_trained() -> None:
     assert all(isinstance(read_recipe(kind).objective, objective_of(kind)) for kind in trained_kinds())
 
 
-def test_hivis_is_the_papers_two_stages() -> None:
-    recipe = read_recipe("hivis")
-    assert [stage.draft_steps for stage in recipe.stages] == [1, 4]
-    objective: Any = recipe.objective
-    assert (objective.states, objective.distribution, objective.top, objective.k) == (1.0, 0.1, 1.0, 5)
-    assert objective.early_stop
-    assert recipe.min_words == 5
-
-
 def test_settings_change_single_values() -> None:
     changed = read_recipe("hivis").with_settings(
         {"batch_size": 8, "stage2.steps": 0, "stage1.rate": 1, "loss.k": 3, "head.after_image": "visual"}
@@ -77,7 +68,6 @@ def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one
         ({"batchsize": 8}, r"unknown key 'batchsize'; expected one of batch_size"),
         ({"stage1.speed": 8}, r"unknown key 'stage1.speed'"),
         ({"stage3.steps": 8}, r"no setting 'stage3.steps'; groups are head, loss, and stage1 to stage2"),
-        ({"loss.q": 8}, r"unknown key 'loss.q'"),
         ({"batch_size": "big"}, r"batch_size must be a whole number, not 'big'"),
         ({"batch_size": 0}, r"batch_size is 0; it must be at least 1"),
         ({"residuals": 1}, r"residuals must be true or false, not 1"),
@@ -85,17 +75,10 @@ def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one
         ({"stage1.steps": 0, "stage2.steps": 0}, r"nothing to train"),
         ({"stage1.rate": 0}, r"stage1 needs a rate above 0, not 0"),
         ({"stage2.warmup": -1}, r"stage2 needs steps, warmup and final of 0 or more"),
-        ({"1.steps": 5}, r"no setting '1.steps'; groups are head, loss, and stage1 to stage2"),
-        ({"stages": 5}, r"stages is 5; expected tables"),
         ({"stages": [5]}, r"stages is \[5\]; expected tables"),
-        ({"betas": 0.9}, r"betas is 0.9; it must be two numbers"),
         ({"betas": [0.9, 1]}, r"betas is \(0.9, 1\); it must be two numbers"),
-        ({"betas": ["a", "b"]}, r"betas is \('a', 'b'\); it must be two numbers"),
-        ({"validation_samples": -1}, r"validation_samples is -1; it must be at least 0"),
         ({"clip": float("nan")}, r"clip is nan; it must be at least 0"),
-        ({"loss.k": "abc"}, r"loss.k must be a whole number, not 'abc'"),
         ({"loss.k": -3}, r"loss.k is -3; it must be at least 1"),
-        ({"loss.early_stop": 1}, r"loss.early_stop must be true or false, not 1"),
         ({"loss.top": "much"}, r"loss.top must be a number, not 'much'"),
         ({"loss.states": -0.5}, r"loss.states is -0.5; it must be at least 0"),
         ({"kind": "mediocre"}, r"Nothing of kind 'mediocre' can be trained; choose eagle2 or "),
@@ -137,25 +120,17 @@ ROWS = 24
 def internvl() -> Path:
     """A tiny InternVL with squares of 28 pixels, 4 tokens each."""
     tok = tokenizer(more=["<IMG_CONTEXT>", "<img>", "</img>"])
+    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = InternVLConfig(
-        vision_config=InternVLVisionConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=[28, 28],
-            patch_size=[7, 7],
-        ),
+        vision_config=InternVLVisionConfig(**tower, num_attention_heads=2, image_size=[28, 28], patch_size=[7, 7]),
         text_config=Qwen2Config(**checkpoints._text(len(tok))),
         image_token_id=tok.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=False,
     )
     images = GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, max_patches=2)
-    model = checkpoints._finish(config, 0)
-    return checkpoints._save(
-        ready("qwen").parent / "internvl", model, tok, images, checkpoints.template("<IMG_CONTEXT>")
-    )
+    words = checkpoints.template("<IMG_CONTEXT>")
+    return checkpoints._save(ready("qwen").parent / "internvl", checkpoints._finish(config, 0), tok, images, words)
 
 
 def small_models() -> dict[str, str]:
@@ -178,14 +153,8 @@ SMALL = {
     "serve": ["--plan"],
 }
 """Options that make a command short; later ones have precedence."""
-SETTINGS = {
-    "batch_size": 4,
-    "micro_batch": 2,
-    "min_words": 0,
-    "checkpoint_every": 2,
-    "stage1.steps": 3,
-    "stage1.warmup": 1,
-}
+SETTINGS = {"batch_size": 4, "micro_batch": 2, "min_words": 0, "checkpoint_every": 2}
+SETTINGS |= {"stage1.steps": 3, "stage1.warmup": 1}
 TWO_STAGES = {"stage2.steps": 2, "stage2.warmup": 1}
 
 
@@ -207,16 +176,13 @@ def shortened(words: list[str]) -> list[str]:
 def mix() -> Iterator[dict[str, Any]]:
     """Rows of LLaVA-mix and ShareGPT, one of them with a picture that is missing."""
     for number in range(ROWS):
-        asked = f"What {number}?"
+        question = f"What {number}?"
         if number % 4 == 3:
-            turns = [
-                {"from": "gpt", "value": "... on."},
-                {"from": "human", "value": asked},
-                {"from": "gpt", "value": "A."},
-            ]
+            begun, answer = ({"from": "gpt", "value": words} for words in ("... on.", "A."))
+            turns = [begun, {"from": "human", "value": question}, answer]
             yield {"id": f"share_{number}", "conversations": turns}
         else:
-            turns = [{"from": "human", "value": f"<image>\n{asked}"}, {"from": "gpt", "value": "Two."}]
+            turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": "Two."}]
             yield {"id": f"{number:012}", "image": "coco/train2017/a.jpg", "conversations": turns}
         if number == 5:
             yield {"id": "gone", "image": "coco/train2017/gone.jpg", "conversations": turns}
@@ -247,15 +213,15 @@ def test_every_command_of_a_recipe_runs_and_leaves_what_the_page_says(
     for words in (words for words in lines if words[0] == "saccade"):
         with pytest.raises(SystemExit) as left:
             main(shortened(words))
-        said = capsys.readouterr()
-        assert not left.value.code, (shlex.join(words), said.err)
+        printed = capsys.readouterr()
+        assert not left.value.code, (shlex.join(words), printed.err)
         if "-o" in words and "--plan" not in words:
             assert any((tmp_path / words[words.index("-o") + 1]).iterdir())
         if words[1] == "distill" and "--plan" not in words:
-            assert "1 unusable line" in said.out
-            assert "gone.jpg" in said.err
-    for told in re.findall(r"It leaves (.*?)\.\s", page.read_text(encoding="utf-8"), re.DOTALL):
-        for name in re.findall(r"`([\w./-]+/[\w./-]+)`", told):
+            assert "1 unusable line" in printed.out
+            assert "gone.jpg" in printed.err
+    for promise in re.findall(r"It leaves (.*?)\.\s", page.read_text(encoding="utf-8"), re.DOTALL):
+        for name in re.findall(r"`([\w./-]+/[\w./-]+)`", promise):
             assert (tmp_path / name).exists(), name
 
 
@@ -266,8 +232,3 @@ def test_every_plan_is_followed_by_what_it_prints(page: Path) -> None:
     shown = blocks(text, "text")
     assert len(shown) == sum("--plan" in words for words in commands(page))
     assert all("computed, nothing was run" in block for block in shown)
-
-
-def test_every_recipe_says_that_nobody_ran_it() -> None:
-    for page in PAGES:
-        assert re.search(r"nobody has run|Nobody has run", page.read_text(encoding="utf-8"))
