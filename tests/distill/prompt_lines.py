@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ def asks(words: str, *images: str, name: str | None = None) -> dict[str, Any]:
     return {"messages": [message], **({} if name is None else {"id": name})}
 
 
-def talks(name: str, *turns: tuple[str, str], **media: Any) -> dict[str, Any]:
+def talks(name: str, *turns: tuple[str, str], first: Sequence[dict[str, str]] = (), **media: Any) -> dict[str, Any]:
     """A conversation in LLaVA's form."""
-    said = [{"from": who, "value": v} for q, a in turns for who, v in (("human", q), ("gpt", a))]
-    return {"id": name, "conversations": said, **media}
+    parts = [{"from": who, "value": v} for q, a in turns for who, v in (("human", q), ("gpt", a))]
+    return {"id": name, "conversations": [*first, *parts], **media}
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

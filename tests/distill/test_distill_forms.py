@@ -16,7 +16,7 @@ from saccade.errors import InputError
 IMAGE = {"type": "image", "image": "a.png"}
 
 
-def told(row: Any) -> list[dict[str, Any]]:
+def parsed(row: Any) -> list[dict[str, Any]]:
     return parse_conversation(json.dumps(row)).messages
 
 
@@ -43,27 +43,21 @@ def open_end(*roles: str) -> dict[str, Any]:
     ],
 )
 def test_the_same_question_in_every_form_is_the_same(row: dict[str, Any]) -> None:
-    assert told(row) == [user(IMAGE, words("What?")), {"role": "assistant", "content": [words("This.")]}]
+    assert parsed(row) == [user(IMAGE, words("What?")), {"role": "assistant", "content": [words("This.")]}]
 
 
 def test_images_stand_where_their_marks_are_and_videos_too() -> None:
-    row = talks(
-        "x",
-        ("Left <image> right <image>", "Yes."),
-        ("<video>\nAnd now?", "No."),
-        image=["a", "b"],
-        video="v.mp4",
-    )
-    messages = told(row)
-    assert messages[0]["content"] == [
-        words("Left "),
-        {"type": "image", "image": "a"},
-        words(" right "),
-        {"type": "image", "image": "b"},
-    ]
+    turns = ("Left <image> right <image>", "Yes."), ("<video>\nAnd now?", "No.")
+    messages = parsed(talks("x", *turns, image=["a", "b"], video="v.mp4"))
+    left, right = ({"type": "image", "image": name} for name in "ab")
+    assert messages[0]["content"] == [words("Left "), left, words(" right "), right]
     assert messages[2]["content"] == [{"type": "video", "video": "v.mp4"}, words("And now?")]
     frames = {"messages": [user({"type": "video", "video": ["1.png", "2.png"]}, words("?"))]}
-    assert told(frames)[0]["content"][0] == {"type": "video", "video": ["1.png", "2.png"]}
+    assert parsed(frames)[0]["content"][0] == {"type": "video", "video": ["1.png", "2.png"]}
+
+
+BEGUN = {"from": "chatgpt", "value": "... on."}
+SYSTEM = {"from": "system", "value": "Be brief."}
 
 
 @pytest.mark.parametrize(
@@ -71,27 +65,8 @@ def test_images_stand_where_their_marks_are_and_videos_too() -> None:
     [
         (talks("x", ("One?", "1"), ("Two?", "2")), ["user", "assistant"] * 2, [0, 2]),
         (open_end("system", "assistant", "user", "user", "assistant", "user"), None, [3, 5]),
-        (
-            {
-                "conversations": [
-                    {"from": "chatgpt", "value": "... on."},
-                    *talks("x", ("Then?", "No."))["conversations"],
-                ]
-            },
-            ["user", "assistant"],
-            [0],
-        ),
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": "Be brief."},
-                    {"from": "gpt", "value": "... on."},
-                    *talks("x", ("Then?", "No."))["conversations"],
-                ]
-            },
-            ["system", "user", "assistant"],
-            [1],
-        ),
+        (talks("x", ("Then?", "No."), first=[BEGUN]), ["user", "assistant"], [0]),
+        (talks("x", ("Then?", "No."), first=[SYSTEM, BEGUN]), ["system", "user", "assistant"], [1]),
     ],
 )
 def test_every_assistant_turn_is_a_question_and_so_is_an_open_end(
@@ -159,7 +134,7 @@ def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pi
     seen = Duplicates(pictures, digest)
 
     def first(name: str, words: str, *images: str) -> str:
-        return seen.first(name, told(asks(words, *images)))
+        return seen.first(name, parsed(asks(words, *images)))
 
     assert first("one", "What?", "a.png") == "one"
     assert first("two", "Why?", "a.png") == "two"

@@ -54,19 +54,13 @@ def test_answers_are_the_targets_own_one_by_one(written: Written, pictures: Path
         assert answer.finish == "length"
 
 
-def test_a_drafter_changes_no_greedy_answer(written: Written, pictures: Path) -> None:
-    source = written(*(asks(f"What {'x' * n}?", "a.png") for n in range(4)))
-    plain = run(source, sampled_share=0)
-    drafted = run(source, sampled_share=0, out="drafted", target=vlm("llava", "llava-draft", "chain"))
+def test_neither_a_drafter_nor_an_array_changes_an_answer(written: Written, pictures: Path) -> None:
+    prompts = [asks("A é?", "a.png", name="a"), talks("b", ("One?", "1"), ("Two?", "2")), asks("C?", name="c")]
+    plain = run(written(*prompts), sampled_share=0)
+    array = written(json.dumps(prompts, indent=1, ensure_ascii=False), name="array.json")
+    drafted = run(array, sampled_share=0, out="drafted", target=vlm("llava", "llava-draft", "chain"))
     assert rows(plain) == rows(drafted)
     assert json.loads((drafted / "distill.json").read_text())["method"]["method"] == "chain"
-
-
-def test_one_array_is_asked_like_its_rows_as_lines(written: Written, pictures: Path) -> None:
-    prompts = [asks("A é?", "a.png", name="a"), talks("b", ("One?", "1"), ("Two?", "2")), asks("C?", name="c")]
-    lines = run(written(*prompts))
-    array = run(written(json.dumps(prompts, indent=1, ensure_ascii=False), name="array.json"), out="from array")
-    assert rows(array) == rows(lines)
 
 
 def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(written: Written, pictures: Path) -> None:
@@ -79,13 +73,11 @@ def test_the_seed_of_a_question_is_its_ids_and_its_draws_are_its_own(written: Wr
 
 def test_histories_hold_the_reference_or_the_targets_own_answers(written: Written, pictures: Path) -> None:
     source = written(talks("x", ("<image>\nOne?", "first"), ("Two?", "second"), ("Three?", "third"), image="a.png"))
-    given = shaped(run(source))
-    assert [m["content"][0].get("text") for m in given["x/3"]["messages"][1::2]] == ["first", "second"]
-    own = shaped(run(source, history="own", out="own"))
-    said = [m["content"][0].get("text") for m in own["x/3"]["messages"][1::2]]
-    assert said == [own["x/1"]["answer"], own["x/2"]["answer"]]
-    assert own["x/1"] == given["x/1"]
-    assert own["x/3"]["answer_ids"] != given["x/3"]["answer_ids"], "the history counts"
+    reference, own = shaped(run(source)), shaped(run(source, history="own", out="own"))
+    histories = ([m["content"][0].get("text") for m in rows["x/3"]["messages"][1::2]] for rows in (reference, own))
+    assert [*histories] == [["first", "second"], [own["x/1"]["answer"], own["x/2"]["answer"]]]
+    assert own["x/1"] == reference["x/1"]
+    assert own["x/3"]["answer_ids"] != reference["x/3"]["answer_ids"], "the history counts"
 
 
 def test_the_same_question_is_asked_once(written: Written, pictures: Path) -> None:
@@ -140,15 +132,8 @@ def test_bad_lines_stop_the_run_or_are_left_out(written: Written, pictures: Path
         with pytest.raises(SaccadeError, match=f"line {number}.*{reason}.*{skip}"):
             run(source, out=f"stop{number}")
     source = written(*lines[:2], *lines[3:])
-    report = distill(
-        vlm("llava", method="plain"),
-        source,
-        source.parent / "out",
-        media_root=pictures,
-        max_new_tokens=4,
-        on_bad_line="skip",
-        history="own",
-    )
+    options: dict[str, Any] = {"media_root": pictures, "on_bad_line": "skip", "history": "own"}
+    report = distill(vlm("llava", method="plain"), source, source.parent / "out", max_new_tokens=4, **options)
     assert set(shaped(report.out)) == {"good", "fine"}
     assert sorted(p.split(", line ")[1][0] for p in report.problems) == ["2", "3", "4", "6", "6"]
     assert report.failed == 5
@@ -174,10 +159,10 @@ def test_the_token_that_ends_an_answer_is_left_out_and_named(written: Written, p
     target.target.model.generation_config.eos_token_id = [never, end]
     short = {answer.id: answer for answer in read_answers(run(source, sampled_share=0, out="short", target=target))}
     for row in long:
-        ids, found = row["answer_ids"], short[row["id"]]
+        ids, cut = row["answer_ids"], short[row["id"]]
         ended = end in ids
-        assert found.answer_ids == (ids[: ids.index(end)] if ended else ids)
-        assert (found.finish, found.eos_id) == (("eos", end) if ended else ("length", None))
+        assert cut.answer_ids == (ids[: ids.index(end)] if ended else ids)
+        assert (cut.finish, cut.eos_id) == (("eos", end) if ended else ("length", None))
 
 
 def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> None:
@@ -192,7 +177,7 @@ def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> 
     assert line["answer"] == target.processor.decode([5, 6])
 
 
-def test_wrong_options_are_told(written: Written, pictures: Path) -> None:
+def test_wrong_options_are_refused(written: Written, pictures: Path) -> None:
     source = written(asks("?"))
     wrong: dict[str, dict[str, Any]] = {
         "sampled_share must be from 0": {"sampled_share": 1.5},
