@@ -249,7 +249,7 @@ def beside_a_prompt(vlm: VLM, start: Start, count: int) -> dict[str, dict[str, f
     text = vlm.processor.encode(words)[:1820]
 
     def add(batch: RunningBatch, prompt: Prompt, tokens: int) -> Row:
-        (row,) = plan(vlm.target, [prompt], max_new_tokens=tokens).rows
+        (row,) = plan(vlm.target, [prompt], max_new_tokens=tokens)
         return batch.add(Request(prompt, prompt), replace(row, eos=frozenset()))
 
     def steps(batch: RunningBatch, row: Row, tokens: int) -> list[float]:

@@ -119,8 +119,8 @@ class Batch:
         loaded = [load_image(image, media.limits) for image in one_or_more(images)]
         given = RowInput(prompt, loaded, one_or_more(videos), media)
         request = self._request(given, seeds_of(seed, 1)[0])
-        decoding = plan(self._running.target, [request.prompt], tokenizer=self._tokenizer, **generation)
-        row = self._running.add(request, decoding.rows[0], decoding.do_sample)
+        (decoding,) = plan(self._running.target, [request.prompt], tokenizer=self._tokenizer, **generation)
+        row = self._running.add(request, decoding)
         ticket = Ticket(self, row, self._tokenizer)
         self._tickets[id(row)] = ticket
         return ticket

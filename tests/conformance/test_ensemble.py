@@ -180,9 +180,8 @@ def test_a_longer_neighbour_s_deeper_guesses_teach_a_row_nothing(new: int) -> No
     learned = []
     for count in (1, 2):
         session: Any = method.open(2)
-        decoding = plan(method.target, [r.prompt for r in asked[:count]], max_new_tokens=new)
-        longer = tuple(replace(row, max_new_tokens=new + 9) for row in decoding.rows[1:])
-        decoding = replace(decoding, rows=(decoding.rows[0], *longer))
+        first, *others = plan(method.target, [r.prompt for r in asked[:count]], max_new_tokens=new)
+        decoding = [first, *(replace(row, max_new_tokens=new + 9) for row in others)]
         for _ in method.start(asked[:count], decoding, session).steps:
             pass
         session.drafting.load(0, later, None)

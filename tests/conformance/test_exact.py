@@ -113,8 +113,8 @@ def staggered(engine: Engine, rows: list[Prompt], chunk: int) -> list[list[int]]
     batch = engine.open(2, prefill_chunk=chunk)
     added = []
     for place, row in enumerate(rows):
-        decoding = plan(engine.target, [row], max_new_tokens=NEW - place % 3)
-        added.append(batch.add(Request(row), decoding.rows[0], decoding.do_sample))
+        (decoding,) = plan(engine.target, [row], max_new_tokens=NEW - place % 3)
+        added.append(batch.add(Request(row), decoding))
         for _ in range(place + 1):
             batch.step()
     while not batch.is_idle:

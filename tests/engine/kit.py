@@ -32,8 +32,8 @@ def add(
     batch: RunningBatch, prompt: Prompt, seed: int = 0, n: int = 20, draft: Prompt | None = None, **options: Any
 ) -> Row:
     """A row with options of its own, as of `generate`."""
-    decoding = plan(batch.target, [prompt], max_new_tokens=n, **options)
-    return batch.add(Request(prompt, draft, seed=seed), decoding.rows[0], decoding.do_sample)
+    (decoding,) = plan(batch.target, [prompt], max_new_tokens=n, **options)
+    return batch.add(Request(prompt, draft, seed=seed), decoding)
 
 
 def drain(batch: RunningBatch) -> None:

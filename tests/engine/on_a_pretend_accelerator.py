@@ -36,7 +36,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 
 CASE = FAMILIES["llava"]
-NEW = 5
+NEW = 6
 ROWS = 2
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 12}
 SMALL = {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4}
@@ -110,8 +110,8 @@ def run(
     decoding = plan(under_test.target, prompts, max_new_tokens=new, **(SAMPLED if sampled else {}))
     batch = under_test.open(len(prompts))
     rows_of = [
-        batch.add(Request(prompt, seed=seed), own, decoding.do_sample)
-        for seed, (prompt, own) in enumerate(zip(prompts, decoding.rows, strict=True))
+        batch.add(Request(prompt, seed=seed), own)
+        for seed, (prompt, own) in enumerate(zip(prompts, decoding, strict=True))
     ]
     ran = Ran([row.output for row in rows_of])
     while not batch.is_idle:

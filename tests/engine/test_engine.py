@@ -175,7 +175,7 @@ def test_what_cannot_be_generated_is_refused(lengths: list[int], n: int, message
 def test_an_unnamed_length_is_the_default_within_the_context() -> None:
     target, prompt = engine("plain").target, prompts()[0]
     assert target.model.generation_config.max_length is None
-    (row,) = plan(target, [prompt]).rows
+    (row,) = plan(target, [prompt])
     assert row.max_new_tokens == min(DEFAULT_NEW_TOKENS, target.config.max_position_embeddings - len(prompt))
-    (short,) = plan(target, [prompt], max_length=len(prompt) + 3).rows
+    (short,) = plan(target, [prompt], max_length=len(prompt) + 3)
     assert short.max_new_tokens == 3

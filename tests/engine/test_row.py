@@ -21,7 +21,7 @@ def row(
     limit: int = 100, eos: Sequence[int] = (), criteria: Sequence[Callable[..., object]] = (), device: str = "cpu"
 ) -> Row:
     plan = RowPlan(limit, frozenset(eos), (), tuple(criteria))
-    return Row(Request(Prompt(tuple(PROMPT))), plan, False, torch.device(device))
+    return Row(Request(Prompt(tuple(PROMPT))), plan, torch.device(device))
 
 
 def emit(under_test: Row, block: Sequence[int]) -> list[int]:

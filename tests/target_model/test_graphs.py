@@ -64,8 +64,8 @@ def tokens(under_test: Engine, family: str, rows: int = 2, new: int = 16, **opti
     """Answers; the first row stops early, so that the others continue without it."""
     batch, running = under_test.open(rows), []
     for place, prompt in enumerate(prompts_of(under_test.target, family, rows)):
-        decoding = plan(under_test.target, [prompt], max_new_tokens=new // 2 if place == 0 else new, **options)
-        running.append(batch.add(Request(prompt, seed=place), decoding.rows[0], decoding.do_sample))
+        (decoding,) = plan(under_test.target, [prompt], max_new_tokens=new // 2 if place == 0 else new, **options)
+        running.append(batch.add(Request(prompt, seed=place), decoding))
     while not batch.is_idle:
         batch.step()
     assert [row.error for row in running] == [None] * rows

@@ -13,7 +13,7 @@ import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import LONGEST_STEP, ChunkSizes, Pacer
-from saccade.engine.row import DecodingPlan, Request, Row, RowPlan, plan
+from saccade.engine.row import Request, Row, RowPlan, plan
 from saccade.engine.slots import BatchState
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
@@ -96,21 +96,21 @@ class RunningBatch:
         """Whether no row is active or waiting."""
         return not self._state.active and not self._waiting
 
-    def add(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
+    def add(self, request: Request, plan: RowPlan) -> Row:
         """Queue a row, which enters as slots and memory allow."""
-        row = self.prepare(request, plan, do_sample)
+        row = self.prepare(request, plan)
         self.queue(row)
         return row
 
-    def prepare(self, request: Request, plan: RowPlan, do_sample: bool = False) -> Row:
+    def prepare(self, request: Request, plan: RowPlan) -> Row:
         """Return a row that can be queued; errors as in `add`."""
         self._check_owner()
-        self.engine.rule(do_sample)
+        self.engine.rule(plan.do_sample)
         _check_ids(self.target, request.prompt)
         self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
-        if do_sample and self.target.ranks is not None:
+        if plan.do_sample and self.target.ranks is not None:
             request = replace(request, seed=self.target.ranks.numbers([request.seed])[0])
-        row = Row(request, plan, do_sample, self.target.device)
+        row = Row(request, plan, self.target.device)
         self._state.slots.check(row)
         return row
 
@@ -266,7 +266,7 @@ class Engine:
     def start(
         self,
         requests: Sequence[Request],
-        decoding: DecodingPlan,
+        plans: Sequence[RowPlan],
         session: RunningBatch | None = None,
         trace: bool = False,
     ) -> Run:
@@ -279,8 +279,7 @@ class Engine:
                 "same method, by the engine that is to use it."
             )
         batch = session or self.open(len(requests))
-        pairs = zip(requests, decoding.rows, strict=True)
-        rows = [batch.prepare(request, row, decoding.do_sample) for request, row in pairs]
+        rows = [batch.prepare(request, plan) for request, plan in zip(requests, plans, strict=True)]
         return Run(batch, rows, self.lossless, trace)
 
 

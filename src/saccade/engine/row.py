@@ -68,14 +68,7 @@ class RowPlan:
     eos: frozenset[int]  # ids that end the row
     processors: tuple[Any, ...]  # logits processors in `generate`'s order
     criteria: tuple[Any, ...]  # stopping criteria besides length and EOS, called after every token as in `generate`
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingPlan:
-    """Decoding options of a batch."""
-
-    do_sample: bool  # sampling instead of greedy decoding
-    rows: tuple[RowPlan, ...]  # one plan per row
+    do_sample: bool = False  # sampling instead of greedy decoding
 
 
 _RESOLVING = threading.Lock()
@@ -92,8 +85,8 @@ def plan(
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
     tokenizer: Any = None,
     **options: Any,
-) -> DecodingPlan:
-    """Resolve options against the checkpoint's defaults, by the model's own code where it has some; in any thread."""
+) -> list[RowPlan]:
+    """Resolve every row's options against the checkpoint's defaults, by the model's own code; in any thread."""
     model = target.model
     with _RESOLVING, _refusals():
         config, unknown = model._prepare_generation_config(generation_config, **_check_ranges(options))
@@ -121,7 +114,7 @@ def plan(
         allowed = prefix_allowed_tokens_fn and _allowed_in(prefix_allowed_tokens_fn, index)
         with _RESOLVING, _refusals():
             rows.append(_row_plan(target, config, prompt, processors, allowed, criteria, tokenizer))
-    return DecodingPlan(do_sample=bool(config.do_sample), rows=tuple(rows))
+    return rows
 
 
 @contextmanager
@@ -209,6 +202,7 @@ def _row_plan(
         eos=frozenset(eos),
         processors=tuple(resolved),
         criteria=tuple(c for c in stopping if type(c) not in (EosTokenCriteria, MaxLengthCriteria)),
+        do_sample=bool(config.do_sample),
     )
 
 
@@ -250,8 +244,8 @@ class Request:
 class Row:
     """A row from its request to its end."""
 
-    def __init__(self, request: Request, plan: RowPlan, do_sample: bool, device: torch.device) -> None:
-        self.request, self.plan, self.do_sample = request, plan, do_sample
+    def __init__(self, request: Request, plan: RowPlan, device: torch.device) -> None:
+        self.request, self.plan, self.do_sample = request, plan, plan.do_sample
         self.ids = list(request.prompt.ids)  # prompt and emitted tokens; the last one is the root of the next tree
         self.output: list[int] = []  # emitted tokens
         self.marks: list[Mark] = []  # origin of each

@@ -316,8 +316,8 @@ class EvaluatedModel:
                 f"context of {room} has room for behind some prompts; those answers end with the context."
             )
             options["max_new_tokens"] = room - len(request.prompt)
-        planned = plan(vlm.target, [request.prompt], tokenizer=vlm.processor.tokenizer, **options)
-        return self._batch.add(request, planned.rows[0], planned.do_sample)
+        (planned,) = plan(vlm.target, [request.prompt], tokenizer=vlm.processor.tokenizer, **options)
+        return self._batch.add(request, planned)
 
 
 def _speed_file(name: str | None, rank: int) -> Path | None:

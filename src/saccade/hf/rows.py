@@ -44,6 +44,7 @@ class PaddedRows:
         each: int,
         processors: Sequence[Any],
         criteria: Sequence[Any],
+        do_sample: bool = False,
         with_scores: bool = False,
     ) -> None:
         self._ids = ids
@@ -51,7 +52,7 @@ class PaddedRows:
         self._padding = [row[~kept] for row, kept in zip(ids, self._kept, strict=True)]
         self._each = each
         self._processors = processors
-        self._with_scores = with_scores
+        self._do_sample, self._with_scores = do_sample, with_scores
         longest = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         self._limit = max(longest - ids.shape[1], 1)
         ends = [c for c in criteria if hasattr(c, "eos_token_id")]
@@ -69,6 +70,7 @@ class PaddedRows:
                 eos=self._eos,
                 processors=tuple(self._processor(p, row) for p in self._processors),
                 criteria=(self._stop(row),) if self._criteria else (),
+                do_sample=self._do_sample,
             )
             for row in range(len(self._padding))
         )

@@ -18,7 +18,7 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
-from saccade.engine.row import DecodingPlan, check_options
+from saccade.engine.row import check_options
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
 from saccade.inputs.families import check, family_of, media_spans, split, vision_signature, visual_ids
@@ -139,10 +139,10 @@ class Speculation:
         requests = [Request(prompts[b // each], draft_prompts[b // each], seeds[b]) for b in range(batch)]
 
         scored, raw = (bool(config.return_dict_in_generate and n) for n in (config.output_scores, config.output_logits))
-        rows = PaddedRows(input_ids, mask, each, logits_processor, stopping_criteria, scored)
+        do_sample = bool(config.do_sample)
+        rows = PaddedRows(input_ids, mask, each, logits_processor, stopping_criteria, do_sample, scored)
         recorder = Recorder(engine, config.do_sample, batch) if scored or raw else None
-        decoding = DecodingPlan(bool(config.do_sample), rows.plans)
-        run = (engine if recorder is None else recorder.engine).start(requests, decoding)
+        run = (engine if recorder is None else recorder.engine).start(requests, rows.plans)
         pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         sheet = Sheet(batch, streamer, pad, rows.run_on)
         for step in run.steps:

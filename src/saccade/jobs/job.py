@@ -182,7 +182,7 @@ def seed_of(seed: int, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PreparedItem:
-    starts: Callable[[], list[tuple[Request, RowPlan, bool]]]
+    starts: Callable[[], list[tuple[Request, RowPlan]]]
     """Makes requests, options, and whether they sample, of its rows; called again where they must run again."""
     record: Callable[[Sequence[Row]], dict[str, Any]]  # of its ended rows
 

@@ -78,7 +78,7 @@ class OpenAIForm:
         def starts() -> list[Any]:
             for job in jobs:
                 job.planned = job.plan_again()
-            return [(job.request, job.planned.plan, job.planned.do_sample) for job in jobs]
+            return [(job.request, job.planned.plan) for job in jobs]
 
         return PreparedItem(starts, record)
 

@@ -270,7 +270,7 @@ class ItemWorker:
         attempt: Attempt,
         kv_share: float = KV_MEMORY_SHARE,
     ) -> None:
-        decoding = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
+        (decoding,) = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
         vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
         self._vlm, self._job, self._attempt, self._kv_share = vlm, job, attempt, kv_share
         self._method_options = method_options
@@ -408,10 +408,10 @@ class PlainForm:
             row = RowInput(text["text"], images, videos, reading)
         request = self.vlm.request(row, seed_of(self.job.seed, item.id))
 
-        def starts() -> list[tuple[Request, RowPlan, bool]]:
+        def starts() -> list[tuple[Request, RowPlan]]:
             options = self.job.options
-            decoding = plan(self.vlm.target, [request.prompt], tokenizer=processor.tokenizer, **options)
-            return [(request, decoding.rows[0], decoding.do_sample)]
+            (decoding,) = plan(self.vlm.target, [request.prompt], tokenizer=processor.tokenizer, **options)
+            return [(request, decoding)]
 
         def record(rows: Sequence[Row]) -> dict[str, Any]:
             output = rows[0].finish(self.vlm.lossless)

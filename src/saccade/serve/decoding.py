@@ -119,7 +119,6 @@ class LogprobRecorder:
 @dataclass(frozen=True, slots=True)
 class Planned:
     plan: RowPlan
-    do_sample: bool
     recorder: LogprobRecorder | None  # of its log-probabilities; None without
 
 
@@ -137,14 +136,14 @@ class Planner:
     def plan(self, body: Decoding, prompt: Prompt) -> Planned:
         options = self.options(body, prompt)
         target = self._vlm.target
-        decoding = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
-        row, recorder = decoding.rows[0], None
+        (row,) = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
+        recorder = None
         if body.ignore_eos:
             row = replace(row, eos=frozenset())
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)
             row = replace(row, processors=(recorder, *row.processors))
-        return Planned(row, decoding.do_sample, recorder)
+        return Planned(row, recorder)
 
     def options(self, body: Decoding, prompt: Prompt) -> dict[str, Any]:
         """Return a request's options under the names of `saccade.stream.GenerationOptions`."""

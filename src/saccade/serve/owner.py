@@ -280,7 +280,7 @@ class Owner:
 
     def _add(self, lane: Lane, job: Job) -> None:
         try:
-            job.row = lane.batch.add(job.request, job.planned.plan, job.planned.do_sample)
+            job.row = lane.batch.add(job.request, job.planned.plan)
         except Exception as error:
             self._end(job, Event(error=error))
             return

@@ -474,7 +474,7 @@ def recorded(
     under_test = session.engine if session is not None else engine(name, head, recording)
     batch = session or under_test.open(len(asked))
     decoding = plan(under_test.target, list(asked), max_new_tokens=n)
-    rows = [batch.add(Request(prompt), own) for prompt, own in zip(asked, decoding.rows, strict=True)]
+    rows = [batch.add(Request(prompt), own) for prompt, own in zip(asked, decoding, strict=True)]
     slots: list[int | None] = [None] * len(rows)
     steps: list[Drafted] = []
     while not batch.is_idle:

@@ -32,8 +32,8 @@ def ask(batch: RunningBatch, number: int, sampled: bool) -> Row:
     options: dict[str, Any] = {"max_new_tokens": 5 + number}
     if sampled:
         options.update(do_sample=True, temperature=0.7, top_k=0)
-    decoding = plan(target(NAME), [prompt], **options)
-    return batch.add(Request(prompt, seed=number), decoding.rows[0], decoding.do_sample)
+    (decoding,) = plan(target(NAME), [prompt], **options)
+    return batch.add(Request(prompt, seed=number), decoding)
 
 
 def alone(under: Any, number: int, sampled: bool) -> list[int]:
