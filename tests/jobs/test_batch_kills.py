@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from checkpoints import picture, saved_picture, vlm
-from processes import settle
+from processes import forked
 from saccade.jobs import batch_file
 from saccade.resumable import Report
 
@@ -40,32 +40,19 @@ def run(source: Path, out: Path, **changes: Any) -> Any:
     return batch_file(vlm("llava", "llava-draft"), source, out, **{**options, **changes})
 
 
-def killed(work: Callable[[Callable[[Report], None]], Any], *, seconds: float = 1e9, records: int = 10**9) -> bool:
+def killed(work: Callable[[Callable[[Report], None]], Any], *, seconds: float = 600, records: int = 10**9) -> bool:
     """Work in a forked process, which is killed after some seconds or records; whether it came to its end."""
-    child = os.fork()
-    if not child:
 
-        def progress(found: Report) -> None:
-            if found.done - found.there >= records:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def progress(at: Report) -> None:
+        if at.done - at.there >= records:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        try:
-            settle()
-            work(progress)
-            os._exit(0)
-        except BaseException:
-            os._exit(3)
-    ended = time.monotonic() + seconds
-    while time.monotonic() < ended:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.002)
-    else:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFEXITED(status)
+    process = forked(lambda: work(progress))
+    process.join(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == 0
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

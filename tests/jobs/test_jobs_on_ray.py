@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -33,35 +34,30 @@ class Lost(Exception):
 
 
 class Handle:
-    """A pretended actor, which answers a task per message.
+    """A pretended actor, which answers an item per message; ``at_item`` is called before and may raise `Lost`."""
 
-    Args:
-        at_task: called with every task before its answer; may raise `Lost`.
-    """
-
-    def __init__(self, at_task: Callable[[Pending], None], facts: dict[str, Any]) -> None:
-        self.given: deque[Pending] = deque()
-        self.at_task, self.ended, self.created = at_task, False, 0
+    def __init__(self, at_item: Callable[[Pending], None], facts: dict[str, Any]) -> None:
+        self.items: deque[Pending] = deque()
+        self.at_item, self.ended, self.created = at_item, False, 0
         self.messages: deque[Any] = deque([Hello(facts, "there")])
         self.put = SimpleNamespace(remote=self._put)
         self.answers = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda: self))
 
-    def _put(self, given: Any) -> None:
-        if isinstance(given, list):
+    def _put(self, message: Any) -> None:
+        if isinstance(message, list):
             assert self.created, "the time comes first"
-            self.given.extend(given)
+            self.items.extend(message)
         else:
-            self.created = given
+            self.created = message
 
     def __next__(self) -> Callable[[], Any]:
         if self.messages:
-            message = self.messages.popleft()
-            return lambda: message
-        task = self.given.popleft()
+            return self.messages.popleft
+        item = self.items.popleft()
 
         def work() -> Any:
-            self.at_task(task)
-            return Finished(task.number, [], [task.problem] if task.problem else [])
+            self.at_item(item)
+            return Finished(item.number, [], [item.problem] if item.problem else [])
 
         return work
 
@@ -72,18 +68,18 @@ class Pretended:
     exceptions = SimpleNamespace(RayError=Lost)
 
     def __init__(
-        self, at_task: Callable[[Pending], None] = lambda _: None, facts: Iterator[dict[str, Any]] | None = None
+        self, at_item: Callable[[Pending], None] = lambda _: None, facts: Sequence[dict[str, Any]] = (FACTS,)
     ) -> None:
         self.started: list[Handle] = []
-        self._at_task, self._facts, self._rng = at_task, facts, random.Random(1)
+        self._at_item, self._facts, self._rng = at_item, cycle(facts), random.Random(1)
 
     def make(self) -> Handle:
-        self.started.append(Handle(self._at_task, next(self._facts) if self._facts else FACTS))
+        self.started.append(Handle(self._at_item, next(self._facts)))
         return self.started[-1]
 
     def wait(self, streams: list[Handle], num_returns: int, fetch_local: bool) -> tuple[list[Handle], None]:
-        ready = [s for s in streams if s.messages or s.given]
-        assert ready, "every actor would wait for ever"
+        ready = [s for s in streams if s.messages or s.items]
+        assert ready, "every actor would wait without end"
         return [self._rng.choice(ready)], None
 
     def get(self, reference: Callable[[], Any]) -> Any:
@@ -93,29 +89,25 @@ class Pretended:
         handle.ended = True
 
 
-def answered(ray: Pretended, count: int, actors: int = 2, ahead: int = 3) -> list[Finished]:
-    found = Actors(ray, ray.make, actors, ahead)
-    assert found.facts
-    found.begin(1)
-    tasks = (Pending(number, "") for number in range(count))
-    answers = list(found.answers(tasks))
-    found.close()
+def answered(ray: Pretended, count: int) -> list[Finished]:
+    actors = Actors(ray, ray.make, count=2, ahead=3)
+    assert actors.facts
+    actors.begin(1)
+    answers = list(actors.answers(Pending(number, "") for number in range(count)))
+    actors.close()
     assert all(handle.ended for handle in ray.started)
     return answers
 
 
-def test_actors_have_a_few_items_at_once_and_answer_each_one_once() -> None:
+def test_every_item_is_answered_once_also_by_another_actor_than_the_one_that_was_lost() -> None:
     ray = Pretended()
     assert sorted(answer.number for answer in answered(ray, 20)) == list(range(20))
     assert len(ray.started) == 2
-
-
-def test_items_of_a_lost_actor_are_answered_by_another_one() -> None:
     lost = []
 
-    def fail(task: Pending) -> None:
-        if task.number in (4, 11) and task.number not in lost:
-            lost.append(task.number)
+    def fail(item: Pending) -> None:
+        if item.number in (4, 11) and item.number not in lost:
+            lost.append(item.number)
             raise Lost
 
     ray = Pretended(fail)
@@ -128,15 +120,13 @@ def test_items_of_a_lost_actor_are_answered_by_another_one() -> None:
 def test_an_item_that_ends_every_actor_gets_an_error_and_its_neighbours_their_answers() -> None:
     ends = []
 
-    def fail(task: Pending) -> None:
-        if task.number == 7 and not task.problem:
-            ends.append(task.number)
+    def fail(item: Pending) -> None:
+        if item.number == 7 and not item.problem:
+            ends.append(item.number)
             raise Lost("a reader has crashed")
 
-    ray = Pretended(fail)
-    answers = {answer.number: answer for answer in answered(ray, 20)}
-    assert len(answers) == 20
-    assert len(ends) == HOPELESS
+    answers = {answer.number: answer for answer in answered(Pretended(fail), 20)}
+    assert (len(answers), len(ends)) == (20, HOPELESS)
     assert [number for number, answer in answers.items() if answer.failures] == [7]
     assert answers[7].failures[0] == "4 actors ended while they answered it, the last one because a reader has crashed"
 
@@ -152,10 +142,10 @@ def test_a_job_whose_actors_all_end_at_once_ends_with_the_reason() -> None:
 def test_a_machine_that_has_loaded_other_weights_is_refused() -> None:
     other = {**FACTS, "target": {"digest": "c"}}
     with pytest.raises(SaccadeError, match=r"there has loaded another target .* digest is '[ac]', not '[ac]'"):
-        answered(Pretended(facts=iter([other, FACTS])), 30)
+        answered(Pretended(facts=[other, FACTS]), 30)
 
 
-def test_bad_addresses_and_a_missing_ray_are_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_addresses_and_a_missing_ray_are_named_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ray_cluster.check_address(a) for a in ("auto", "head:6379", "[::1]:6379")]
     with pytest.raises(SaccadeError, match="'photos' is no address of a Ray cluster; expected auto or HOST:PORT"):
         ray_cluster.check_address("photos")
@@ -178,23 +168,30 @@ def test_bad_addresses_and_a_missing_ray_are_said_in_a_sentence(monkeypatch: pyt
         pass
 
 
-def test_the_option_may_stand_without_an_address() -> None:
-    assert with_local_ray(["batch", "a", "--ray"]) == ["batch", "a", "--ray=local"]
-    assert with_local_ray(["batch", "--ray", "-o", "x"]) == ["batch", "--ray=local", "-o", "x"]
-    assert with_local_ray(["batch", "--ray", "auto"]) == ["batch", "--ray", "auto"]
-    assert with_local_ray(["batch", "--ray=auto", "--", "--ray"]) == ["batch", "--ray=auto", "--", "--ray"]
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("batch a --ray", "batch a --ray=local"),
+        ("batch --ray -o x", "batch --ray=local -o x"),
+        ("batch --ray auto", "batch --ray auto"),
+        ("batch --ray=auto -- --ray", "batch --ray=auto -- --ray"),
+    ],
+)
+def test_the_option_may_stand_without_an_address(words: str, expected: str) -> None:
+    assert with_local_ray(words.split()) == expected.split()
 
 
 def test_engines_are_one_per_gpu_or_one_per_machine() -> None:
     def ray(machines: int, **resources: float) -> Any:
         return SimpleNamespace(nodes=lambda: [{"Alive": True}] * machines, cluster_resources=lambda: resources)
 
-    assert ray_cluster.places(ray(2, CPU=64, GPU=8), None, None, True) == ray_cluster.Places(8, 1, 1, 4)
-    assert ray_cluster.places(ray(2, CPU=64, GPU=8), None, None, False) == ray_cluster.Places(2, 32, 0, 1)
-    assert ray_cluster.places(ray(1, CPU=8), 3, None, True) == ray_cluster.Places(3, 2, 0, 3)
-    assert ray_cluster.places(ray(1, CPU=8), 3, 1, True) == ray_cluster.Places(3, 1, 0, 3)
+    large, small = ray(2, CPU=64, GPU=8), ray(1, CPU=8)
+    assert ray_cluster.places(large, None, None, True) == ray_cluster.Places(8, 1, 1, 4)
+    assert ray_cluster.places(large, None, None, False) == ray_cluster.Places(2, 32, 0, 1)
+    assert ray_cluster.places(small, 3, None, True) == ray_cluster.Places(3, 2, 0, 3)
+    assert ray_cluster.places(small, 3, 1, True) == ray_cluster.Places(3, 1, 0, 3)
     with pytest.raises(SaccadeError, match="at least 1, not 0"):
-        ray_cluster.places(ray(1, CPU=8), 0, None, True)
+        ray_cluster.places(small, 0, None, True)
 
 
 LISTENING = """
