@@ -241,7 +241,7 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
     with torch.no_grad():
         at = Placement(found.positions, found.attention_mask)
         begun = made.begin(found.embeddings, at)
-        out = made.finish(begun, found.features, at, found.reach, places=found.places)
+        out = made.finish(begun, found.features, at, Placement(found.places, found.reach))
         logits = target(name).model.get_output_embeddings()(out[0])
     worst = 0.0
     for step in steps:

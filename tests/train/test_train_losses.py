@@ -95,7 +95,7 @@ class Scripted:
     """Stands in for a head: the LM head reads its 'states' as logits, and they are what the script says."""
 
     config = SimpleNamespace(vocab_size=4)
-    known_tokens = None
+    token_ids = None
 
     def logits(self, hidden: Tensor, lm_head: losses.LMHead) -> Tensor:
         return lm_head(hidden)

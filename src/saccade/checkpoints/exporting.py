@@ -154,7 +154,7 @@ def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> tuple[di
         weights["lm_head.weight"] = (lm_head.float() * logit_map(target).factor).to(dtype)
     count = len(weights["lm_head.weight"])
     if count < config.vocab_size or to == "sglang":
-        ids = head.token_ids.cpu() if head.has_lm_head else torch.arange(count)
+        ids = torch.arange(count) if head.token_ids is None else head.token_ids.cpu()
         weights["d2t"] = ids - torch.arange(count)
         weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     if to == "speculators":
@@ -246,7 +246,7 @@ With any other target its drafts are rejected.
 - Shape: one block, MLP of {config.intermediate_size:,}, {sum(w.numel() for w in head.parameters()) / 1e6:,.1f} M \
 parameters.
 - Tokens that it can draft: {known or config.vocab_size:,} of the target's {config.vocab_size:,}.
-- Positions: {"the target's M-RoPE positions" if head.has_target_positions else "token indices, with pictures too"}.
+- Positions: {"the target's M-RoPE positions" if head.positions == "target" else "token indices, with pictures too"}.
 - Inputs of visual tokens: the features that the target's decoder gets in their place.
 
 ```

@@ -164,7 +164,7 @@ def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetSh
         "target layers": config.target_layers if is_named else None,
         "reads layers": list(config.layers) if is_named or config.kind == "eagle3" else ["last"],
         "drafts tokens": own or config.vocab_size,
-        "positions": "target" if head.has_target_positions else "entries",
+        "positions": head.positions,
         "norms' epsilon": config.norm_eps,
         "rotary": dict(config.rope),
         "options": dict(config.options),
@@ -188,10 +188,10 @@ def _compared(inspection: Inspection, config: HeadConfig, shape: TargetShape, te
         ("model class", config.target_class, shape.model_class),
     )
     checks = [Check(what, head, target, head == target) for what, head, target in pairs]
-    ours = "target" if build_head(config).has_target_positions else "entries"
+    ours = build_head(config).positions
     theirs = "M-RoPE" if shape.uses_mrope else "one per token"
     positions = Check("positions", ours, theirs, True)
-    if shape.uses_mrope and ours == "entries" and inspection.layout != "saccade":
+    if shape.uses_mrope and ours != "target" and inspection.layout != "saccade":
         note = "right only if it was trained so; files with mrope_section are read with the target's positions"
         positions = replace(positions, fits=None, note=note)
     eps = getattr(text, "rms_norm_eps", None)

@@ -109,9 +109,9 @@ def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:
     for answer in source.answers():
         ids = torch.tensor(answer, dtype=torch.long)
         counts += torch.bincount(ids[ids < len(counts)], minlength=len(counts))
-    ids = counts.argsort(descending=True, stable=True)[: len(head.token_ids)].sort().values  # `[N]`
+    ids = counts.argsort(descending=True, stable=True)[: head.config.options["own_vocabulary"]].sort().values  # `[N]`
     rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logit_map(target).factor
-    head.use_tokens(ids.to(head.token_ids.device), rows.to(head.lm_head.weight.device))
+    head.use_tokens(ids, rows)
     share = float(counts[ids].sum() / counts.sum().clamp(min=1))
     return (
         f"The head's vocabulary: the {len(ids):,} most frequent of {target.vocab_size:,} tokens, {share:.1%} of the "

@@ -286,8 +286,7 @@ def run_dream(head: Dream, tokens: Sequence[int], embeddings: Tensor, features: 
         features[None],
         embeddings[None],
         Placement(torch.tensor(tokens)[None] - 1, torch.ones(1, count, count, dtype=torch.bool).tril()),
-        reach=reach[None],
-        places=torch.arange(len(features))[None],
+        over=Placement(torch.arange(len(features))[None], reach[None]),
     )[0]
     return out
 

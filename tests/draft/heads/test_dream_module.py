@@ -67,7 +67,10 @@ def test_cross_attention_is_its_equation_written_out() -> None:
     assert block.gates is not None
     expected = x + block.gates.tanh()[0] * torch.stack(rows)[None]
     expected = expected + block.gates.tanh()[1] * block.mlp(block.post_attention_layernorm(expected))
-    torch.testing.assert_close(block(x, features, reach[None]), expected, rtol=1e-4, atol=1e-5)
+    at = Placement(torch.zeros(1, 3))
+    torch.testing.assert_close(
+        block(x, features, at, Placement(at.positions, reach[None])), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @torch.no_grad()
@@ -88,9 +91,8 @@ def test_a_new_gate_lets_nothing_pass_but_can_open() -> None:
 def test_replacing_forgets_the_entry_but_for_what_it_asks() -> None:
     """With one feature in reach, the answer does not depend on the question."""
     block = fresh(gate="replace", rotary=False).cross[0]
-    features, x, *_ = given(1)
-    reach = torch.ones(1, 1, 1, dtype=torch.bool)
-    torch.testing.assert_close(block(x, features, reach), block(-3 * x, features, reach))
+    features, x, at = given(1)
+    torch.testing.assert_close(block(x, features, at, at), block(-3 * x, features, at, at))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_replacing_forgets_the_entry_but_for_what_it_asks() -> None:
 def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: int) -> None:
     head = fresh(**options)
     assert head.blocks == len(head.new_cache(1).layers) == decoder
-    assert len(head.cross) == len(head.new_memory(1).layers) == cross
+    assert len(head.cross) == cross
     assert all(target("llava").vocab_size not in weight.shape for weight in head.parameters())
 
 
@@ -138,7 +140,7 @@ def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
         head = dream("llava", direct=False, rotary=rotary)
         begun = head.begin(embeddings, at)
         places = (at.positions, at.positions.flip(1))
-        outs = [head.finish(begun, features, at, at.attention_mask, places=p) for p in places]
+        outs = [head.finish(begun, features, at, Placement(p, at.attention_mask)) for p in places]
         assert torch.equal(*outs) != rotary
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from saccade.draft.heads.session import MASKS, HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.trees.policy import Chain
 from saccade.target_model import linear
+from saccade.target_model.cache import RowCache
+from saccade.target_model.forward import ALL, Layout, Span, additive
 
 ENTRIES = 6
 
@@ -38,9 +41,9 @@ def outputs(head: Head) -> Tensor:
     at = Placement(torch.arange(ENTRIES)[None], cache=cache, last=ENTRIES - 1)
     more: dict[str, Any] = {}
     if head.kind == "dream":
-        more["memory"] = head.new_memory(1)  # type: ignore[operator]
-        more["memory"].reserve(0, ENTRIES)
-        more["memory"].plan_layout(
+        more["over"] = Placement(at.positions, cache=RowCache([torch.device("cpu")] * len(head.cross), 1))
+        more["over"].cache.reserve(0, ENTRIES)
+        more["over"].cache.plan_layout(
             [([0], ENTRIES, MASKS.build(None, [0], ENTRIES, 0, None, dtype, torch.device("cpu")))]
         )
     with torch.no_grad():
@@ -161,16 +164,15 @@ def test_a_cross_attention_of_other_positions_is_the_same_fused() -> None:
     x, features = torch.randn(1, 3, config.hidden_size), torch.randn(1, 5, config.hidden_size)
     own, theirs = Placement(torch.tensor([[1, 2, 4]])), Placement(torch.arange(5)[None])
     reach = torch.arange(5)[None, None] <= own.positions[..., None]
-    from saccade.target_model.cache import RowCache
-    from saccade.target_model.forward import ALL, Layout, Span, additive
-
     with torch.no_grad():
-        expected = block(x, features, reach, None, (own, theirs))
+        expected = block(x, features, own, replace(theirs, attention_mask=reach))
         FusedHead(block)
         memory = RowCache([torch.device("cpu")], 1)
         memory.reserve(0, 5)
         memory.layout = Layout([Span(0, 0, 3, 0, 5, {ALL: additive(reach, torch.float32)})], slice(0, 5), memory.slots)
-        torch.testing.assert_close(block(x, features, reach, memory, (own, theirs)), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            block(x, features, own, replace(theirs, cache=memory)), expected, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_angles_read_from_the_table_are_the_computed_ones_however_far() -> None:

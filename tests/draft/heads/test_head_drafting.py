@@ -302,8 +302,8 @@ def nodes_have_the_root_s_state(patch: Patch) -> None:
 
 
 def positions_by_node(patch: Patch) -> None:
-    def counted(right: Any, self: Any, cache: Any, rows: Any, count: int, gap: int | None) -> Placement:
-        at = right(self, cache, rows, count, gap)
+    def counted(right: Any, self: Any, rows: Any, count: int, gap: int | None) -> Placement:
+        at = right(self, rows, count, gap)
         places = at.positions + torch.arange(count) * (gap is not None)
         return replace(at, positions=places, last=at.last + count)
 

@@ -169,7 +169,8 @@ def test_positions_stay_exact_in_lower_precision() -> None:
     """A frequency rounded to bfloat16 turns by whole radians a few hundred positions on."""
     block = random_head("llava", "hivis").bfloat16().block
     assert isinstance(block, Block)
-    cos, _ = block._rotary(torch.tensor([[997]]))
+    assert block.self_attn._rotary is not None
+    cos, _ = block.self_attn._rotary(torch.tensor([[997]]))
     expected = torch.cos(997.0 * 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16))
     torch.testing.assert_close(cos[0, 0, 0, :8].double(), expected, atol=1e-3, rtol=0)
 

@@ -26,9 +26,8 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import DreamDraftSession
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import build_head
-from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
-from saccade.draft.heads.vispec import ViSpecDraftSession
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
 from saccade.errors import ModelError, TrainingError
@@ -86,10 +85,14 @@ def without_the_first(session: DreamDraftSession, *args: Any) -> tuple[Tensor, T
     return tokens[1:], sources[1:]
 
 
+def by_number(session: HeadDraftSession, row: int, prompt: Any, tokens: Tensor) -> Tensor:
+    return torch.arange(len(tokens))[None]
+
+
 RIGHT = DreamDraftSession._entries
 MISTAKES: dict[str, tuple[type, str, Any]] = {
-    "eagle3-mrope": (Eagle3, "has_target_positions", property(lambda self: False)),
-    "vispec": (ViSpecDraftSession, "_place", lambda *_: None),
+    "eagle3-mrope": (HeadDraftSession, "_positions", by_number),
+    "vispec": (HeadDraftSession, "_positions", by_number),
     "dream": (DreamDraftSession, "_entries", without_the_first),
 }
 

@@ -9,7 +9,7 @@ import torch
 from heads_kit import POLICIES, engine, prompts, random_head, target, trained_head
 
 from families import FAMILIES
-from saccade.draft.heads.session import STEPS, Trial
+from saccade.draft.heads.session import TRIAL
 from saccade.engine import Request
 from saccade.errors import SaccadeWarning
 from saccade.train.validate import EngineMeasure
@@ -52,11 +52,11 @@ def test_a_head_that_is_still_learning_is_not_reported(kind: str) -> None:
 
 
 def test_too_few_drafts_are_not_judged() -> None:
-    trial = Trial("eagle3")
+    drafter = engine("llava", random_head("llava", "eagle3"), POLICIES["chain"]).drafter
     nothing = Verdict(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.zeros(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error", SaccadeWarning)
-        for _ in range(STEPS - 1):
-            trial.observe(nothing)
+        for _ in range(TRIAL - 1):
+            drafter.judge(nothing)
     with pytest.warns(SaccadeWarning, match="no tokens were accepted, which is near chance"):
-        trial.observe(nothing)
+        drafter.judge(nothing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -39,39 +38,33 @@ class Rotary:
         if kind in STRETCHED:
             frequencies, self._scale = _stretched(head_dim, dict(rope))
         elif kind in ("default", "dynamic", "longrope"):  # the last two as for short sequences
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             frequencies = float(rope["rope_theta"]) ** -exponents
         else:
             raise ModelError(f"The rope type {kind!r} is not known to drafter heads; expected default.")
-        # By device [D], once for each half that is rotated; the sines' signs, scaled.
-        self._frequencies = {torch.device("cpu"): frequencies.float().repeat(2)}
         self._axes = _axes(rope, len(frequencies))
-        signs = torch.tensor([-self._scale, self._scale], device="cpu").repeat_interleave(len(frequencies))
-        self._signs = {torch.device("cpu"): signs}
+        self._frequencies = frequencies.float().repeat(2)  # [D], once for each half that is rotated
+        self._signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))  # [D], of the sines
         self._tables: dict[torch.device, Tensor] = {}  # [P, 2 * D]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[B, 1, N, D]`` of ``positions`` ``[B, N]``, or ``[3, B, N]``, for `turn`."""
+        """Cosines and signed sines ``[B, N, 1, D]`` of ``positions`` ``[B, N]``, or ``[3, B, N]``, for `turn`."""
         device = positions.device
-        if device not in self._frequencies:
-            self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
-            self._signs[device] = self._signs[torch.device("cpu")].to(device)
         if positions.dim() == 3:
             assert self._axes is not None
-            places = positions[self._axes.to(device)].permute(1, 2, 0)[:, None]  # [B, 1, N, D]
+            places = positions[self._axes.to(device)].permute(1, 2, 0)  # [B, N, D]
         else:
-            places = positions[:, None, :, None]
-        angles = places * self._frequencies[device]
-        cos = angles.cos() if self._scale == 1 else angles.cos() * self._scale
-        return cos, angles.sin_() * self._signs[device]
+            places = positions[..., None]
+        angles = (places * self._frequencies.to(device))[:, :, None]
+        return angles.cos() * self._scale, angles.sin() * self._signs.to(device)
 
     def read(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """As `__call__` for ``positions`` ``[B, N]`` up to ``last``, from a table that was computed once."""
         table = self._tables.get(positions.device)
         if table is None or len(table) <= last:
             every = torch.arange(max(MOST_READ, 2 * last), device=positions.device)
-            table = self._tables[positions.device] = torch.cat([part[0, 0] for part in self(every[None])], 1)
-        cos, sin = F.embedding(positions, table)[:, None].chunk(2, -1)
+            table = self._tables[positions.device] = torch.cat([part[0, :, 0] for part in self(every[None])], 1)
+        cos, sin = F.embedding(positions, table)[:, :, None].chunk(2, -1)
         return cos, sin
 
 
@@ -82,18 +75,13 @@ def _rotary(head_dim: int, rope: str) -> Rotary:
 
 def rotary_of(config: HeadConfig) -> Rotary:
     """Return the rotary angles of a head, shared by all of its blocks; raises as `Rotary`."""
-    return _rotary(config.head_dim, json.dumps(dict(config.rope), sort_keys=True))
+    with torch.device("cpu"):  # also for heads that are built without weights
+        return _rotary(config.head_dim, json.dumps(dict(config.rope), sort_keys=True))
 
 
 def turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` ``[B, H, N, D]`` rotated, in its own dtype."""
+    """``x`` ``[B, N, H, D]`` rotated, in its own dtype."""
     cos, sin = angles
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-
-
-def turn_packed(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` ``[T, H, D]`` rotated by angles ``[B or 1, 1, N, D]`` of its T = B * N entries, in its own dtype."""
-    cos, sin = (part.expand(len(x) // part.shape[2], -1, -1, -1).reshape(len(x), 1, -1) for part in angles)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
@@ -129,30 +117,11 @@ def _stretched(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, float]:
     return frequencies, float(scale)
 
 
-def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, cache: RowCache | Any, place: int
-) -> Tensor:
-    """Attention ``[B, H, N, D]`` of entries over cached ones and each other.
-
-    Shapes: q ``[B, H, N, D]``; k, v ``[B, H_kv, N, D]``; attention_mask ``[B or 1, N, K]``.
-    """
-    if isinstance(cache, RowCache):
-        packed = [t.transpose(0, 1).flatten(1, 2) for t in (q, k, v)]  # [H, B * N, D]
-        keys, values = cache.layers[place].write(*packed[1:])
-        mixed = cache.layout.attend(packed[0], keys, values, q.shape[-1] ** -0.5)
-        return mixed.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
-    if cache is not None:
-        k, v = cache.layers[place].update(k, v)
-    if q.shape[1] != k.shape[1]:  # fused kernels on a GPU take no mask together with grouped heads
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, None if attention_mask is None else attention_mask[:, None])
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Places of N entries in their sequences, and the entries that they attend to."""
+    """Places of N entries in their sequences, and the entries that they attend to; or of features, as in DREAM."""
 
-    positions: Tensor  # `[B or 1, N]`
+    positions: Tensor  # `[B or 1, N]`, or `[3, B, N]` with M-RoPE
     attention_mask: Tensor | None = None  # `[B or 1, N, K]` bool, cached entries first
     cache: RowCache | Any = None  # of `Head.new_cache`
     last: int | None = None  # no position is greater, as far as the host knows; None if it does not
@@ -168,39 +137,37 @@ class Placement:
 
 
 class Fusable(nn.Module):
-    """A module whose layers can be fused."""
+    """A module with products that are fused while its head drafts."""
+
+    groups: Mapping[str, Sequence[str]]
+    """Names of linear layers by group; those of one group get the same input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products: dict[str, Linear] = {}
-        self._fused: list[tuple[Any, Tensor, int]] = []  # layers, their weights, and the addresses of those
+        self._addresses: list[int] = []  # of the fused weights, which are views of the products'
 
-    @abstractmethod
-    def groups(self) -> Mapping[str, Sequence[Any]]:
-        """Layers by name of their group; those of one group get the same input."""
+    def project(self, group: str, x: Tensor, cache: RowCache | Any) -> Tensor:
+        """Return the outputs ``[B, N, w]`` of a group's layers side by side; with a `RowCache` by the fused product."""
+        if self.products and isinstance(cache, RowCache):
+            return self.products[group](x.flatten(0, 1)).view(*x.shape[:2], -1)
+        outputs = [getattr(self, name)(x) for name in self.groups[group]]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the layers and the places of their weights are those that were fused."""
-        layers = [layer for group in self.groups().values() for layer in group]
-        return len(layers) == len(self._fused) and all(
-            layer is known and layer.weight is weight and weight.data_ptr() == place
-            for layer, (known, weight, place) in zip(layers, self._fused, strict=True)
-        )
-
-    @torch.inference_mode(False)  # the weights may be trained later
-    @torch.no_grad()
-    def fuse(self) -> None:
-        """Fuse the layers of every group anew."""
-        groups = self.groups()
-        layers = [layer for group in groups.values() for layer in group]
-        fits = all(_is_plain(layer) for layer in layers) and len({layer.weight.dtype for layer in layers}) == 1
-        self.products = {name: _fuse(group) for name, group in groups.items()} if fits else {}
-        self._fused = [(layer, layer.weight, layer.weight.data_ptr()) for layer in layers] if fits else []
+    def refresh(self) -> list[Linear]:
+        """Fuse the layers again if one or its weights were replaced, moved or hooked; return products to be packed."""
+        layers = {group: [getattr(self, name) for name in names] for group, names in self.groups.items()}
+        every = [layer for group in layers.values() for layer in group]
+        addresses = [layer.weight.data_ptr() for layer in every] if all(map(_is_plain, every)) else []
+        if addresses == self._addresses:
+            return []
+        self.products = {group: _fuse(parts) for group, parts in layers.items()} if addresses else {}
+        self._addresses = [layer.weight.data_ptr() for layer in every] if addresses else []
+        return list(self.products.values())
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without fused products, which a copy makes of its own weights."""
-        return {**self.__dict__, "products": {}, "_fused": []}
+        return {**self.__dict__, "products": {}, "_addresses": []}
 
 
 class FusedHead:
@@ -210,13 +177,13 @@ class FusedHead:
         self._modules = [module for module in head.modules() if isinstance(module, Fusable)]
         self.refresh()
 
+    @torch.inference_mode(False)  # the weights may be trained later
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Fuse modules anew whose weights were replaced, and pack weights again that were changed in place."""
-        changed = [module for module in self._modules if not module.is_current]
-        for module in changed:
-            module.fuse()
-        if changed:
-            pack_where_faster(product for module in changed for product in module.products.values())
+        """Fuse replaced weights, and pack weights again that were changed in place."""
+        fused = [product for module in self._modules for product in module.refresh()]
+        if fused:
+            pack_where_faster(fused)
         for module in self._modules:
             for product in module.products.values():
                 product.refresh()
@@ -246,49 +213,69 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(Fusable):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention of entries to cached ones and each other, or of entries to features (``crosses``)."""
 
-    def __init__(self, config: HeadConfig, inputs: int | None = None) -> None:
+    def __init__(
+        self, config: HeadConfig, inputs: int | None = None, *, crosses: bool = False, rotary: bool = True
+    ) -> None:
         super().__init__()
-        self._config = config
+        self.groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "out": ("o_proj",)}
+        if crosses:
+            self.groups = {"q": ("q_proj",), "kv": ("k_proj", "v_proj"), "out": ("o_proj",)}
+        self._heads, self._kv_heads, self._dim = config.heads, config.kv_heads, config.head_dim
+        self._rotary = rotary_of(config) if rotary else None
         width, dim = inputs or config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(width, config.heads * dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        normed = config.qk_norm or crosses
+        self.q_norm = RMSNorm(dim, config.norm_eps) if normed else nn.Identity()
+        self.k_norm = RMSNorm(dim, config.norm_eps) if normed else nn.Identity()
 
-    def groups(self) -> dict[str, list[Any]]:
-        return {"qkv": [self.q_proj, self.k_proj, self.v_proj], "out": [self.o_proj]}
+    def forward(
+        self, x: Tensor, at: Placement, place: int, features: Tensor | None = None, over: Placement | None = None
+    ) -> Tensor:
+        """The attention's output ``[B, N, d]`` of layer ``place`` of the cache.
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], at: Placement, place: int) -> Tensor:
-        batch, count, _ = x.shape
-        heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
-        if self.products and isinstance(at.cache, RowCache):
-            return self._packed(x.flatten(0, 1), angles, at.cache, place).view(batch, count, -1)
-        q = self.q_norm(self.q_proj(x).view(batch, count, heads, dim)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(batch, count, kv, dim)).transpose(1, 2)
-        v = self.v_proj(x).view(batch, count, kv, dim).transpose(1, 2)
-        q, k = turn(q, angles).to(v.dtype), turn(k, angles).to(v.dtype)
-        mixed = cached_attention(q, k, v, at.attention_mask, at.cache, place)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, count, heads * dim))
-        return out
+        Shapes: x ``[B, N, w]``; features ``[B, M, w]``, at the places ``over``.
+        """
+        heads, kv, dim = self._heads, self._kv_heads, self._dim
+        if features is None or over is None:
+            over = at
+            q, k, v = self.project("qkv", x, at.cache).unflatten(-1, (-1, dim)).split([heads, kv, kv], 2)
+        else:
+            q = self.project("q", x, over.cache).unflatten(-1, (-1, dim))
+            k, v = self.project("kv", features, over.cache).unflatten(-1, (-1, dim)).chunk(2, 2)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self._rotary is not None and at.positions is over.positions:
+            q, k = turn(torch.cat([q, k], 2), at.angles(self._rotary)).split([heads, kv], 2)
+        elif self._rotary is not None:
+            q, k = turn(q, at.angles(self._rotary)), turn(k, over.angles(self._rotary))
+        return self.project("out", _attend(q, k, v, over, place), over.cache)
 
-    def _packed(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: RowCache, place: int) -> Tensor:
-        """As `forward` by the fused products, for all rows' entries ``[T, d]`` as one sequence."""
-        heads, kv, dim = self._config.heads, self._config.kv_heads, self._config.head_dim
-        qkv = self.products["qkv"](x).view(-1, heads + 2 * kv, dim)
-        turning = qkv[:, : heads + kv]
-        if self._config.qk_norm:
-            turning = torch.cat([self.q_norm(qkv[:, :heads]), self.k_norm(qkv[:, heads : heads + kv])], 1)
-        turned = turn_packed(turning, angles).transpose(0, 1)  # [H, T, D]
-        keys, values = cache.layers[place].write(turned[heads:], qkv[:, heads + kv :].transpose(0, 1))
-        return self.products["out"](cache.layout.attend(turned[:heads], keys, values, dim**-0.5))
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int) -> Tensor:
+    """Attention ``[B, N, H * D]`` of queries ``[B, N, H, D]`` to cached keys and these ``[B, M, K, D]``."""
+    batch, count, heads, dim = q.shape
+    if isinstance(over.cache, RowCache):
+        q, k, v = (part.flatten(0, 1).transpose(0, 1) for part in (q, k, v))  # [H, B * N, D]
+        keys, values = over.cache.layers[place].write(k, v)
+        mixed: Tensor = over.cache.layout.attend(q, keys, values, dim**-0.5)
+        return mixed.view(batch, count, -1)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, N, D]
+    if over.cache is not None:
+        k, v = over.cache.layers[place].update(k, v)
+    if heads != k.shape[1]:  # fused kernels on a GPU take no mask together with grouped heads
+        k, v = (part.repeat_interleave(heads // k.shape[1], 1) for part in (k, v))
+    mask = None if over.attention_mask is None else over.attention_mask[:, None]
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 class GatedMLP(Fusable):
     """SwiGLU (Shazeer 2020)."""
+
+    groups: Mapping[str, Sequence[str]] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -296,16 +283,10 @@ class GatedMLP(Fusable):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def groups(self) -> dict[str, list[Any]]:
-        return {"gate_up": [self.gate_proj, self.up_proj], "down": [self.down_proj]}
-
     def forward(self, x: Tensor, cache: RowCache | Any = None) -> Tensor:
         """``[B, N, d]`` to the same; ``cache`` as of `Placement`."""
-        if self.products and isinstance(cache, RowCache):
-            gate, up = self.products["gate_up"](x.flatten(0, 1)).chunk(2, -1)
-            return self.products["down"](F.silu(gate) * up).view(x.shape)
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        gate, up = self.project("gate_up", x, cache).chunk(2, -1)
+        return self.project("down", F.silu(gate) * up, cache)
 
 
 class Block(nn.Module):
@@ -314,7 +295,6 @@ class Block(nn.Module):
     def __init__(self, config: HeadConfig, place: int = 0, normed: bool = True) -> None:
         super().__init__()
         self._place = place
-        self._rotary = rotary_of(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps) if normed else nn.Identity()
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -322,6 +302,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, at: Placement) -> Tensor:
         """The residual stream ``[B, N, d]`` after the block, from the one before it."""
-        x = x + self.self_attn(self.input_layernorm(x), at.angles(self._rotary), at, self._place)
+        x = x + self.self_attn(self.input_layernorm(x), at, self._place)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), at.cache)
         return out

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm, rotary_of
+from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step, decoupled
 from saccade.errors import ModelError
@@ -59,14 +59,9 @@ class Eagle2(Head):
         self.feature_norm = RMSNorm(width, eps) if norms == "all" and not self._is_blind else nn.Identity()
         self.fc = nn.Linear(width if self._is_blind else 2 * width, width, bias=config.options["bias"])
         self.stack = nn.ModuleList(Block(config, place, norms != "none") for place in range(count))
-
-    @property
-    def hides_visual(self) -> bool:
-        return bool(self.config.options["text_only"])
-
-    @property
-    def blocks(self) -> int:
-        return len(self.stack)
+        self.blocks = count
+        self.hides_visual = config.options.get("text_only", False)
+        self.is_shown_visual = not self.hides_visual
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         out = self.mixed(features, embeddings)
@@ -143,16 +138,16 @@ class Eagle3(Head):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
         self.norm = RMSNorm(width, eps)
+        self.positions = config.options["positions"]
         known = config.options["own_vocabulary"]
         if type(known) is not int or not 0 <= known <= config.vocab_size:
             raise ModelError(
                 f"own_vocabulary must be a whole number from 0 to {config.vocab_size}, the target's, not {known!r}."
             )
+        self.has_lm_head = bool(known)
         if known:
-            self.lm_head = nn.Linear(width, known, bias=False)  # its own, if any
-            self.token_ids: Tensor  # `[N]` the target's ids of its tokens
+            self.lm_head = nn.Linear(width, known, bias=False)
             self.register_buffer("token_ids", torch.arange(known))
-        self._rotary = rotary_of(config)
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
@@ -160,14 +155,6 @@ class Eagle3(Head):
         if target_layers >= 7:
             return 2, target_layers // 2, target_layers - 3
         return tuple(sorted({round(target_layers * quarter / 4) for quarter in (1, 2, 3)}))
-
-    @property
-    def has_lm_head(self) -> bool:
-        return bool(self.config.options["own_vocabulary"])
-
-    @property
-    def has_target_positions(self) -> bool:
-        return bool(self.config.options["positions"] == "target")
 
     def fuse(self, states: Tensor) -> Tensor:
         if len(self.state_norms):
@@ -180,24 +167,13 @@ class Eagle3(Head):
         normed = self.feature_norm(features)
         x = normed if self.config.options["residual"] == "normed" else features
         both = torch.cat([self.embedding_norm(embeddings), normed], -1)
-        x = x + self.self_attn(both, at.angles(self._rotary), at, 0)
+        x = x + self.self_attn(both, at, 0)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x), at.cache)
         return self.norm(out) if self.config.options["feeds"] == "normed" else out
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logits ``[B, N, V]`` of this head's own outputs ``[B, N, d]``, not of the target's states.
-
-        With its own LM head, ``lm_head`` is ignored, and tokens outside the head's vocabulary get -inf.
-        """
-        if not self.has_lm_head:
-            return lm_head(self._normed(hidden))
-        known = self.known_logits(hidden)
-        logits = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
-        return logits.index_copy(-1, self.token_ids, known)
-
-    @property
-    def known_tokens(self) -> Tensor | None:
-        return self.token_ids if self.has_lm_head else None
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
+        """Return logits ``[..., V]`` of outputs ``[..., d]``, by its own LM head if it has one."""
+        return self.over_vocabulary(self.known_logits(hidden)) if self.has_lm_head else lm_head(self._normed(hidden))
 
     def known_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self._normed(hidden))
@@ -213,6 +189,7 @@ class Eagle3(Head):
 
         Shapes: ids ``[N]``; rows ``[N, d]``.
         """
+        assert self.token_ids is not None
         self.token_ids.copy_(ids)
         self.lm_head.weight.copy_(rows)
 
@@ -229,10 +206,6 @@ class Msd(Eagle2):
 
     kind: ClassVar[str] = "msd"
     defaults: ClassVar[Mapping[str, Any]] = {"norms": "all", "bias": False}
-
-    @property
-    def hides_visual(self) -> bool:
-        return False
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         return decoupled(visual, *super().entries(visual))

@@ -39,6 +39,16 @@ class Head(nn.Module, ABC):
     default_steps: ClassVar[int] = 1  # draft steps of training
     gated: ClassVar[bool] = True  # has a gated MLP of the width `HeadConfig.intermediate_size`
 
+    # What a head is like, by its class or by its options.
+    blocks: int = 1  # layers of its KV cache; 0 if entries do not attend to each other
+    hides_visual: bool = False  # visual tokens have no entries
+    is_shown_visual: bool = True  # entries of visual tokens get the visual features that the target's decoder gets
+    # of entries: ``entries``, their number; ``tokens``, or ``target`` with M-RoPE: those of the token before
+    positions: str = "entries"
+    reach: int | None = None  # most tokens that it can draft after the last emitted one; None for no limit
+    has_lm_head: bool = False  # has its own LM head, with logits on their own scale
+    token_ids: Tensor | None  # `[N]` the target's ids of the only tokens that its LM head knows; None for all
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         if config.kind != self.kind or set(config.options) != set(self.defaults):
@@ -57,55 +67,13 @@ class Head(nn.Module, ABC):
             if (type(value), value) not in [(type(choice), choice) for choice in choices]:
                 raise ModelError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
         self.config = config  # shape and options
+        self.layers = config.layers  # indices of the target's states that it reads, side by side (as in `Requirements`)
+        self.register_buffer("token_ids", None)
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
         """Return the indices of the target's states that the head reads; by default the last, after the final norm."""
         return (target_layers,)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Indices of the target's states that it reads, side by side (as in `Requirements`)."""
-        return self.config.layers
-
-    @property
-    def hides_visual(self) -> bool:
-        """Visual tokens have no entries."""
-        return False
-
-    @property
-    def is_shown_visual(self) -> bool:
-        """Entries of visual tokens get the visual features that the target's decoder gets."""
-        return not self.hides_visual
-
-    @property
-    def has_target_positions(self) -> bool:
-        """Entries have the target's M-RoPE positions of the token before, not the number of entries before them."""
-        return False
-
-    @property
-    def reach(self) -> int | None:
-        """Most tokens that it can draft after the last emitted one; None for no limit."""
-        return None
-
-    @property
-    def has_lm_head(self) -> bool:
-        """Has its own LM head, with logits on their own scale."""
-        return False
-
-    @property
-    def known_tokens(self) -> Tensor | None:
-        """``[N]`` the target's ids of the only tokens that it can draft; None if it can draft all."""
-        return None
-
-    def known_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[..., N]`` of `known_tokens` alone, of a head that has them."""
-        raise NotImplementedError  # only heads with known_tokens are called, and define it
-
-    @property
-    def blocks(self) -> int:
-        """Layers of its KV cache."""
-        return 1
 
     def fuse(self, states: Tensor) -> Tensor:
         """Features ``[..., d]`` of the target's states ``[..., len(layers) * d]`` side by side."""
@@ -118,9 +86,20 @@ class Head(nn.Module, ABC):
         Shapes: features ``[B, N, d]``; embeddings ``[B, N, d]``; step ``[B, N]``; returns ``[B, N, d]``.
         """
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logits ``[B, N, V]`` of predicted states ``[B, N, d]``, which are states after the final norm."""
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
+        """Return logits ``[..., V]`` of outputs ``[..., d]``, by default of states after the target's final norm."""
         return lm_head(hidden)
+
+    def known_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[..., N]`` of `token_ids` alone, of a head that has them."""
+        raise NotImplementedError
+
+    def over_vocabulary(self, known: Tensor) -> Tensor:
+        """Return logits ``[..., V]`` of those of the tokens that its LM head knows; -inf for all others."""
+        if self.token_ids is None:
+            return known
+        every = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+        return every.index_copy(-1, self.token_ids, known)
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Return the token of each entry, and the token whose feature it gets.

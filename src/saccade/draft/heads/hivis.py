@@ -27,6 +27,8 @@ class HiViS(Head):
     kind: ClassVar[str] = "hivis"
     defaults: ClassVar[Mapping[str, Any]] = {"after_image": "text"}
     default_steps: ClassVar[int] = 4
+    hides_visual = True
+    is_shown_visual = False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -36,10 +38,6 @@ class HiViS(Head):
         self.w = nn.Linear(width, width, bias=False)
         self.residuals = nn.Parameter(torch.zeros(config.steps, width))
         self.block = Block(config)
-
-    @property
-    def hides_visual(self) -> bool:
-        return True
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         last = self.config.steps - 1

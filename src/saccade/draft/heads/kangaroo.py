@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Attention, Placement, RMSNorm, rotary_of
+from saccade.draft.heads.block import Attention, Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError
-from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context
 from saccade.target_model.stock import final_norm
 from saccade.tree import DraftTree
@@ -40,6 +39,7 @@ class Kangaroo(Head):
     kind: ClassVar[str] = "kangaroo"
     defaults: ClassVar[Mapping[str, Any]] = {"exit": 0}
     gated: ClassVar[bool] = False
+    is_shown_visual = False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -52,7 +52,6 @@ class Kangaroo(Head):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self._rotary = rotary_of(config)
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
@@ -66,20 +65,15 @@ class Kangaroo(Head):
             )
         return (layer,)
 
-    @property
-    def is_shown_visual(self) -> bool:
-        return False
-
     def forward(self, features: Tensor, embeddings: Tensor | None, at: Placement, step: Step = 0) -> Tensor:
         """Map early states to states for the LM head.
 
         Shapes: features ``[B, N, d]``.
         """
-        out: Tensor = features + self.self_attn(self.input_norm(features), at.angles(self._rotary), at, 0)
+        out: Tensor = features + self.self_attn(self.input_norm(features), at, 0)
         return out
 
-    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logits ``[B, N, V]`` of this head's own outputs ``[B, N, d]``, not of the target's states."""
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
         return lm_head(self.norm(hidden))
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
@@ -105,8 +99,7 @@ class KangarooDraftSession(HeadDraftSession):
     """Draft session of a Kangaroo head.
 
     The first layers read the prompt from the target's cache. Root and draft tokens are pending entries there while a
-    tree
-    grows, and are dropped before the target verifies it: its forward runs their first layers again.
+    tree grows, and are dropped before the target verifies it: its forward runs their first layers again.
     """
 
     lag: ClassVar[int] = 0
@@ -127,15 +120,15 @@ class KangarooDraftSession(HeadDraftSession):
         self._context.cache.drop(rows)
         return tree
 
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
         roots = self._numbers.get([tokens[-1] for tokens in new])[:, None]
         states = self._early(rows, roots, None, 0)
         for place, (row, tokens) in enumerate(zip(rows, new, strict=True)):
             self._features[row][self._known[row] + len(tokens) - 1] = states[place, 0]
-        return super()._catch_up(rows, new, width)
+        return super()._catch_up(rows, new)
 
     def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
-        super()._catch_up([row], [tokens], len(tokens))  # the states of all of them are known
+        super()._catch_up([row], [tokens])  # the states of all of them are known
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         attention_mask = None if frontier.attention_mask is None else pad(frontier.attention_mask, (1, 0), value=True)
@@ -150,6 +143,3 @@ class KangarooDraftSession(HeadDraftSession):
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._features[0].new_empty(*tokens.shape, 0)
-
-    def _feed_answer(self, row: int, prompt: Prompt) -> None:
-        """Nothing to store: entries get the state at their own token."""

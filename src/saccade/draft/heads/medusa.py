@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,14 +13,10 @@ from torch.nn.functional import pad
 from saccade.draft.heads.block import Placement, RMSNorm
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, Step
-from saccade.draft.heads.session import HeadDrafter, HeadSession
-from saccade.draft.trees.policy import Frontier, Proposer, grow
+from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
-from saccade.inputs.families.family import Prompt
-from saccade.target_model.context import Context, PrefillResult
-from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree
-from saccade.verify.rule import Verdict
+from saccade.target_model.context import Context
 
 
 class StackedHead(Head):
@@ -39,7 +35,8 @@ class StackedHead(Head):
     gated: ClassVar[bool] = False
     follows: ClassVar[bool] = False  # a stack also gets the draft tokens so far
     biased: ClassVar[bool] = False  # LM heads of its own have a bias
-    token_ids: Tensor | None
+    blocks = 0
+    is_shown_visual = False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -47,31 +44,19 @@ class StackedHead(Head):
             raise ModelError(
                 f"layers must be at least 1 in each stack of a {self.kind} head, not {config.options['layers']}."
             )
-        stacks, width = config.steps if self.has_lm_head else 0, config.hidden_size
+        self.reach = config.steps
+        self.has_lm_head = bool(config.options["own_heads"])
         known = config.options.get("own_vocabulary", 0)
-        words = known or config.vocab_size
-        self.lm_heads = nn.ModuleList(nn.Linear(width, words, bias=self.biased) for _ in range(stacks))
-        self.register_buffer("token_ids", torch.arange(known) if known else None)
+        if known:
+            self.register_buffer("token_ids", torch.arange(known))
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(config.hidden_size, known or config.vocab_size, bias=self.biased)
+            for _ in range(config.steps if self.has_lm_head else 0)
+        )
 
-    @property
-    def has_lm_head(self) -> bool:
-        return bool(self.config.options["own_heads"])
-
-    def own_logits(self, hidden: Tensor, step: int) -> Tensor:
-        """Return logits ``[..., V]`` of a stack's output ``[..., d]`` by its own LM head; -inf for unknown tokens."""
-        logits: Tensor = self.lm_heads[step](hidden)
-        if self.token_ids is None:
-            return logits
-        every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return every.index_copy(-1, self.token_ids, logits)
-
-    @property
-    def blocks(self) -> int:
-        return 0
-
-    @property
-    def reach(self) -> int:
-        return self.config.steps
+    def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
+        """Return logits ``[..., V]`` of a stack's output ``[..., d]``, by its own LM head if it has one."""
+        return self.over_vocabulary(self.lm_heads[step](hidden)) if self.has_lm_head else lm_head(hidden)
 
 
 class ResidualLayer(nn.Module):
@@ -169,7 +154,7 @@ class Hydra(StackedHead):
         return out
 
 
-class AheadDraftSession(HeadSession):
+class AheadDraftSession(HeadDraftSession):
     """Draft session of a Medusa or Hydra head.
 
     One stack serves all nodes of a level. Medusa's predictions are the same below all nodes of a level, so that a tree
@@ -179,58 +164,30 @@ class AheadDraftSession(HeadSession):
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)
         assert isinstance(drafter.head, StackedHead)
-        self._stacks = drafter.head
-        self._numbers = target.cache.numbers
-        self._state = self._like.new_zeros(rows, self._head.config.hidden_size)  # at the token before the root
+        self._follows = drafter.head.follows
+        self._before = torch.empty(0)  # [A, 1, d] the target's states at the tokens before the roots
+        self._ran: list[Tensor] = []  # tokens, root first
 
-    @torch.inference_mode()
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        assert prefill is not None
-        (layer,) = self._head.layers
-        self._state[row] = prefill.hidden[layer][-1].to(self._state)
-        self._continue(row, prompt, prefill.start)
+    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
+        """Entries of the prompt do not matter to those behind it."""
 
-    def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        self.load(row, prompt, prefill)
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+        for row, tokens in zip(rows, new, strict=True):
+            self._known[row] += len(tokens)
+        self._before = torch.stack([self._features[row][self._known[row] - 2, None] for row in rows])
+        self._ran = [self._numbers.get([tokens[-1] for tokens in new])[:, None]]
+        return self._stack(self._ran[0][:, :, None])
 
-    @torch.inference_mode()
-    def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
-        self._state[list(rows)] = self._states(output)[:, 0]
+    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
+        self._ran.append(frontier.tokens)
+        return self._stack(paths_to(frontier, torch.cat(self._ran, 1)))
 
-    @torch.inference_mode()
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
-        roots = tuple(tokens[-1] for tokens in new)
-        self._numbers.send([roots, tuple(rows), *self._context.numbers_of(rows)])
-        states = self._state[self._numbers.get(rows)]  # [A, d]
-        ran = [self._numbers.get(roots)[:, None]]  # tokens, root first
-
-        def run(frontier: Frontier) -> Tensor:
-            ran.append(frontier.tokens)
-            return self._logits(states, paths_to(frontier, torch.cat(ran, 1)))
-
-        growth = self._shaping.begin(rows, ran[0][:, 0], proposer)
-        return grow(self._drafter.policy, growth, self._logits(states, ran[0][:, :, None]), run, limit)
-
-    @torch.inference_mode()
-    def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
-    ) -> None:
-        last = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
-        states = self._states(output)  # [A, N, d]
-        at = states.gather(1, last[..., None].expand(-1, -1, states.shape[2]))[:, 0]
-        self._state[self._numbers.get(rows)] = at
-        super().observe(rows, tree, scores, verdict, output)
-
-    def _logits(self, states: Tensor, paths: Tensor) -> Tensor:
-        """Return logits ``[B, W, V]`` after the last of the tokens ``[B, W, t + 1]``, root first."""
+    def _stack(self, paths: Tensor) -> Tensor:
+        """Return outputs ``[A, W or 1, d]`` behind the last of the tokens ``[A, W, t + 1]``, root first."""
         _, width, count = paths.shape
-        if self._stacks.follows:
-            embedded = self._drafter.target.model.get_input_embeddings()(paths).to(self._state)
-            guess = self._head(states[:, None].expand(-1, width, -1), embedded, step=count - 1)
-        else:
-            guess = self._head(states[:, None], step=count - 1)
-        own = self._stacks.own_logits(guess, count - 1) if self._head.has_lm_head else self._drafter.logits(guess)
-        return own.expand(-1, width, -1)
+        states = self._before.expand(-1, width, -1) if self._follows else self._before
+        out: Tensor = self._head(states, self._words(paths) if self._follows else None, step=count - 1)
+        return out
 
 
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:

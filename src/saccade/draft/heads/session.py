@@ -31,10 +31,19 @@ CHUNK = 1024
 """Prompt entries per forward; bounds the attention mask."""
 MASKS = MaskPlan(None, ())
 """Heads have no sliding windows."""
+TRIAL = 32
+"""Drafts that are judged."""
+LEAST = 0.1
+"""Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
 
 
 class HeadDrafter(TreeDrafter):
-    """Drafter of a head and the target that it was trained for."""
+    """Drafter of a head and the target that it was trained for.
+
+    A head for another target, with norms, layers or positions read wrongly, or with another prompt format, drafts
+    nonsense, and nothing but the speed shows it. Loading stays cheap: the first drafts' verdicts are counted, which
+    costs one transfer.
+    """
 
     def __init__(self, head: Head, target: Target, policy: TreePolicy, in_training: bool = False) -> None:
         check_fit(head.config, TargetShape.of(target))
@@ -47,62 +56,38 @@ class HeadDrafter(TreeDrafter):
         self.head = head.eval()
         self.fused = FusedHead(head)  # what the head's forwards run on while it drafts
         self.target = target  # whose embedding it shares, and whose LM head unless it has its own
-        self._trial = None if in_training else Trial(head.kind)
+        self._drafts = TRIAL if in_training else 0  # that were judged
+        self._accepted = torch.zeros((), dtype=torch.long)  # tokens of those
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
         session: DraftSession = part_of(self.head.kind, "session")(self, rows, target)
         return session
 
-    def watch(self, verdict: Verdict) -> None:
-        """Warn if the first drafts are accepted no more often than chance (`saccade.draft.heads.session`)."""
-        if self._trial is not None:
-            self._trial.observe(verdict)
+    def judge(self, verdict: Verdict) -> None:
+        """Count a step's accepted tokens, and warn once if too few of the first drafts' were accepted."""
+        if self._drafts >= TRIAL:
+            return
+        self._drafts += len(verdict.count)
+        self._accepted = self._accepted.to(verdict.count.device) + verdict.count.sum()
+        if self._drafts >= TRIAL and int(self._accepted) < LEAST * self._drafts:
+            warnings.warn(
+                f"Of the first {self._drafts} drafts of this {self.head.kind} head {int(self._accepted) or 'no'} "
+                "tokens were accepted, which is near chance: it belongs to another target or prompt format, or is read "
+                "wrongly. Answers are right, but slow; `saccade inspect HEAD -t TARGET` compares the two.",
+                SaccadeWarning,
+                stacklevel=2,
+            )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[B, N, V]`` of the head's states ``[B, N, d]``, on the scale of the target's."""
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Return logits ``[B, N, V]`` of the head's outputs ``[B, N, d]`` of a draft step, on the target's scale."""
         weight = self.target.model.get_output_embeddings().weight
         states = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
-        logits = self.head.logits(states, self.target.lm_head).to(self.target.device)
+        logits = self.head.logits(states, self.target.lm_head, step).to(self.target.device)
         return self._map(logits)
 
 
-class HeadSession(DraftSession):
-    """Base of all heads' sessions: the tree policy's state, and the target's states that the head reads."""
-
-    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        self._drafter, self._context, self._head = drafter, target, drafter.head
-        self._device = drafter.target.device
-        self._shaping = drafter.policy.open(rows, self._device)
-        self._prompts = [0] * rows  # length of each row's last prompt
-        self._like = next(self._head.parameters())
-        target.requirements.add_layers(*self._head.layers)
-
-    def reserve(self, row: int, capacity: int) -> None:
-        """Make room for ``capacity`` tokens; by default none is needed."""
-
-    def forget(self, row: int) -> None:
-        self._prompts[row] = 0
-        self._shaping.restart(row)
-
-    def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
-    ) -> None:
-        self._shaping.observe(rows, verdict)
-        self._drafter.watch(verdict)
-
-    def _continue(self, row: int, prompt: Prompt, start: int) -> None:
-        """Take in a row's prompt of which ``start`` tokens are known; the policy begins again but in a later turn."""
-        if start < self._prompts[row]:
-            self._shaping.restart(row)
-        self._prompts[row] = len(prompt)
-
-    def _states(self, output: ForwardOutput) -> Tensor:
-        """Return the states ``[A, N, F]`` that the head reads of a target forward."""
-        return torch.cat([output.hidden[layer] for layer in self._head.layers], -1).to(self._like)
-
-
-class HeadDraftSession(HeadSession):
+class HeadDraftSession(DraftSession):
     """KV cache of a head, and the target's states for its entries.
 
     A step starts with one forward over the tokens emitted last, with the target's own states: entries of draft tokens,
@@ -117,21 +102,22 @@ class HeadDraftSession(HeadSession):
     """Distance in tokens from an entry back to the target's state that it gets."""
 
     def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
+        self._drafter, self._context, self._head = drafter, target, drafter.head
+        self._device = drafter.target.device
+        self._shaping = drafter.policy.open(rows, self._device)
+        self._like = next(self._head.parameters())
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self._order = torch.arange(self._slack + 1, device=self._device)
         self.cache: RowCache = self._head.new_cache(rows)  # of the head; one entry per visible token but the first
+        self._caches = [self.cache]  # those with an entry per token run
         self._numbers = self.cache.share_numbers(target.cache)
         self._room = [0] * rows
-        # Per row: tokens whose entries have run (hidden ones included), and tokens whose states are stored,
-        # among them those of the last verification.
-        self._known, self._fed = [0] * rows, [0] * rows
-        # Per row: states of steps that were not drafted, and the token of the first; stored once they are needed.
-        self._behind: list[tuple[int, list[Tensor]]] = [(0, []) for _ in range(rows)]
-        # Per row: offset from the number of entries to the next one's position, and [3, S] M-RoPE positions, if used.
-        self._ahead, self._axes = [0] * rows, [torch.empty(0)] * rows
+        self._prompts = [0] * rows  # length of each row's last prompt
+        self._known = [0] * rows  # tokens whose entries have run (hidden ones included)
+        self._ahead = [0] * rows  # offset from the number of entries to the next one's position
         # Per row [S, d], of the target's states at every token.
         self._features = [self._like.new_zeros(0, self._head.config.hidden_size) for _ in range(rows)]
+        target.requirements.add_layers(*self._head.layers)
         target.requirements.embeddings |= self._head.is_shown_visual
 
     def reserve(self, row: int, capacity: int) -> None:
@@ -142,94 +128,66 @@ class HeadDraftSession(HeadSession):
             self._features[row] = pad(features, (0, 0, 0, short))
 
     def forget(self, row: int) -> None:
-        super().forget(row)
-        self.cache.release(row)
-        self._known[row] = self._fed[row] = self._ahead[row] = 0
-        self._behind[row] = 0, []
-        self._features[row] = self._features[row][:0]
-
-    def _store(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
-        """Store the target's states of a prompt."""
-        self._catch_features(row)
-        start, count = prefill.start, len(prompt)
-        states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._like)
-        if states.shape[0] != count - start or start > self._fed[row]:
-            raise ModelError(
-                "The head lacks states of tokens that the target has read; give both the same prompt, in one session."
-            )
-        self._features[row][start:count] = self._head.fuse(states)
+        for cache in self._caches:
+            cache.release(row)
+        self._prompts[row] = self._known[row] = self._ahead[row] = 0
+        self._features[row] = self._features[row][:0].clone()
+        self._shaping.restart(row)
 
     @torch.inference_mode()
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self._store(row, prompt, prefill)
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
-        self._fed[row] = self._prompts[row] = len(prompt)
+        self._prompts[row] = len(prompt)
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
-        states = self._states(output)  # [A, 1, F]
+        features = self._head.fuse(self._states(output))  # [A, 1, d]
         for place, row in enumerate(rows):
-            first, behind = self._behind[row]
-            at = self._context.cache.lengths[row]
-            if behind and at != first + len(behind):
-                behind = []
-            self._behind[row] = (first if behind else at), [*behind, states[place]]
-
-    def _catch_features(self, row: int) -> None:
-        """Store the states of steps that were not drafted."""
-        first, behind = self._behind[row]
-        if behind:
-            stop = first + len(behind)
-            self._features[row][first:stop] = self._head.fuse(torch.cat(behind))
-            self._fed[row] = stop
-            self._behind[row] = 0, []
+            self._features[row][self._context.cache.lengths[row]] = features[place, 0]
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         assert prefill is not None
         self._drafter.fused.refresh()
         self._store(row, prompt, prefill)
-        start, count = prefill.start, len(prompt)
+        count = len(prompt)
         tokens, sources = self._entries(row, prompt, prefill)
-        self._place(row, prompt, tokens)
+        positions = self._positions(row, prompt, tokens.to(self._device))
         self.cache.reserve(row, self._room[row] - (count - 1 - len(tokens)) + self._slack)
-        held = min(self.cache.lengths[row], int((tokens < start).sum()))
+        held = min(self.cache.lengths[row], int((tokens < prefill.start).sum()))
         self.cache.crop(row, held)
         embedded = self._embedded(row, prompt, prefill, tokens[held:])
         for at in range(held, len(tokens), CHUNK):
             part = slice(at, at + CHUNK)
-            self._read(row, tokens[part], sources[part], embedded[:, at - held : at - held + CHUNK])
-        self._continue(row, prompt, start)
-        self._known[row] = self._fed[row] = count
-        self._feed_answer(row, prompt)
-
-    def _feed_answer(self, row: int, prompt: Prompt) -> None:
-        """Store the first answer token's feature, as `Head.entries` chooses it, at the prompt's last token."""
-        visual = self._visual(prompt)
-        (source,) = self._head.entries(pad(visual, (0, 1)))[1][-1:].tolist() or [len(prompt) - 1]
-        self._features[row][len(prompt) - 1] = self._features[row][source]
+            inputs = embedded[:, at - held : at - held + CHUNK]
+            self._read(row, tokens[part], sources[part], inputs, positions[..., part])
+        if prefill.start < self._prompts[row]:  # not a later turn
+            self._shaping.restart(row)
+        self._prompts[row] = self._known[row] = count
+        # The first answer token's feature is the one that `Head.entries` chooses.
+        (source,) = self._head.entries(pad(self._visual(prompt), (0, 1)))[1][-1:].tolist() or [count - 1]
+        if source < count:
+            self._features[row][count - 1] = self._features[row][source]
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._drafter.fused.refresh()
         new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
-        counts = [len(tokens) for tokens in new]
-        self._send_numbers(rows, new, counts)
-        hidden = self._catch_up(rows, new, max(counts))
-        if min(counts) < max(counts):
-            last = self._numbers.get(counts) - 1
-            hidden = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
-        ran = [hidden[:, -1:]]  # [A, 1, d] of the root, then [A, W, d] of every level
+        self._send_numbers(rows, new)
+        ran = [self._catch_up(rows, new)]  # [A, 1, d] of the root, then [A, W, d] of every level
 
         def run(frontier: Frontier) -> Tensor:
             ran.append(self._run(rows, frontier, ran))
-            return self._drafter.logits(ran[-1])
+            logits = self._drafter.logits(ran[-1], frontier.depth)
+            return logits.expand(-1, frontier.tokens.shape[1], -1)
 
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
-        tree = grow(self._drafter.policy, growth, self._drafter.logits(ran[0]), run, limit)
-        self.cache.drop(rows)
+        tree = grow(self._drafter.policy, growth, self._drafter.logits(ran[0], 0), run, limit)
+        for cache in self._caches:
+            cache.drop(rows)
         return tree
 
     @torch.inference_mode()
@@ -243,8 +201,17 @@ class HeadDraftSession(HeadSession):
         for place, row in enumerate(rows):
             first = self._known[row] - 1
             self._features[row][first : first + along.shape[1]] = along[place]
-            self._fed[row] = first + along.shape[1]
-        super().observe(rows, tree, scores, verdict, output)
+        self._shaping.observe(rows, verdict)
+        self._drafter.judge(verdict)
+
+    def _states(self, output: ForwardOutput) -> Tensor:
+        """Return the states ``[A, N, F]`` that the head reads of a target forward."""
+        return torch.cat([output.hidden[layer] for layer in self._head.layers], -1).to(self._like)
+
+    def _store(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        """Store the features of the tokens that the target has read."""
+        states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._like)
+        self._features[row][prefill.start : len(prompt)] = self._head.fuse(states)
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)
@@ -253,28 +220,24 @@ class HeadDraftSession(HeadSession):
         """As `Head.entries`, for a prompt that the target has read."""
         return self._head.entries(self._visual(prompt))
 
-    def _place(self, row: int, prompt: Prompt, tokens: Tensor) -> None:
-        """Prepare the positions of a prompt's entries (tokens ``[E]``), and of those behind it."""
-        if self._head.has_target_positions:
-            ids = torch.tensor([prompt.ids], device=self._device)
+    def _positions(self, row: int, prompt: Prompt, tokens: Tensor) -> Tensor:
+        """Positions ``[1, E]``, or ``[3, 1, E]`` with M-RoPE, of a prompt's entries; prepares those behind it."""
+        if self._head.positions == "entries":
+            return torch.arange(len(tokens), device=self._device)[None]
+        ids = torch.tensor([prompt.ids], device=self._device)
+        if self._head.positions == "target":
             positions, self._ahead[row] = self._drafter.target.positions(ids, prompt)
             if positions is not None:
-                self._axes[row] = positions[:, 0]
+                return positions[..., tokens - self.lag]
+        self._ahead[row] = len(prompt) - self.lag - len(tokens)
+        return (tokens - self.lag)[None]
 
-    def _places(self, row: int, tokens: Tensor) -> Tensor:
-        """Positions ``[1, N]``, or ``[3, 1, N]`` with M-RoPE, of the next entries of a row's prompt."""
-        if self._head.has_target_positions:
-            return self._axes[row][:, None, tokens.to(self._device) - self.lag]
-        at = self.cache.lengths[row]
-        return torch.arange(at, at + len(tokens), device=self._device)[None]
-
-    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor) -> None:
+    def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
         """Run and commit the next entries of a row's prompt, embedded as ``[1, N, d]``."""
-        count, positions = len(tokens), self._places(row, tokens)
         features = read_at(self._features[row], sources.to(self._device))[None]
-        self._lay(self.cache, [row], count, None)
+        self._lay(self.cache, [row], len(tokens), None)
         self._head(features, embedded, Placement(positions, cache=self.cache))
-        self.cache.commit([row], [range(count)])
+        self.cache.commit([row], [range(len(tokens))])
 
     def _lay(self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None) -> None:
         """Lay out the next forward's entries in a cache, with their masks (`MaskPlan.build`)."""
@@ -283,48 +246,47 @@ class HeadDraftSession(HeadSession):
         masks = MASKS.build(attention_mask, lengths, count, pending, None, dtype, self._device)
         cache.plan_layout([(rows, count, masks)])
 
-    @property
-    def _caches(self) -> list[RowCache]:
-        """Caches with an entry per token run."""
-        return [self.cache]
-
-    def _send_numbers(self, rows: Sequence[int], new: Sequence[Sequence[int]], counts: list[int]) -> None:
+    def _send_numbers(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
         """Send the integers that drafting and verification need on the device in one transfer."""
         parts = [_padded(new), tuple(tokens[-1] for tokens in new), *self._context.numbers_of(rows)]
         if len(rows) > 1:
+            counts = [len(tokens) for tokens in new]
             parts.append(tuple(counts))
+            firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
+            parts += [tuple(firsts), tuple(first + count for first, count in zip(firsts, counts, strict=True))]
             for cache in self._caches:
                 lengths = [cache.lengths[row] for row in rows]
                 parts += [cache.ends(rows), cache.ends(rows, counts), tuple(lengths)]
                 parts.append(tuple(held + more for held, more in zip(lengths, counts, strict=True)))
-            if any(self._ahead[row] for row in rows):
-                firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
-                parts += [tuple(firsts), tuple(at + more for at, more in zip(firsts, counts, strict=True))]
         self._numbers.send(parts)
 
     def _read_late(self, row: int, tokens: Sequence[int]) -> Sequence[int]:
         """Read what a row emitted while it was not drafted for, but for the last token; return what is left."""
-        self._catch_features(row)
         if len(tokens) <= self._drafter.max_depth + 1:
             return tokens
-        self._read_emitted(row, tokens[:-1])
+        for at in range(0, len(tokens) - 1, CHUNK):
+            self._read_emitted(row, tokens[at : min(at + CHUNK, len(tokens) - 1)])
         return tokens[-1:]
 
     def _read_emitted(self, row: int, tokens: Sequence[int]) -> None:
-        for at in range(0, len(tokens), CHUNK):
-            part = tokens[at : at + CHUNK]
-            self._catch_up([row], [part], len(part))
+        self._catch_up([row], [tokens])
 
-    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Run the tokens that every row emitted last, with the target's states; ``[A, width, d]``."""
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+        """Run the tokens that every row emitted last, with the target's states; the last ones' output ``[A, 1, d]``."""
+        counts = [len(tokens) for tokens in new]
+        width = max(counts)
         tokens = self._numbers.get(_padded(new)).view(-1, width)
         firsts = [max(self._known[row] - self.lag, 0) for row in rows]
         parts = [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
         hidden = self._forward(rows, torch.stack(parts), tokens, None, None, 0)
-        self.cache.commit(rows, [range(len(t)) for t in new])
-        for row, emitted in zip(rows, new, strict=True):
-            self._known[row] += len(emitted)
-        return hidden
+        for cache in self._caches:
+            cache.commit(rows, [range(count) for count in counts])
+        for row, count in zip(rows, counts, strict=True):
+            self._known[row] += count
+        if min(counts) == width:
+            return hidden[:, -1:]
+        last = self._numbers.get(counts) - 1
+        return hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
@@ -347,14 +309,18 @@ class HeadDraftSession(HeadSession):
         self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
     ) -> Tensor:
         """Run pending entries of some rows, ``gap`` positions after their committed ones; None: one behind another."""
-        at = self._placed(self.cache, rows, tokens.shape[1], gap)
-        self._lay(self.cache, rows, tokens.shape[1], mask)
-        out: Tensor = self._head(features, self._embed(rows, tokens), at, step)
+        at = self._placed(rows, tokens.shape[1], gap)
+        for cache in self._caches:
+            self._lay(cache, rows, tokens.shape[1], mask)
+        return self._outputs(features, self._embed(rows, tokens), at, step)
+
+    def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
+        out: Tensor = self._head(features, embedded, at, step)
         return out
 
-    def _placed(self, cache: RowCache, rows: Sequence[int], count: int, gap: int | None) -> Placement:
-        """Return the placement of ``count`` entries per row, whose positions count the committed ones of ``cache``."""
-        firsts = [cache.lengths[row] + self._ahead[row] for row in rows]
+    def _placed(self, rows: Sequence[int], count: int, gap: int | None) -> Placement:
+        """Return the placement of ``count`` pending entries per row; ``gap`` as of `_forward`."""
+        firsts = [self.cache.lengths[row] + self._ahead[row] for row in rows]
         far = range(count) if gap is None else range(gap, gap + 1)
         last = max(firsts) + far[-1]
         if last >= len(self._order):
@@ -366,6 +332,7 @@ class HeadDraftSession(HeadSession):
         return Placement(positions.expand(len(rows), count), cache=self.cache, last=last)
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Return the inputs of emitted and draft tokens for the head, ``[A, N, w]``."""
         return self._words(tokens)
 
     def _words(self, tokens: Tensor) -> Tensor:
@@ -397,42 +364,3 @@ def _padded(new: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the rows' tokens one after the other, each row padded to the longest."""
     width = max(map(len, new))
     return tuple(token for tokens in new for token in (*tokens, *[0] * (width - len(tokens))))
-
-
-STEPS = 32
-"""Drafts that are judged."""
-LEAST = 0.1
-"""Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
-
-
-class Trial:
-    """Acceptance of a head's first drafts, over all rows.
-
-    A head for another target, with norms, layers or positions read wrongly, or with another prompt format, drafts
-    nonsense, and nothing but the speed shows it. Loading stays cheap: the check reads the verdicts of the first drafts
-    that are verified anyway, and costs one transfer.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._drafts = 0
-        self._accepted: Tensor | None = None
-
-    def observe(self, verdict: Verdict) -> None:
-        """Count a step's accepted tokens, and warn once if too few of the first drafts' were accepted."""
-        if self._drafts >= STEPS:
-            return
-        self._drafts += len(verdict.count)
-        count = verdict.count.sum()
-        self._accepted = count if self._accepted is None else self._accepted + count
-        if self._drafts < STEPS:
-            return
-        accepted = int(self._accepted)
-        if accepted < LEAST * self._drafts:
-            warnings.warn(
-                f"Of the first {self._drafts} drafts of this {self._kind} head {accepted or 'no'} tokens were "
-                "accepted, which is near chance: it belongs to another target or prompt format, or is read wrongly. "
-                "Answers are right, but slow; `saccade inspect HEAD -t TARGET` compares the two.",
-                SaccadeWarning,
-                stacklevel=2,
-            )

@@ -40,9 +40,8 @@ class Adaptor(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors ``[queries, d]`` of an image's decoder inputs ``[N, d]``."""
-        queries = self.queries[None].to(tokens.dtype)
-        reach = torch.ones(1, queries.shape[1], len(tokens), dtype=torch.bool, device=tokens.device)
-        out: Tensor = self.cross(queries, tokens[None], reach)[0]
+        anywhere = Placement(torch.zeros(1, 1))  # there are no positions
+        out: Tensor = self.cross(self.queries[None].to(tokens.dtype), tokens[None], anywhere, anywhere)[0]
         return out
 
 
@@ -93,32 +92,22 @@ class ViSpec(Head):
         if queries < 2:
             raise ModelError(f"A vispec head needs at least 2 queries, not {queries}.")
         self.is_released = config.options["form"] == "released"
+        self.positions = "tokens" if self.is_released else "entries"
+        self.shown = queries - 1  # entries per image of at least as many tokens
+        self.adaptor = (ReleasedAdaptor if self.is_released else Adaptor)(config, queries)
         if self.is_released:
-            bias = config.options["bias"]
-            self.adaptor: Adaptor | ReleasedAdaptor = ReleasedAdaptor(config, queries)
-            self.image_fc = nn.Linear(2 * width, width, bias=bias)
-            self.fc = nn.Linear(2 * width, width, bias=bias)
-            self.block = Block(config, normed=False)
-            return
-        self.adaptor = Adaptor(config, queries)
-        self.embedding_norm = RMSNorm(width, config.norm_eps)
-        self.feature_norm = RMSNorm(width, config.norm_eps)
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.told = nn.Linear(width, width, bias=False)  # projects the global vector; saved as told
-        self.block = Block(config)
-
-    @property
-    def shown(self) -> int:
-        """Entries per image of at least as many tokens."""
-        return int(self.config.options["queries"]) - 1
+            self.image_fc = nn.Linear(2 * width, width, bias=config.options["bias"])
+            self.fc = nn.Linear(2 * width, width, bias=config.options["bias"])
+        else:
+            self.embedding_norm = RMSNorm(width, config.norm_eps)
+            self.feature_norm = RMSNorm(width, config.norm_eps)
+            self.fc = nn.Linear(2 * width, width, bias=False)
+            self.told = nn.Linear(width, width, bias=False)  # projects the global vector; saved as told
+        self.block = Block(config, normed=not self.is_released)
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        return self.entries_of(visual, runs_of(visual, stops))
-
-    def entries_of(self, visual: Tensor, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """As `entries`, with the images as runs of `runs_of`."""
         seen = ~visual
-        for first, stop in runs:
+        for first, stop in runs_of(visual, stops):
             seen[max(first, stop - self.shown) : stop] = True
         tokens = seen.nonzero()[:, 0]
         tokens = tokens[tokens > 0]
@@ -126,9 +115,9 @@ class ViSpec(Head):
 
     def embed(self, embeddings: Tensor, visual: Tensor, stops: Sequence[int] = ()) -> Tensor:
         """Return inputs ``[E, 2 * d]`` of `with_images`."""
-        inputs, runs = embeddings.to(self.adaptor.queries.dtype), runs_of(visual, stops)
-        images = [Image(first, stop, self.adaptor(inputs[first:stop])) for first, stop in runs]
-        tokens = self.entries_of(visual, runs)[0]
+        inputs = embeddings.to(self.adaptor.queries.dtype)
+        images = [Image(first, stop, self.adaptor(inputs[first:stop])) for first, stop in runs_of(visual, stops)]
+        tokens = self.entries(visual, stops)[0]
         return self.with_images(inputs[tokens], tokens, images)
 
     def with_images(self, words: Tensor, tokens: Tensor, images: Sequence[Image]) -> Tensor:
@@ -149,32 +138,24 @@ class ViSpec(Head):
         """As `Head.forward`, with embeddings ``[B, N, 2 * d]`` of `with_images`."""
         words, global_vectors = embeddings.chunk(2, -1)
         if self.is_released:
-            features = torch.where(
-                features.any(-1, keepdim=True), self.image_fc(torch.cat([features, global_vectors], -1)), 0
-            )
-            both = self.fc(torch.cat([words, features], -1))
-            joint: Tensor = self.block(torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype)), at)
-            return joint
-        words = self.embedding_norm(words)
-        both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(global_vectors)
-        fused = torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
-        out: Tensor = self.block(fused, at)
+            mixed = self.image_fc(torch.cat([features, global_vectors], -1))
+            both = self.fc(torch.cat([words, mixed], -1))
+        else:
+            words = self.embedding_norm(words)
+            both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(global_vectors)
+        out: Tensor = self.block(torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype)), at)
         return out
 
 
 def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Return the first token and the one after the last of every run of visual tokens.
+    """Return the first token and the one after the last of every run of visual tokens; ``cuts`` begin new ones.
 
     Shapes: visual ``[S]``.
     """
-    flags, runs, first, ends = visual.tolist(), list[tuple[int, int]](), -1, set(cuts)
-    for token, seen in enumerate([*flags, False]):
-        if first >= 0 and (not seen or token in ends):
-            runs.append((first, token))
-            first = -1
-        if seen and first < 0:
-            first = token
-    return runs
+    seen, count = [False, *visual.tolist(), False], len(visual)  # token t at t + 1
+    firsts = [token for token in range(count) if seen[token + 1] and (not seen[token] or token in cuts)]
+    stops = [token for token in range(1, count + 1) if seen[token] and (not seen[token + 1] or token in cuts)]
+    return list(zip(firsts, stops, strict=True))
 
 
 class ViSpecDraftSession(HeadDraftSession):
@@ -191,27 +172,17 @@ class ViSpecDraftSession(HeadDraftSession):
         super().forget(row)
         self._images[row] = []
 
-    def _place(self, row: int, prompt: Prompt, tokens: Tensor) -> None:
-        if self._vispec.is_released:
-            self._ahead[row] = len(prompt) - 1 - len(tokens)
-
-    def _places(self, row: int, tokens: Tensor) -> Tensor:
-        if self._vispec.is_released:
-            return (tokens.to(self._device) - 1)[None]
-        return super()._places(row, tokens)
-
-    def _runs(self, prompt: Prompt) -> Sequence[tuple[int, int]]:
-        # A later turn may start between two adjacent images: each is compressed separately.
-        spans = media_spans(self._drafter.target.config, prompt)
-        return runs_of(self._visual(prompt), [stop for _, stop in spans])
+    def _stops(self, prompt: Prompt) -> list[int]:
+        """The tokens behind the media: a later turn may start between two adjacent images, each compressed alone."""
+        return [stop for _, stop in media_spans(self._drafter.target.config, prompt)]
 
     def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
-        return self._vispec.entries_of(self._visual(prompt), self._runs(prompt))
+        return self._vispec.entries(self._visual(prompt), self._stops(prompt))
 
     def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         start = prefill.start
         images = [image for image in self._images[row] if image.stop <= start]
-        runs = [(first, stop) for first, stop in self._runs(prompt) if stop > start]
+        runs = [run for run in runs_of(self._visual(prompt), self._stops(prompt)) if run[1] > start]
         if runs:
             inputs = self._inputs(prefill).to(self._features[0])
             images += [Image(a, b, self._vispec.adaptor(inputs[a - start : b - start])) for a, b in runs]

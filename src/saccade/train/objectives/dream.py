@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from saccade.draft.heads.head import Head
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.cache import RowCache
 from saccade.train.data import Source, TrainingSample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Finding, Needed, calibrate, read_features
@@ -239,36 +238,32 @@ def drafts(
 
     Shapes: begun ``[B, E, d]``.
     """
-    at, places = Placement(entries.positions, entries.attention_mask), entries.places
+    at, over = Placement(entries.positions, entries.attention_mask), Placement(entries.places, entries.reach)
 
     def drafted(
-        features: Tensor,
-        at: Placement,
-        reach: Tensor,
-        places: Tensor | None,
-        held: Sequence[Kept],
-        begun: Tensor = begun,
+        features: Tensor, at: Placement, over: Placement, held: Sequence[Kept], begun: Tensor = begun
     ) -> Tensor:
         entered, memory = held or (None, None)
-        return head.finish(begun, features, replace(at, cache=entered), reach, cast("RowCache", memory), places)
+        return head.finish(begun, features, replace(at, cache=entered), replace(over, cache=memory))
 
     if feeding == "answer":
         features = entries.features
         for _ in range(steps):
-            out = recomputed(partial(drafted, features, at, entries.reach, places))
+            out = recomputed(partial(drafted, features, at, over))
             yield window.take(out)
             features = self_fed(entries, out)
         return
     held = Kept(head.blocks), Kept(len(head.cross))
-    out = recomputed(partial(drafted, entries.features, at, entries.reach, places), held)
+    out = recomputed(partial(drafted, entries.features, at, over), held)
     guess = window.take(out)
     yield guess
     begun_here, own = window.take(begun), window.take(entries.tokens)
     order = torch.arange(entries.tokens.shape[1], device=own.device)
     for step in range(1, steps):
         seen = with_guesses(order <= (window.places - step)[:, :, None], step)
-        reach = with_guesses(places < (own - step).clamp(min=1)[:, :, None], step)
-        draft = partial(drafted, shifted(guess), Placement(own - 1, seen), reach, None, begun=begun_here)
+        reach = with_guesses(over.positions < (own - step).clamp(min=1)[:, :, None], step)
+        at = Placement(own - 1, seen)
+        draft = partial(drafted, shifted(guess), at, replace(at, attention_mask=reach), begun=begun_here)
         guess = recomputed(draft, held)
         yield guess
 

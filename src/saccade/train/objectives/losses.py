@@ -65,12 +65,12 @@ def draft_loss(
 
     Terms: ``states`` (SmoothL1 of the target's and the head's state), ``distribution`` (cross entropy of the head's
     next-token distribution under the target's) and ``top`` (the same sum over the target's K likeliest tokens).
-    With a vocabulary of the head's own (`Head.known_tokens`) the teacher's distribution is that of these tokens alone,
+    With a vocabulary of the head's own (`Head.token_ids`) the teacher's distribution is that of these tokens alone,
     and places where its likeliest token is another have no such term, as released for EAGLE-3.
     """
     window = Window.of(entries.supervised)
     states, following = window.take(entries.states), window.take(entries.following)
-    device, known = states.device, head.known_tokens
+    device, known = states.device, head.token_ids
     sums = {name: torch.zeros((), device=device) for name, weight in weights.items() if weight}
     counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
     loss = states.new_zeros(())
