@@ -408,8 +408,8 @@ def test_a_trained_head_stores_the_tokens_of_the_answers_and_is_lossless(trained
     engine = Engine(target("llava"), drafter)
     plain = drafter.logits
 
-    def logits(hidden: Tensor) -> Tensor:
-        drafted.append(plain(hidden))
+    def logits(hidden: Tensor, step: int) -> Tensor:
+        drafted.append(plain(hidden, step))
         return drafted[-1]
 
     drafter.logits = logits  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
-from saccade.draft.heads.published.released import ReleasedLayout, rope_settings
+from saccade.draft.heads.published.released import Released, ReleasedLayout, rope_settings
 from saccade.draft.heads.store import WEIGHTS, layout_of, read_config, read_values, read_weights
 from saccade.errors import ModelError
 from saccade.loading import check_checkpoint
@@ -116,7 +116,7 @@ def _released(
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     target = str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
     try:
-        config, ours = layout.translate(f"The head {path}", values, weights, guessed)
+        config, ours = layout.translate(Released(f"The head {path}", values, weights, guessed))
     except ModelError as problem:
         facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
         try:
@@ -129,7 +129,7 @@ def _released(
     if shape is None:
         return inspection, None
     try:  # again: vocabulary, layers and positions follow the target where the files leave them open
-        config, _ = layout.translate(f"The head {path}", values, weights, shape)
+        config, _ = layout.translate(Released(f"The head {path}", values, weights, shape))
     except ModelError as problem:
         return replace(inspection, problem=str(problem)), None
     return inspection, config

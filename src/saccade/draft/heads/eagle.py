@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm
@@ -76,16 +75,8 @@ class Eagle2(Head):
 
     def _normed(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """Embeddings and features ``[B, N, 2 * d]``, or embeddings ``[B, N, d]`` alone, each behind its norm."""
-        if self._is_blind:
-            normed: Tensor = self.embedding_norm(embeddings)
-            return normed
-        both = torch.cat([embeddings, features], -1)
-        if not (isinstance(self.embedding_norm, RMSNorm) and isinstance(self.feature_norm, RMSNorm)):
-            return both
-        # One norm over pairs of vectors, for half of the operations.
-        weights = torch.stack([self.embedding_norm.weight, self.feature_norm.weight]).to(both.dtype)
-        pairs = F.rms_norm(both.unflatten(-1, (2, -1)), self.embedding_norm.normalized_shape, eps=self.config.norm_eps)
-        return (pairs * weights).flatten(-2)
+        words: Tensor = self.embedding_norm(embeddings)
+        return words if self._is_blind else torch.cat([words, self.feature_norm(features)], -1)
 
 
 class Eagle3(Head):

@@ -104,21 +104,16 @@ HEAD_KINDS: dict[str, HeadKind] = {
 """Kind -> its parts. Adding a head is one file and one entry here."""
 
 
-def head_kind(kind: str) -> HeadKind:
-    """The parts of a kind."""
-    if kind not in HEAD_KINDS:
-        raise ModelError(f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}.")
-    return HEAD_KINDS[kind]
-
-
 def head_class(kind: str) -> type[Any]:
-    """The `Head` of a kind; raises as `head_kind`."""
+    """The `Head` of a kind; raises as `part_of`."""
     return part_of(kind, "head")
 
 
 def part_of(kind: str, part: str) -> type[Any]:
-    """The class of a kind's ``head``, ``session``, ``objective`` or ``feeder``; raises as `head_kind`."""
-    name: str = getattr(head_kind(kind), part)
+    """The class of a kind's ``head``, ``session``, ``objective`` or ``feeder``; `ModelError` for other kinds."""
+    if kind not in HEAD_KINDS:
+        raise ModelError(f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}.")
+    name: str = getattr(HEAD_KINDS[kind], part)
     package = "saccade.draft.heads" if part in ("head", "session") else "saccade.train.objectives"
     module, _, attribute = name.partition(":") if ":" in name else f"{package}.{name}".rpartition(".")
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]

@@ -7,21 +7,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.published.released import Released, ReleasedLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
 from saccade.target_model.adapter import Target
-
-if TYPE_CHECKING:
-    from saccade.draft.heads.published.released import ReleasedLayout
 
 WEIGHTS = "model.safetensors"
 _DAMAGE = (SafetensorError, UnpicklingError, RuntimeError, EOFError)
@@ -46,7 +44,8 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
         check_fit(config, shape)
         weights = read_weights(folder, [WEIGHTS])
     else:
-        config, weights = layout.translate(f"The head {folder}", values, read_weights(folder, layout.files), shape)
+        released = Released(f"The head {folder}", values, read_weights(folder, layout.files), shape)
+        config, weights = layout.translate(released)
         check_fit(config, shape)
     head = build_head(config)
     expected = head.state_dict()
@@ -106,28 +105,22 @@ def read_values(folder: str | Path) -> dict[str, Any]:
 
 
 def _shapes(folder: str | Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights in a folder without reading them; empty if unreadable."""
-    file = next((file for file in (file_of(folder, name) for name in names) if file is not None), None)
+    """Return the shapes of the weights in a folder, whose files are mapped and not read; empty if unreadable."""
     try:
-        if file is not None and file.suffix == ".safetensors":
-            with safe_open(file, "pt") as stored:
-                return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        weights = {} if file is None else torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except _DAMAGE:
+        return {name: tuple(weight.shape) for name, weight in read_weights(folder, names, mmap=True).items()}
+    except ModelError:
         return {}
-    weights = weights if isinstance(weights, dict) else {}
-    return {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
 
 
-def read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the weights of the first file that exists."""
+def read_weights(folder: str | Path, names: Sequence[str], mmap: bool = False) -> dict[str, torch.Tensor]:
+    """Return the weights of the first file that exists; files of torch are mapped only in their newer format."""
     for file in (file_of(folder, name) for name in names):
         if file is None:
             continue
         try:
             if file.suffix == ".safetensors":
                 return load_file(file)
-            weights = torch.load(file, map_location="cpu", weights_only=True)
+            weights = torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
         except _DAMAGE as problem:
             refuse_code(problem, folder)
             raise ModelError(f"The weight file of the head {folder} is damaged ({problem}); copy it again.") from None
@@ -138,20 +131,16 @@ def read_weights(folder: str | Path, names: Sequence[str]) -> dict[str, torch.Te
 
 
 def _check(folder: str | Path, name: str, expected: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+    problem, other = "", "its config.json belongs to another head."
     if weight is None:
-        raise ModelError(f"The head {folder} lacks the weight {name}; copy it again, or train it again.")
-    if expected is None:
-        raise ModelError(
-            f"The head {folder} has the weight {name}, which its kind does not have; its config.json belongs to "
-            "another head."
-        )
-    if expected.shape != weight.shape:
-        raise ModelError(
-            f"The weight {name} of the head {folder} is {tuple(weight.shape)}, not {tuple(expected.shape)}; its "
-            "config.json belongs to another head."
-        )
-    if not bool(torch.isfinite(weight).all()):
-        raise ModelError(
-            f"The weight {name} of the head {folder} holds numbers that are not finite, with which it would draft "
-            "nothing; copy it again, or train it again."
-        )
+        problem = f"The head {folder} lacks the weight {name}; copy it again, or train it again."
+    elif expected is None:
+        problem = f"The head {folder} has the weight {name}, which its kind does not have; {other}"
+    elif expected.shape != weight.shape:
+        shapes = f"is {tuple(weight.shape)}, not {tuple(expected.shape)}"
+        problem = f"The weight {name} of the head {folder} {shapes}; {other}"
+    elif not bool(torch.isfinite(weight).all()):
+        what = "holds numbers that are not finite, with which it would draft nothing"
+        problem = f"The weight {name} of the head {folder} {what}; copy it again, or train it again."
+    if problem:
+        raise ModelError(problem)

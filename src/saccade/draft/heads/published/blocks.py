@@ -8,25 +8,16 @@ the target's embedding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig, TargetShape
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.eagle import Eagle2, Msd
-from saccade.draft.heads.published.released import (
-    ReleasedLayout,
-    Shapes,
-    Values,
-    Weights,
-    bias_names,
-    block_config,
-    block_names,
-    check_settings,
-    rename_weights,
-)
+from saccade.draft.heads.published.released import Released, ReleasedLayout, Shapes, Values, bias_names, block_names
 from saccade.draft.heads.vispec import ViSpec
 from saccade.errors import ModelError
 from saccade.inputs.families import is_multimodal
@@ -63,24 +54,28 @@ class EagleLayout(ReleasedLayout):
         """MSD for a VLM's config.json, which EAGLE's own code does not support."""
         return Msd if is_multimodal(str(values.get("model_type"))) else Eagle2
 
-    def translate(
-        self, title: str, values: Values, weights: Weights, shape: TargetShape
-    ) -> tuple[HeadConfig, dict[str, Tensor]]:
-        values, kind = _decoder_of(values), self.kind(values)
-        check_settings(title, values)
-        theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
+    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+        kind, released = self.kind(released.values), _plain(released)
+        released.check_settings()
+        theirs = released.weights
         names = {**self.needed, **self.biases, "fc.bias": "fc.bias", self.first_norm: "stack.0.input_layernorm.weight"}
-        ours = rename_weights(title, theirs, names, self.needed, _UNUSED)
+        ours = released.renamed(names, self.needed, _UNUSED)
         norms = "block" if self.first_norm in theirs else "none"
         options = {**kind.defaults, "norms": norms, "bias": "fc.bias" in theirs}
         qkv_bias = any(key in theirs for key in self.biases)
-        return block_config(title, values, shape, kind, qkv_bias=qkv_bias, options=options), ours
+        return released.block_config(kind, qkv_bias=qkv_bias, options=options), ours
 
 
 def _decoder_of(values: Values) -> Values:
     """Return the decoder's part of a config.json; a VLM's may be nested."""
     nested = values.get("text_config")
     return {**values, **nested} if isinstance(nested, Mapping) else values
+
+
+def _plain(released: Released) -> Released:
+    """Return the files with the decoder's settings alone, and names of weights without a prefix."""
+    weights = {key.removeprefix("model."): weight for key, weight in released.weights.items()}
+    return replace(released, values=_decoder_of(released.values), weights=weights)
 
 
 class ViSpecLayout(ReleasedLayout):
@@ -94,6 +89,7 @@ class ViSpecLayout(ReleasedLayout):
     - Both layers have a bias where config.json does not say ``bias: false``, and ``qkv_bias`` is set for Qwen's.
     """
 
+    title, head = "ViSpec", ViSpec
     needed: ClassVar = {
         "imadpt.q": "adaptor.queries",
         **{f"imadpt.{part}_proj.weight": f"adaptor.{part}_proj.weight" for part in "kvo"},
@@ -108,27 +104,20 @@ class ViSpecLayout(ReleasedLayout):
     def fits(self, values: Values, shapes: Shapes) -> bool:
         return values.get("num_hidden_layers") == 1 and any(f"{p}imadpt.q" in shapes() for p in ("", "model."))
 
-    def name(self, values: Values) -> str:
-        return "ViSpec"
-
-    def kind(self, values: Values) -> type[ViSpec]:
-        return ViSpec
-
-    def translate(
-        self, title: str, values: Values, weights: Weights, shape: TargetShape
-    ) -> tuple[HeadConfig, dict[str, Tensor]]:
-        check_settings(title, values)
-        theirs = {key.removeprefix("model."): weight for key, weight in weights.items()}
-        fc_bias, qkv_bias = "fc.bias" in theirs, "layers.0.self_attn.q_proj.bias" in theirs
+    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+        released = _plain(released)
+        released.check_settings()
+        fc_bias = "fc.bias" in released.weights
+        qkv_bias = "layers.0.self_attn.q_proj.bias" in released.weights
         needed = [*self.needed, *(self.fc_biases if fc_bias else ()), *(self.qkv_biases if qkv_bias else ())]
-        ours = rename_weights(title, theirs, {**self.needed, **self.fc_biases, **self.qkv_biases}, needed, _UNUSED)
+        ours = released.renamed({**self.needed, **self.fc_biases, **self.qkv_biases}, needed, _UNUSED)
         queries = ours["adaptor.queries"]
         options = {"queries": len(queries), "form": "released", "bias": fc_bias}
-        config = block_config(title, values, shape, ViSpec, qkv_bias=qkv_bias, options=options)
-        if queries.dim() != 3 or queries.shape[1] * queries.shape[2] != shape.hidden_size or len(queries) < 2:
+        config, width = released.block_config(ViSpec, qkv_bias=qkv_bias, options=options), released.shape.hidden_size
+        if queries.dim() != 3 or queries.shape[1] * queries.shape[2] != width or len(queries) < 2:
             raise ModelError(
-                f"{title} has imadpt.q of the shape {tuple(queries.shape)}; expected at least 2 queries of "
-                f"{shape.hidden_size} numbers, divided into heads."
+                f"{released.title} has imadpt.q of the shape {tuple(queries.shape)}; expected at least 2 queries of "
+                f"{width} numbers, divided into heads."
             )
         ours["adaptor.queries"] = queries.flatten(1)
         return config, ours
@@ -149,30 +138,22 @@ class DreamLayout(ReleasedLayout):
     The released mask lets siblings of a tree see each other's features; here they do not.
     """
 
+    title, head = "DREAM", Dream
     gates = ("layers.1.cross_attn_attn_gate", "layers.1.cross_attn_mlp_gate")
     names: ClassVar = {
         **block_names("layers.0.", "first."),
         **{key.replace("self_attn", "cross_attn"): name.replace("self_attn", "cross_attn") for key, name in _CROSS},
         **block_names("layers.2.", "last.", "input_layernorm"),
-        "layers.1.cross_attn_attn_gate": "layers.1.cross_attn_attn_gate",
-        "layers.1.cross_attn_mlp_gate": "layers.1.cross_attn_mlp_gate",
+        **{gate: gate for gate in gates},
         "norm.weight": "norm.weight",
     }
 
     def fits(self, values: Values, shapes: Shapes) -> bool:
         return values.get("num_hidden_layers") == 1 and "layers.1.cross_attn.q_proj.weight" in shapes()
 
-    def name(self, values: Values) -> str:
-        return "DREAM"
-
-    def kind(self, values: Values) -> type[Dream]:
-        return Dream
-
-    def translate(
-        self, title: str, values: Values, weights: Weights, shape: TargetShape
-    ) -> tuple[HeadConfig, dict[str, Tensor]]:
-        check_settings(title, values, qkv_bias=False)
-        ours = rename_weights(title, weights, self.names, self.names, _UNUSED)
+    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+        released.check_settings(qkv_bias=False)
+        ours = released.renamed(self.names, self.names, _UNUSED)
         ours["cross.0.gates"] = torch.cat([ours.pop(gate).flatten() for gate in self.gates])
         form = {"keep": 1.0, "gate": "tanh", "rotary": False, "direct": False, "form": "released"}
-        return block_config(title, values, shape, Dream, options={**Dream.defaults, **form}), ours
+        return released.block_config(Dream, options={**Dream.defaults, **form}), ours

@@ -22,25 +22,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig, TargetShape
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.published.released import (
+    Released,
     ReleasedLayout,
     Shapes,
     Values,
-    Weights,
     bias_names,
-    block_config,
     block_names,
-    check_settings,
-    check_target,
-    number,
-    rename_weights,
     rope_settings,
 )
 from saccade.errors import ModelError
@@ -91,35 +87,32 @@ class Eagle3Layout(ReleasedLayout):
             )
         return Eagle3
 
-    def translate(
-        self, title: str, values: Values, weights: Weights, shape: TargetShape
-    ) -> tuple[HeadConfig, dict[str, Tensor]]:
-        self.kind(values)
-        if SPECULATORS in values:
-            values = _unnested(title, values)
+    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+        self.kind(released.values)
+        if SPECULATORS in released.values:
+            values = _unnested(released)
         else:
-            names = _architectures(values)
+            names = _architectures(released.values)
             if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(names):
                 raise ModelError(
-                    f"{title} has the architecture {', '.join(names)}, which is not known; expected {ARCHITECTURES[0]}."
+                    f"{released.title} has the architecture {', '.join(names)}, which is not known; expected "
+                    f"{ARCHITECTURES[0]}."
                 )
-            check_settings(title, values, norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
-            values = {**values, "norm_output": False}
-        check_settings(title, values, partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
+            released.check_settings(norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
+            values = {**released.values, "norm_output": False}
+        released = replace(released, values=values)
+        released.check_settings(partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
         if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
             raise ModelError(
-                f"{title} has attention in a sliding window, which is not supported; expected full attention."
+                f"{released.title} has attention in a sliding window, which is not supported; expected full attention."
             )
         norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
-        ours, vocabulary = _rename(title, values, weights, norms)
-        mrope = shape.uses_mrope and "mrope_section" in rope_settings(values)
-        config = block_config(
-            title,
-            values,
-            shape,
+        ours, vocabulary = _rename(released, norms)
+        mrope = released.shape.uses_mrope and "mrope_section" in rope_settings(values)
+        config = released.block_config(
             Eagle3,
             mrope,
-            layers=_layers(title, values, shape.layers),
+            layers=_layers(released),
             qkv_bias=any(name in ours for name in BIASES.values()),
             qk_norm=any(name in ours for name in QK_NORMS.values()),
             options={
@@ -130,16 +123,17 @@ class Eagle3Layout(ReleasedLayout):
                 "positions": "target" if mrope else "entries",
             },
         )
-        check_target(title, "vocabulary", number(title, values, "vocab_size"), shape.vocab_size)
+        released.check_target("vocabulary", released.number("vocab_size"), released.shape.vocab_size)
         if vocabulary:
-            ours["token_ids"] = _token_ids(title, ours.pop("token_ids", None), config)
+            ours["token_ids"] = _token_ids(released.title, ours.pop("token_ids", None), config)
         return config, ours
 
 
-def _unnested(title: str, values: Values) -> Values:
+def _unnested(released: Released) -> dict[str, Any]:
     """Return a speculator's settings together with those of its block, with transformers' defaults for absent ones."""
     from transformers import CONFIG_MAPPING
 
+    title, values = released.title, released.values
     nested = values.get("transformer_layer_config")
     model_type = nested.get("model_type") if isinstance(nested, Mapping) else None
     if nested is None or model_type not in ("llama", "qwen3"):
@@ -160,25 +154,26 @@ def _architectures(values: Values) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _rename(title: str, values: Values, weights: Weights, norms: str) -> tuple[dict[str, Tensor], int]:
+def _rename(released: Released, norms: str) -> tuple[dict[str, Tensor], int]:
     """The weights under our names, ``d2t`` as token_ids, and how many tokens an LM head of its own knows."""
     theirs = {
         re.sub(r"^(model\.)?(layers\.0\.)?", lambda prefix: "midlayer." if prefix[2] else "", key): weight
-        for key, weight in weights.items()
+        for key, weight in released.weights.items()
     }
     if not theirs.get(_OUTPUT_BIAS, torch.zeros(1)).any():  # transformers' attention_bias brings one
         theirs.pop(_OUTPUT_BIAS, None)
     state_norms = norm_names(norms)
     names = {**NAMES, **BIASES, **QK_NORMS, **state_norms, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
-    known = values.get("draft_vocab_size")
+    values = released.values
     # Heads without both use the target's LM head.
-    shares = known is None and "lm_head.weight" not in theirs and not values.get("tie_word_embeddings")
+    has_own = "lm_head.weight" in theirs or values.get("draft_vocab_size") is not None
+    shares = not has_own and not values.get("tie_word_embeddings")
     needed = (*NAMES, *state_norms, *([] if shares else ["lm_head.weight"]))
-    ours = rename_weights(title, theirs, names, needed, _UNUSED)
+    ours = replace(released, weights=theirs).renamed(names, needed, _UNUSED)
     if shares:
         ours.pop("token_ids", None)
         return ours, 0
-    return ours, number(title, values, "draft_vocab_size", len(theirs["lm_head.weight"]))
+    return ours, released.number("draft_vocab_size", len(theirs["lm_head.weight"]))
 
 
 def norm_names(norms: str) -> dict[str, str]:
@@ -188,9 +183,9 @@ def norm_names(norms: str) -> dict[str, str]:
     return {"input_norm.weight": "state_norms.0.weight"} if norms == "joint" else {}
 
 
-def _layers(title: str, values: Values, count: int) -> tuple[int, ...]:
-    """The target's states that it reads, of a target of ``count`` layers."""
-    usual = Eagle3.reads(count)
+def _layers(released: Released) -> tuple[int, ...]:
+    """The target's states that it reads."""
+    title, values, usual = released.title, released.values, Eagle3.reads(released.shape.layers)
     nested: Mapping[str, Any] = values.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise ModelError(f"{title} reads the last layer alone, which is not supported; expected three layers.")

@@ -23,22 +23,15 @@ Facts of the layout, as FasterDecoding/Medusa (``medusa_model_legacy.py``, ``med
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig, TargetShape
+from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.medusa import Hydra, Medusa
-from saccade.draft.heads.published.released import (
-    ReleasedLayout,
-    Shapes,
-    Values,
-    Weights,
-    check_target,
-    number,
-    rename_weights,
-)
+from saccade.draft.heads.published.released import Released, ReleasedLayout, Shapes, Values
 from saccade.errors import ModelError
 
 _PREFIX = re.compile(r"^(medusa_heads?|hydra_head)\.")
@@ -62,29 +55,28 @@ class StackLayout(ReleasedLayout):
     def kind(self, values: Values) -> type[Head]:
         return Medusa if "medusa_num_heads" in values or values.get("model_type") == "medusa" else Hydra
 
-    def translate(
-        self, title: str, values: Values, weights: Weights, shape: TargetShape
-    ) -> tuple[HeadConfig, dict[str, Tensor]]:
-        theirs = {_PREFIX.sub("", key): weight for key, weight in weights.items() if not _OF_TARGET.match(key)}
+    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+        theirs = {_PREFIX.sub("", key): w for key, w in released.weights.items() if not _OF_TARGET.match(key)}
+        released, shape, kind = replace(released, weights=theirs), released.shape, self.kind(released.values)
         read = shape.layers
         options: dict[str, Any]
-        if self.kind(values) is Medusa:
-            stacks, layers, theirs, known = _medusa(title, values, theirs)
+        if kind is Medusa:
+            stacks, layers, theirs, known = _medusa(released)
             has_heads = any(re.fullmatch(r"\d+\.\d+\.weight", key) for key in theirs)
             names = _medusa_names(stacks, layers, has_heads)
             options = {"layers": layers, "own_heads": has_heads, "own_vocabulary": known if has_heads else 0}
         else:
-            _check_hydra(title, values)
-            stacks, layers = number(title, values, "hydra_num_heads"), number(title, values, "hydra_num_layers", 1)
-            read -= values.get("hidden_state_offset") or 0
+            _check_hydra(released)
+            stacks, layers = released.number("hydra_num_heads"), released.number("hydra_num_layers", 1)
+            read -= released.values.get("hidden_state_offset") or 0
             names, options = _hydra_names(stacks, layers), {"stack": "residual", "layers": layers, "own_heads": True}
-        ours = rename_weights(title, theirs, {**names, "token_map": "token_ids"}, names)
-        check_target(title, "hidden size", len(ours["stacks.0.0.linear.weight"]), shape.hidden_size)
+        ours = replace(released, weights=theirs).renamed({**names, "token_map": "token_ids"}, names)
+        released.check_target("hidden size", len(ours["stacks.0.0.linear.weight"]), shape.hidden_size)
         if options["own_heads"]:
-            words = number(title, values, "vocab_size") if "token_ids" in ours else len(ours["lm_heads.0.weight"])
-            check_target(title, "vocabulary", words, shape.vocab_size)
+            words = released.number("vocab_size") if "token_ids" in ours else len(ours["lm_heads.0.weight"])
+            released.check_target("vocabulary", words, shape.vocab_size)
         config = HeadConfig(
-            kind=self.kind(values).kind,
+            kind=kind.kind,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.hidden_size,
             heads=1,
@@ -100,16 +92,17 @@ class StackLayout(ReleasedLayout):
         return config, ours
 
 
-def _medusa(title: str, values: Values, weights: Weights) -> tuple[int, int, dict[str, Tensor], int]:
+def _medusa(released: Released) -> tuple[int, int, dict[str, Tensor], int]:
     """Return stacks, layers, weights under Medusa's own names, and how many tokens LM heads know by ``token_map``."""
-    theirs = {re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", key): w for key, w in weights.items()}
+    values, in_vllms = released.values, r"^blocks\.(\d+)\.layers\.(\d+)\."
+    theirs = {re.sub(in_vllms, r"\1.\2.linear.", key): weight for key, weight in released.weights.items()}
     places = [tuple(map(int, key.split(".")[:2])) for key in theirs if re.match(r"\d+\.\d+\.linear\.", key)]
     if not places:
-        raise ModelError(f"{title} has no stacks; copy the whole folder again.")
+        raise ModelError(f"{released.title} has no stacks; copy the whole folder again.")
     in_vllm = values.get("model_type") == "medusa" and "medusa_num_heads" not in values
     of_stacks, of_layers = ("num_heads", "num_hidden_layers") if in_vllm else ("medusa_num_heads", "medusa_num_layers")
-    stacks = max(number(title, values, of_stacks), 1 + max(i for i, _ in places))
-    layers = max(number(title, values, of_layers, 1), 1 + max(j for _, j in places))
+    stacks = max(released.number(of_stacks), 1 + max(i for i, _ in places))
+    layers = max(released.number(of_layers, 1), 1 + max(j for _, j in places))
     theirs = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", key): weight for key, weight in theirs.items()}
     if values.get("original_lm_head"):
         theirs = {key: weight for key, weight in theirs.items() if not re.fullmatch(r"\d+\.\d+\.weight", key)}
@@ -146,7 +139,8 @@ def _hydra_names(stacks: int, layers: int) -> dict[str, str]:
     return names
 
 
-def _check_hydra(title: str, values: Values) -> None:
+def _check_hydra(released: Released) -> None:
+    title, values = released.title, released.values
     arch = values.get("hydra_head_arch", "mlp")
     if arch != "mlp":
         raise ModelError(
