@@ -219,11 +219,11 @@ def slow_entries(head: Head, visual: Tensor) -> tuple[list[int], list[int]]:
 def slow_embedding(head: Head, text: Text, token: int) -> Tensor:
     """What the entry of a token is given; with ViSpec a visual one the first of its image's two vectors."""
     if head.kind == "vispec" and text.visual[token]:
-        return told(head, text, token, _image_at(head, text, token)[0])
-    return told(head, text, token, text.embeddings[token])
+        return with_image(head, text, token, _image_at(head, text, token)[0])
+    return with_image(head, text, token, text.embeddings[token])
 
 
-def told(head: Head, text: Text, token: int, word: Tensor) -> Tensor:
+def with_image(head: Head, text: Text, token: int, word: Tensor) -> Tensor:
     """With ViSpec, a word and beside it the second vector of the last image that has ended before this token."""
     if head.kind != "vispec":
         return word
@@ -243,37 +243,42 @@ def _image_at(head: Head, text: Text, last: int) -> Tensor:
 class Slow:
     """Every path of a tree as a sequence of its own, every time from the first token on, without a cache."""
 
-    def __init__(self, name: str, head: Head, text: Text) -> None:
-        self._name, self._head, self._text = name, head, text
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
-
-    def logits(self, length: int, path: tuple[int, ...]) -> Tensor:
-        """``[V]`` behind the first ``length`` tokens, which the target has confirmed, and a path of guesses."""
-        return self._run(length, path)[1]
+    def __init__(self, name: str, head: Head, text: Text, dropped: set[int]) -> None:
+        self._model, self._head, self._text, self._dropped = target(name).model, head, text, dropped
+        self._known: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        self._fed = torch.no_grad()(cache(lambda: fed(head, text)))
+        self._embedded = cache(partial(slow_embedding, head, text))
 
     @torch.no_grad()
-    def _run(self, length: int, path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """The head's last state, and the logits."""
+    def logits(self, length: int, path: tuple[int, ...]) -> Tensor:
+        """``[V]`` behind the first ``length`` tokens, which the target has confirmed, and a path of guesses."""
+        return self._head.logits(self._state(length, path), self._model.get_output_embeddings())
+
+    def _state(self, length: int, path: tuple[int, ...]) -> Tensor:
+        """The head's last output."""
         if (length, path) not in self._known:
-            model, text = target(self._name).model, self._text
-            tokens, sources = slow_entries(self._head, text.visual[:length])
-            features = [fed(self._head, text)[source] for source in sources]
-            embeddings = [slow_embedding(self._head, text, token) for token in tokens]
-            for depth, token in enumerate(path):
-                features.append(self._run(length, path[:depth])[0])
-                word = model.get_input_embeddings()(torch.tensor(token))
-                embeddings.append(told(self._head, text, length, word))
-            count = len(features)
-            steps = torch.tensor([0] * len(tokens) + [depth + 1 for depth in range(len(path))])
-            hidden = self._head(
-                torch.stack(features)[None],
-                torch.stack(embeddings)[None],
-                Placement(torch.arange(count)[None], torch.ones(1, count, count, dtype=torch.bool).tril()),
-                step=steps,
-            )[0, -1]
-            logits = self._head.logits(hidden, model.get_output_embeddings())
-            self._known[length, path] = hidden, logits
+            words = self._model.get_input_embeddings()(torch.tensor(path, dtype=torch.long))
+            own = [self._state(length, path[:depth]) for depth in range(len(path))]
+            run = self._dream if isinstance(self._head, Dream) else self._entries
+            self._known[length, path] = run(length, words, own)
         return self._known[length, path]
+
+    def _entries(self, length: int, words: Tensor, own: list[Tensor]) -> Tensor:
+        tokens, sources = slow_entries(self._head, self._text.visual[:length])
+        features = [*(self._fed()[source] for source in sources), *own]
+        embeddings = [self._embedded(token) for token in tokens]
+        embeddings += [with_image(self._head, self._text, length, word) for word in words]
+        steps = torch.tensor([0] * len(tokens) + [depth + 1 for depth in range(len(own))])
+        at = causal(len(features))
+        out: Tensor = self._head(torch.stack(features)[None], torch.stack(embeddings)[None], at, step=steps)[0, -1]
+        return out
+
+    def _dream(self, length: int, words: Tensor, own: list[Tensor]) -> Tensor:
+        assert isinstance(self._head, Dream)
+        known = [t for t in range(1, length) if t not in self._dropped]
+        features = torch.stack([*self._text.states[: length - 1], *own])
+        embeddings = torch.cat([self._text.embeddings[known], words])
+        return run_dream(self._head, [*known, *range(length, length + len(own))], embeddings, features)[-1]
 
 
 def run_dream(head: Dream, tokens: Sequence[int], embeddings: Tensor, features: Tensor) -> Tensor:
@@ -285,7 +290,7 @@ def run_dream(head: Dream, tokens: Sequence[int], embeddings: Tensor, features: 
     out: Tensor = head(
         features[None],
         embeddings[None],
-        Placement(torch.tensor(tokens)[None] - 1, torch.ones(1, count, count, dtype=torch.bool).tril()),
+        Placement(torch.tensor(tokens)[None] - 1, causal(count).attention_mask),
         over=Placement(torch.arange(len(features))[None], reach[None]),
     )[0]
     return out
@@ -319,31 +324,6 @@ def _eager(name: str) -> Any:
     model = FAMILIES[name].model()
     model.set_attn_implementation("eager")
     return model
-
-
-class SlowDream:
-    """Every path of a tree as a sequence of its own, every time from the first token on."""
-
-    def __init__(self, name: str, head: Dream, text: Text, dropped: set[int]) -> None:
-        self._model, self._head, self._text, self._dropped = target(name).model, head, text, dropped
-        self._known: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-
-    def logits(self, length: int, path: tuple[int, ...]) -> Tensor:
-        """``[V]`` behind the first ``length`` tokens, which the target has confirmed, and a path of guesses."""
-        out: Tensor = self._model.get_output_embeddings()(self._state(length, path))
-        return out
-
-    @torch.no_grad()
-    def _state(self, length: int, path: tuple[int, ...]) -> Tensor:
-        if (length, path) not in self._known:
-            known = [t for t in range(1, length) if t not in self._dropped]
-            guessed = self._model.get_input_embeddings()(torch.tensor(path, dtype=torch.long))
-            own = [self._state(length, path[:depth]) for depth in range(len(path))]
-            features = [*self._text.states[: length - 1], *own]
-            embeddings = torch.cat([self._text.embeddings[known], guessed])
-            tokens = [*known, *range(length, length + len(path))]
-            self._known[length, path] = run_dream(self._head, tokens, embeddings, torch.stack(features))[-1]
-        return self._known[length, path]
 
 
 def slow_ahead(name: str, head: Head, text: Text, length: int, path: tuple[int, ...]) -> Tensor:
@@ -502,15 +482,13 @@ def worst_difference(
     for row, inputs in enumerate(rows):
         answer = outputs[row].tokens
         text = Text.of(name, inputs, answer)
-        if isinstance(head, Dream):
-            without = dropped_of(name, inputs, head) if dropped is None else dropped[row]
-            slow.append(SlowDream(name, head, text, without).logits)
-        elif head.kind == "kangaroo":
+        if head.kind == "kangaroo":
             slow.append(partial(slow_kangaroo, name, head, inputs, answer))
         elif head.kind in AHEAD:
             slow.append(torch.no_grad()(partial(slow_ahead, name, head, text)))
         else:
-            slow.append(Slow(name, head, text).logits)
+            without = dropped_of(name, inputs, head) if dropped is None else dropped[row]
+            slow.append(Slow(name, head, text, without).logits)
     return worst_of(rows, steps, slow)
 
 

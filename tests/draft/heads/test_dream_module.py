@@ -9,7 +9,6 @@ import torch
 from heads_kit import POLICIES, random_head, target
 from torch import Tensor
 
-from families import FAMILIES
 from saccade import methods
 from saccade.draft.heads.block import Placement
 from saccade.draft.heads.config import HeadConfig
@@ -164,19 +163,3 @@ def test_the_target_s_attention_is_read_only_to_compress(keep: float, reads: boo
     if reads:
         with pytest.raises(ModelError, match="choose the same for all that read it"):
             drafter.open(1, other)
-
-
-def test_all_tokens_of_a_prompt_are_asked_what_they_look_at() -> None:
-    case, own = FAMILIES["llava"], target("llava")
-    from heads_kit import prompts
-
-    inputs = case.row_inputs("image", 0)
-    model = case.model()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        weights = model(**inputs, output_attentions=True).attentions[-1][0]
-    context = Context(own, 1)
-    context.requirements.add_attention((-1,), "all")
-    read = context.load(0, prompts(case, inputs)[0])
-    assert read.columns is not None
-    torch.testing.assert_close(read.columns, weights.mean(0).sum(0), rtol=0, atol=1e-5)

@@ -2,13 +2,152 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from feature_swap import STEPS, Recurrent, agreement, cost, head_for, train
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.draft.heads.block import Placement
+from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.dream import Dream
+from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.medusa import StackedHead
+from saccade.draft.heads.registry import HEAD_KINDS, head_class
+from saccade.train.features import Features
+from saccade.train.objectives.dream import DreamEntries, drafts, dream_entries
+from saccade.train.objectives.entries import Entries, entries_of
+from saccade.train.objectives.losses import Window, unroll
+from saccade.train.recipe import objective_of
+
+WIDTH, VOCABULARY, LAYERS = 32, 24, 4
+PROMPT, ANSWER = 5, 10
+BATCH, STEPS = 16, 60
+"""Samples a training step is given, and training steps."""
+
+
+class Recurrent:
+    """The state at a token is a turn of the one before it and the token's embedding, normed; it begins at random.
+
+    What it began with, which stands for what a picture told the target, is nowhere but in the states: the tokens of a
+    prompt are noise, so that a head without features can only guess from the answer so far.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
+        self.head = torch.randn(VOCABULARY, WIDTH, generator=generator)
+        self.turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator))[0]
+        self.maps = torch.randn(LAYERS + 1, WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+        self.maps[LAYERS] = torch.eye(WIDTH)  # what enters other layers says the same in other words
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        return F.linear(states, self.head)
+
+    def samples(self, seed: int, count: int = 64) -> list[Features]:
+        """A batch of prompts with two visual tokens, and the target's greedy answers."""
+        generator = torch.Generator().manual_seed(seed)
+        state = torch.randn(count, WIDTH, generator=generator)
+        ids = torch.randint(VOCABULARY, (count, PROMPT), generator=generator)
+        states = []
+        for place in range(PROMPT + ANSWER):
+            if place >= PROMPT:
+                ids = torch.cat([ids, self.lm_head(states[-1]).argmax(-1, keepdim=True)], 1)
+            moved = state @ self.turn + 0.4 * self.embedding[ids[:, place]]
+            state = F.rms_norm(moved, (WIDTH,))
+            states.append(state)
+        last = torch.stack(states, 1)
+        places = torch.arange(PROMPT + ANSWER)
+        visual = (places == 1) | (places == 2)
+        answer = (places >= PROMPT - 1) & (places < PROMPT + ANSWER - 1)
+        return [
+            Features(
+                ids=ids[row],
+                visual=visual,
+                answer=answer,
+                states={layer: last[row] @ self.maps[layer] for layer in range(LAYERS + 1)},
+                embeddings=self.embedding[ids[row]],
+                stops=(3,),
+            )
+            for row in range(count)
+        ]
+
+
+def head_for(kind: str, **options: Any) -> Head:
+    own = head_class(kind)
+    options = {**own.defaults, **options}
+    steps = 1 if kind == "kangaroo" else 2
+    config = HeadConfig(
+        kind=kind,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        heads=2,
+        kv_heads=2,
+        head_dim=WIDTH // 2,
+        vocab_size=VOCABULARY,
+        layers=own.reads(LAYERS, **options),
+        target_class="Recurrent",
+        target_layers=LAYERS,
+        steps=steps,
+        options=options,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_head(config)
+
+
+def entries(head: Head, samples: Sequence[Features]) -> Entries:
+    if isinstance(head, Dream):
+        kept = [{i: f.states[i] for i in (LAYERS - 1, LAYERS)} for f in samples]
+        return dream_entries([replace(f, states=k) for f, k in zip(samples, kept, strict=True)], True)
+    return entries_of(head, samples)
+
+
+def train(head: Head, target: Recurrent, steps: int = STEPS) -> Head:
+    """A short training with the loss of its kind, every step on fresh samples."""
+    objective, depth = objective_of(head.kind)(), head.config.steps
+    optimiser = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.05, steps)
+    for step in range(steps):
+        tally = objective(head, entries(head, target.samples(1000 + step, BATCH)), target.lm_head, depth)
+        optimiser.zero_grad()
+        (tally.loss / tally.kept.sum().clamp(min=1)).backward()
+        optimiser.step()
+        schedule.step()
+    return head.eval()
+
+
+@torch.no_grad()
+def agreement(head: Head, target: Recurrent, swapped: bool) -> float:
+    """Share of the answer's tokens that the head guesses first, of samples it has not seen.
+
+    Args:
+        swapped: every sample is fed the features of another, place by place.
+    """
+    given = entries(head, target.samples(1))
+    if swapped:
+        given = replace(given, features=given.features.roll(1, 0))
+    window = Window.of(given.supervised)
+    if isinstance(head, StackedHead):
+        path = window.take(given.embeddings)[:, :, None] if head.follows else None
+        out = head(window.take(given.features), path, step=0)
+    elif isinstance(head, Dream):
+        assert isinstance(given, DreamEntries)
+        begun = head.begin(given.embeddings, Placement(given.positions, given.attention_mask))
+        out = next(drafts(head, given, window, begun, 1, "guess"))
+    else:
+        out = next(unroll(head, given, window, 1))
+    right = head.logits(out, target.lm_head).argmax(-1) == window.take(given.following)
+    return float(right[window.supervised].float().mean())
+
+
+def cost(head: Head, target: Recurrent) -> float:
+    """Agreement lost, as a share of all tokens, when another sample's features are fed."""
+    return agreement(head, target, False) - agreement(head, target, True)
+
 
 LEAST = 0.15
 LONGER = {"medusa": 120}

@@ -17,7 +17,6 @@ from heads_kit import (
     AHEAD,
     DRAFTING,
     EVERY,
-    LENGTH,
     POLICIES,
     Recording,
     causal,
@@ -63,31 +62,37 @@ def far(head: Head) -> float:
     return 1e-3 if head.kind == "dream" else 0.05
 
 
-def difference(name: str, head: Head, policy: Any = "dynamic", rows: int = 3, kind: str = "", n: int = 9) -> float:
+def difference(
+    name: str, head: Head, policy: Any = "dynamic", rows: int = 3, kind: str = "", n: int = 9, least: int = 0
+) -> float:
+    """Of an answer of n tokens, the target's own, of which at least ``least`` of every row were drafted."""
     case, kind = FAMILIES[name], kind or kind_of_prompt(name)
     inputs = [case.row_inputs(kind, row) for row in range(rows)]
     requests = [prompts(case, one)[0] for one in inputs]
     outputs, steps = recorded(name, head, POLICIES.get(policy, policy), requests, n)
     assert [o.tokens for o in outputs] == case.reference(kind, rows=rows, n=n)
+    assert min(output.stats.accepted_tokens for output in outputs) >= least
     return worst_difference(name, head, inputs, outputs, steps)
 
 
-@pytest.mark.some_families
+@pytest.mark.singly
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_of_ragged_rows(name: str, kind: str) -> None:
     head = trained_head(name, kind)
-    assert difference(name, head, n=8 if kind == "kangaroo" else 10) < close(head)
+    least = 1 if kind in AHEAD else 3
+    assert difference(name, head, rows=2, n=6 if kind == "kangaroo" else 10, least=least) < close(head)
 
 
 SHALLOW = [(kind, policy) for kind in AHEAD for policy in ("chain", "static")]
 DEEP = [(kind, policy) for kind in (*DRAFTING, "dream") for policy in ("chain", "static", "sage")]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize(("kind", "policy"), [*DEEP, *SHALLOW, ("kangaroo", ConfidentChain(5, 0.6))])
 def test_every_policy(kind: str, policy: Any) -> None:
-    for head in (trained_head("llava", kind), random_head("llava", kind)):
-        assert difference("llava", head, policy, rows=2, n=5) < close(head)
+    head = trained_head("llava", kind)
+    assert difference("llava", head, policy, rows=2, n=5) < close(head)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -105,6 +110,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("prompt_kind", ["image", "images2", "video", "text"])
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=str)
 def test_options_with_several_images_videos_and_words_alone(
@@ -117,41 +123,8 @@ def test_options_with_several_images_videos_and_words_alone(
 @pytest.mark.parametrize("kind", [*DRAFTING, "dream"])
 def test_a_prompt_read_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "CHUNK", 3)
-    head = trained_head("smolvlm", kind)
+    head = random_head("smolvlm", kind)
     assert difference("smolvlm", head, n=5) < close(head)
-
-
-@pytest.mark.singly
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("policy", [*POLICIES, "confident"])
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_taught_head_is_partly_right_and_never_changes_the_answer(
-    name: str, kind: str, policy: str, rows: int
-) -> None:
-    if policy == "sage" and kind in (*AHEAD, "kangaroo"):
-        policy = "dynamic"
-    case, prompt_kind = FAMILIES[name], kind_of_prompt(name)
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs(prompt_kind, rows=rows))]
-    under = engine(name, trained_head(name, kind), POLICIES.get(policy, ConfidentChain(5, 0.6)))
-    outputs = under.generate(requests, max_new_tokens=LENGTH + 6)
-    assert [o.tokens for o in outputs] == case.reference(prompt_kind, rows=rows, n=LENGTH + 6)
-    least = 0 if kind in AHEAD else LENGTH // 3
-    for output in outputs:
-        assert least < output.stats.accepted_tokens
-        assert output.stats.accepted_tokens < output.stats.drafted_tokens or policy == "confident"
-
-
-@pytest.mark.parametrize("prompt_kind", ["images2", "video", "text"])
-@pytest.mark.parametrize("kind", ["eagle2", "hivis", "kangaroo"])
-@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "qwen3_vl", "smolvlm"])
-def test_an_untaught_head_never_changes_the_answer(name: str, kind: str, prompt_kind: str) -> None:
-    case = FAMILIES[name]
-    if prompt_kind not in case.kinds:
-        pytest.skip("the family has no such media")
-    requests = [Request(prompt) for prompt in prompts(case, case.inputs(prompt_kind, rows=3))]
-    outputs = engine(name, random_head(name, kind), POLICIES["dynamic"]).generate(requests, max_new_tokens=10)
-    assert [o.tokens for o in outputs] == case.reference(prompt_kind, rows=3, n=10)
 
 
 # --------------------------------------------------------------------------- turns
@@ -185,7 +158,7 @@ def test_ragged_rows_go_on_with_another_image(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("hivis", {"after_image": "text"}), ("hivis", {"after_image": "visual"}), ("dream", {"keep": 0.5}), ("hydra", {})],
+    [("hivis", {"after_image": "text"}), ("hivis", {"after_image": "visual"}), ("dream", {"keep": 0.5})],
 )
 def test_words_after_an_image_and_an_image_after_words(kind: str, options: dict[str, Any]) -> None:
     head = random_head("llava", kind, **options)
@@ -195,7 +168,10 @@ def test_words_after_an_image_and_an_image_after_words(kind: str, options: dict[
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("eagle3", "msd", "vispec") else []) for kind in EVERY],
+    [
+        pytest.param(kind, marks=[] if kind in ("hivis", "dream", "kangaroo", "hydra") else [pytest.mark.slow])
+        for kind in EVERY
+    ],
 )
 def test_other_prompts_in_the_same_session(kind: str) -> None:
     """The same question again, another image under the same words, a shared beginning, words alone, and back."""
@@ -407,7 +383,7 @@ COMMON = (
     *(nodes_have_the_root_s_state, positions_by_node, guesses_stay_in_the_cache),
 )
 MISTAKES: list[tuple[str, Callable[[Patch], None]]] = [
-    *((kind, mistake) for kind in DRAFTING for mistake in COMMON),
+    *(("eagle2", mistake) for mistake in COMMON),  # which all kinds share
     ("hivis", another_step),
     ("msd", features_of_visual_tokens),
     ("vispec", image_of_another_row),
@@ -430,7 +406,8 @@ def test_a_planted_mistake_is_noticed(kind: str, mistake: Callable[[Patch], None
     name = "gemma3" if kind == "kangaroo" else "llava"
     head = random_head(name, kind) if mistake is another_step else trained_head(name, kind)
     mistake(monkeypatch)
-    assert difference(name, head, rows=1 if kind == "kangaroo" else 3) > far(head)
+    rows, n = (1, 5) if kind == "kangaroo" else (2, 7)
+    assert difference(name, head, rows=rows, n=n) > far(head)
 
 
 @pytest.mark.parametrize("kind", ["hivis", "kangaroo"])

@@ -13,11 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from saccade.draft.heads.block import Block, FusedHead, Placement, Rotary
+from saccade.draft.heads.block import Block, Placement, Rotary
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import Head, build_head
-from saccade.draft.heads.session import MASKS
+from saccade.draft.heads.head import build_head
 from saccade.errors import ModelError
 
 SHAPE: dict[str, Any] = {
@@ -120,37 +119,6 @@ def test_every_weight_learns_and_nothing_looks_ahead(kind: str) -> None:
     assert [n for n, p in head.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cached_forward_is_the_whole_one_in_parts(kind: str, fused: bool) -> None:
-    head = random_head("llava", kind)
-    features, embeddings, at = inputs()
-    steps = torch.tensor([0, 0, 0, 0, 1, 2, 3])
-    with torch.no_grad():
-        whole = head(features, embeddings, at, step=steps)
-        if fused:
-            FusedHead(head)
-        cache, parts = head.new_cache(2), []
-        for row in range(2):
-            cache.reserve(row, 7)
-        for first, last in ((0, 3), (3, 4), (4, 7)):
-            here = slice(first, last)
-            lengths = cache.lengths
-            count = last - first
-            masks = MASKS.build(None, lengths, count, 0, None, features.dtype, features.device)
-            cache.plan_layout([(range(2), count, masks)])
-            parts.append(
-                head(
-                    features[:, here],
-                    embeddings[:, here],
-                    Placement(at.positions[:, here], cache=cache, last=last - 1 if fused else None),
-                    steps[here],
-                )
-            )
-            cache.commit(range(2), [range(count)] * 2)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_lower_precision_gives_about_the_same_under_autocast_and_when_cast(kind: str) -> None:
     head, given = random_head("llava", kind), inputs()
@@ -247,35 +215,6 @@ def _config(**changes: Any) -> HeadConfig:
 def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         call()
-
-
-def test_the_abstract_head_cannot_be_built() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        Head(_config())  # type: ignore[abstract]
-
-
-def test_only_visual_entries_of_msd_do_without_a_feature() -> None:
-    """What stands at a zero feature is the embedding alone; the others mix both."""
-    head, (features, embeddings, at) = random_head("llava", "msd"), inputs()
-    features[:, :3] = 0
-    with torch.no_grad():
-        whole = head(features, embeddings, at)
-        fused = head.fc(torch.cat([head.embedding_norm(embeddings), head.feature_norm(features)], -1))  # type: ignore[operator]
-        fused[:, :3] = head.embedding_norm(embeddings)[:, :3]  # type: ignore[operator]
-        torch.testing.assert_close(whole, head.stack[0](fused, at))  # type: ignore[operator,index]
-
-
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_msd_is_not_fed_the_state_before_a_visual_token(name: str) -> None:
-    """Neither in training nor in drafting, which the slow path holds to `slow_entries`."""
-    from saccade.train.features import Features
-    from saccade.train.objectives.entries import entries_of
-
-    visual = torch.tensor([0, 1, 1, 0, 0], dtype=torch.bool)
-    states = torch.randn(5, 64)
-    sample = Features(torch.arange(5), visual, torch.zeros(5, dtype=torch.bool), {2: states}, torch.randn(5, 64))
-    fed = entries_of(random_head(name, "msd"), [sample]).features[0]
-    torch.testing.assert_close(fed, torch.stack([0 * states[0], 0 * states[0], states[2], states[3]]))
 
 
 @pytest.mark.parametrize(
