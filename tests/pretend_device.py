@@ -140,7 +140,7 @@ class OnPretend(Tensor):
 
 
 class _Pinned(Tensor):
-    """A CPU tensor in memory from which the device can read by itself; what is computed of it is an ordinary one."""
+    """A CPU tensor in memory from which the device can read by itself; what is computed from it is an ordinary one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -301,7 +301,7 @@ def _refuse_mixed(name: str, full: str, host: list[Tensor]) -> None:
         _count_wait("index from the host")
         return
     shapes = ", ".join(str(list(h.shape)) for h in wrong)
-    raise MixedDevices(f"{full} at {_place()} was given CPU tensors of shape {shapes} beside tensors of {NAME}.")
+    raise MixedDevices(f"{full} at {_place()} got CPU tensors of shape {shapes} next to tensors of {NAME}.")
 
 
 def _count(

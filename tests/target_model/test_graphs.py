@@ -237,7 +237,7 @@ def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.Mon
 
 
 def test_padding_that_a_token_attends_to_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The known mistake: keys behind a row's own are read."""
+    """The known mistake: keys behind those of a row are read."""
     ours, theirs = twins(monkeypatch, 2)
     right = graphs._mask
 

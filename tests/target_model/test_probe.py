@@ -36,26 +36,26 @@ def assert_same(probe: AttentionProbe, attentions: Sequence[Tensor], queries: Se
         torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)
 
 
-def other_attention(own: Target) -> set[str]:
+def other_attention(model: Target) -> set[str]:
     """Implementations of attention outside of the decoder."""
-    decoder = {id(m) for m in own.decoder.modules()}
-    configs = [m.config for m in own.model.modules() if id(m) not in decoder and hasattr(m, "config")]
-    return {config._attn_implementation for config in configs if config is not own.decoder.config}
+    decoder = {id(m) for m in model.decoder.modules()}
+    configs = [m.config for m in model.model.modules() if id(m) not in decoder and hasattr(m, "config")]
+    return {config._attn_implementation for config in configs if config is not model.decoder.config}
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_statistics_at_prefill_match_eager_attention_and_nothing_else_changes(name: str) -> None:
     """Logits are bit for bit those of the stock modules: the same fused kernel gets the same masks."""
-    own, case = target(name), FAMILIES[name]
+    model, case = target(name), FAMILIES[name]
     attentions = eager_attentions(name, case.row_inputs(case.kinds[0], 0))
-    with own.stock():
-        expected = Context(own, 1).load(0, prompt(name, case.kinds[0])).logits
+    with model.stock():
+        expected = Context(model, 1).load(0, prompt(name, case.kinds[0])).logits
     assert expected is not None
     count = attentions[0].shape[2]
     for queries in ([count - 1], [0, 3, count - 2, count - 1], None):
-        with AttentionProbe(own, queries=queries) as probe:
-            assert other_attention(own) == ({"sdpa"} if case.is_visual else set())
-            logits = Context(own, 1).load(0, prompt(name, case.kinds[0])).logits
+        with AttentionProbe(model, queries=queries) as probe:
+            assert other_attention(model) == ({"sdpa"} if case.is_visual else set())
+            logits = Context(model, 1).load(0, prompt(name, case.kinds[0])).logits
         assert torch.equal(logits, expected)
         assert_same(probe, attentions, range(count) if queries is None else queries)
 
@@ -68,44 +68,44 @@ def test_models_that_only_run_eagerly_are_probed_too(model_type: str) -> None:
         model_type, **_text(2, head_dim=16, sliding_window=8, num_local_experts=4, attn_logit_softcapping=0.5)
     )
     # Early versions of transformers run Gemma 2 fused by default, without its soft caps.
-    own = Target(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    model = Target(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     ids = prompt("llama", "text")
-    attentions = plain(own.model, {"input_ids": torch.tensor([ids.ids])}, output_attentions=True).attentions
-    with AttentionProbe(own, queries=[2, len(ids) - 1]) as probe:
-        Context(own, 1).load(0, ids)
+    attentions = plain(model.model, {"input_ids": torch.tensor([ids.ids])}, output_attentions=True).attentions
+    with AttentionProbe(model, queries=[2, len(ids) - 1]) as probe:
+        Context(model, 1).load(0, ids)
     assert_same(probe, attentions, [2, -1])
 
 
-def implementations(own: Target) -> list[str | None]:
-    return [m.config._attn_implementation for m in own.model.modules() if hasattr(m, "config")]
+def implementations(model: Target) -> list[str | None]:
+    return [m.config._attn_implementation for m in model.model.modules() if hasattr(m, "config")]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_5_vl", "gemma3", "llava_pixtral"])
 def test_the_decoder_gets_its_attention_back_even_after_an_exception(name: str) -> None:
-    own = target(name)
-    before = implementations(own)
-    with AttentionProbe(own):
-        assert implementations(own) != before
-    with pytest.raises(RuntimeError, match="planted"), AttentionProbe(own):
+    model = target(name)
+    before = implementations(model)
+    with AttentionProbe(model):
+        assert implementations(model) != before
+    with pytest.raises(RuntimeError, match="planted"), AttentionProbe(model):
         raise RuntimeError("planted")
-    assert implementations(own) == before
+    assert implementations(model) == before
     assert len(stock._PROBES) == 0
 
 
 def test_only_chosen_layers_are_looked_at() -> None:
-    own = target("gemma3")
-    with AttentionProbe(own, queries=[0], layers=[-1, 0]) as probe:
-        Context(own, 1).load(0, prompt("gemma3", "image"))
+    model = target("gemma3")
+    with AttentionProbe(model, queries=[0], layers=[-1, 0]) as probe:
+        Context(model, 1).load(0, prompt("gemma3", "image"))
     assert sorted(probe.columns) == sorted(probe.entropies) == [0, 3]
 
 
 def test_many_queries_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = target("llava")
+    model = target("llava")
     probes = []
     for size in (64, 5):
         monkeypatch.setattr(stock, "ROWS_AT_ONCE", size)
-        with AttentionProbe(own) as probe:
-            Context(own, 1).load(0, prompt("llava", "image"))
+        with AttentionProbe(model) as probe:
+            Context(model, 1).load(0, prompt("llava", "image"))
         probes.append(probe)
     for layer in range(2):
         torch.testing.assert_close(probes[0].columns[layer], probes[1].columns[layer], **CLOSE)
@@ -131,9 +131,9 @@ def test_a_layer_that_does_not_exist_is_refused() -> None:
 
 
 def test_attention_code_that_cannot_be_switched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = target("llama")
-    monkeypatch.setattr(type(own.decoder), "_can_set_attn_implementation", classmethod(lambda _: False))
-    with pytest.raises(ModelError, match="LlamaModel has attention code of its own"), AttentionProbe(own):
+    model = target("llama")
+    monkeypatch.setattr(type(model.decoder), "_can_set_attn_implementation", classmethod(lambda _: False))
+    with pytest.raises(ModelError, match="LlamaModel has attention code of its own"), AttentionProbe(model):
         pass
 
 
@@ -154,10 +154,10 @@ def test_chosen_rows_are_rows_of_the_full_softmax(heads: int, kind: str) -> None
 
 
 def test_rows_that_share_a_pass_are_refused_under_a_probe() -> None:
-    own = target("llama")
-    context = Context(own, 2)
+    model = target("llama")
+    context = Context(model, 2)
     for row in range(2):
         context.cache.reserve(row, 64)
         context.load(row, prompt("llama", "text"))
-    with AttentionProbe(own), pytest.raises(ModelError, match="cannot be probed in a packed forward"):
+    with AttentionProbe(model), pytest.raises(ModelError, match="cannot be probed in a packed forward"):
         context.forward([0, 1], torch.tensor([[20], [21]]))

@@ -35,12 +35,12 @@ def dropped_of(name: str, given: Prompt) -> list[int]:
 
 def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tensor]:
     """What enters and leaves the decoder's layers in a full forward where nothing sees the dropped positions."""
-    own = target(name)
-    (given,) = split(own.config, inputs)
-    count, window = len(given), own.traits.masks.window
+    model = target(name)
+    (given,) = split(model.config, inputs)
+    count, window = len(given), model.traits.masks.window
     seen = [[k <= q for k in range(count)] for q in range(count)]
-    if own.traits.bidirectional_images:
-        for first, last in media_spans(own.config, given):
+    if model.traits.bidirectional_images:
+        for first, last in media_spans(model.config, given):
             for q in range(first, last):
                 seen[q][first:last] = [True] * (last - first)
     gone = set(dropped)
@@ -50,17 +50,17 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
         name: torch.zeros(1, 1, count, count).masked_fill(~m, torch.finfo().min)
         for name, m in (("full_attention", full), ("sliding_attention", near))
     }
-    more: dict[str, Any] = {"attention_mask": masks if own.traits.masks.kinds else masks["sliding_attention"]}
-    positions, _ = own.positions(torch.tensor([given.ids]), given)
+    more: dict[str, Any] = {"attention_mask": masks if model.traits.masks.kinds else masks["sliding_attention"]}
+    positions, _ = model.positions(torch.tensor([given.ids]), given)
     if positions is not None:
         more["position_ids"] = positions
-    with captured_states(own, range(len(own.layers) + 1)) as hidden:
-        plain(own.model, {**inputs, **more})
+    with captured_states(model, range(len(model.layers) + 1)) as hidden:
+        plain(model.model, {**inputs, **more})
     return hidden
 
 
-def opened(own: Target, rows: int = 1) -> Context:
-    context = Context(own, rows)
+def opened(model: Target, rows: int = 1) -> Context:
+    context = Context(model, rows)
     for row in range(rows):
         context.cache.reserve(row, 256)
     return context
@@ -92,7 +92,7 @@ def test_retained_positions_and_a_tree_behind_them_have_the_states_of_a_masked_f
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str) -> None:
-    """It brings media of its own, of which it leaves out some as well."""
+    """It brings media as well, of which it leaves out some."""
     case = FAMILIES[name]
     kind = "images2" if name == "llava_onevision" and kind == "image" else kind  # whose lone images are tiled
     first, inputs = prompt(name, kind), case.continued(kind, 0, MORE)
@@ -100,12 +100,12 @@ def test_a_second_turn_goes_on_behind_the_gaps_of_the_first(name: str, kind: str
     dropped = dropped_of(name, first)
     later = [d for d in dropped_of(name, longer) if d >= len(first)]
     context, _ = pruned(name, first, dropped)
-    read = context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
+    prefill = context.load(0, longer, [*range(3, 6), *later])  # what is reused keeps its own gaps
     full = masked(name, inputs, [*dropped, *later])
     kept = retained_positions(len(first), len(longer), later)
-    assert read.start == len(first)
+    assert prefill.start == len(first)
     assert context.lengths == [len(longer) - len(dropped) - len(later)]
-    for layer, states in read.hidden.items():
+    for layer, states in prefill.hidden.items():
         torch.testing.assert_close(states[None], full[layer][:, kept], **CLOSE)
     token = context.forward([0], torch.tensor([MORE[:1]]))
     after = masked(name, extended(inputs, MORE[:1]), [*dropped, *later])
@@ -152,13 +152,13 @@ def eager_columns(name: str, inputs: Inputs, queries: Sequence[int], layers: Seq
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_attention_of_the_words_behind_an_image_is_returned(name: str, kind: str) -> None:
-    own, given, inputs = target(name), prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
+    model, given, inputs = target(name), prompt(name, kind), FAMILIES[name].row_inputs(kind, 0)
     for layers in (None, (-1,)):
-        context = opened(own)
+        context = opened(model)
         context.requirements.add_attention(layers, "words")
         prefill = context.load(0, given)
-        first = int(visual_mask(own.config, given.ids).nonzero()[-1]) + 1
-        expected = eager_columns(name, inputs, range(first, len(given)), layers or range(len(own.layers)))
+        first = int(visual_mask(model.config, given.ids).nonzero()[-1]) + 1
+        expected = eager_columns(name, inputs, range(first, len(given)), layers or range(len(model.layers)))
         assert prefill.prompt == given
         assert prefill.columns is not None
         torch.testing.assert_close(prefill.columns, expected, rtol=0.0, atol=1e-5)
@@ -166,25 +166,25 @@ def test_the_attention_of_the_words_behind_an_image_is_returned(name: str, kind:
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
 def test_a_follow_up_in_words_looks_at_the_image_of_the_turn_before(name: str) -> None:
-    own, first = target(name), prompt(name, "image")
+    model, first = target(name), prompt(name, "image")
     inputs = FAMILIES[name].continued("image", 0, MORE, follow_up="text")
-    (longer,) = split(own.config, inputs)
-    context = opened(own)
+    (longer,) = split(model.config, inputs)
+    context = opened(model)
     context.requirements.add_attention(None, "words")
     context.load(0, first)
-    read = context.load(0, longer)
-    expected = eager_columns(name, inputs, range(len(first), len(longer)), range(len(own.layers)))
-    assert read.columns is not None
-    torch.testing.assert_close(read.columns, expected, rtol=0.0, atol=1e-5)
+    prefill = context.load(0, longer)
+    expected = eager_columns(name, inputs, range(len(first), len(longer)), range(len(model.layers)))
+    assert prefill.columns is not None
+    torch.testing.assert_close(prefill.columns, expected, rtol=0.0, atol=1e-5)
 
 
 def test_a_prompt_without_images_has_nothing_to_look_at() -> None:
     context = opened(target("llava"))
     context.requirements.add_attention(None, "words")
     for kind in ("image", "text"):
-        read = context.load(0, prompt("llava", kind))
-    assert read.columns is None
-    assert read.prompt == prompt("llava", "text")
+        prefill = context.load(0, prompt("llava", kind))
+    assert prefill.columns is None
+    assert prefill.prompt == prompt("llava", "text")
 
 
 def test_two_that_read_other_attention_are_refused() -> None:

@@ -48,9 +48,9 @@ def untested(model_type: str, **more: Any) -> Target:
 
 @pytest.mark.parametrize("model_type", SOUND)
 def test_a_sound_architecture_passes(model_type: str) -> None:
-    own = untested(model_type, **SOUND[model_type])
-    assert not own.traits.tested
-    self_check(own)
+    untried = untested(model_type, **SOUND[model_type])
+    assert not untried.traits.tested
+    self_check(untried)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -107,7 +107,7 @@ class Remembers(Planted):
 
 
 class Fails(Planted):
-    """Knows nothing of caches that are not its own."""
+    """Knows nothing of caches that are not its untried."""
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         if past_key_values is not None:
@@ -140,9 +140,9 @@ def planted(kind: type[Planted], **more: Any) -> Target:
 @pytest.mark.parametrize("kind", [CountsSlots, IgnoresMasks, Remembers, GivesNan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_planted_deviation_is_refused_with_its_size(kind: type, dtype: torch.dtype) -> None:
-    own = Target(planted(kind).model.to(dtype))
+    untried = Target(planted(kind).model.to(dtype))
     with pytest.raises(ModelError, match=r"'planted' cannot be verified on trees: logits differ .* by up to [\dn]"):
-        self_check(own)
+        self_check(untried)
 
 
 def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
@@ -165,18 +165,18 @@ def test_a_text_backbone_that_cannot_be_verified_is_refused_inside_any_model(nam
 
 def test_a_known_family_around_an_unknown_text_model_is_checked_and_taken_if_sound() -> None:
     build = _vision_language_model("llava", text={"model_type": "olmo2"}, vision=_CLIP)
-    own = Target(sharp(build(2)))
-    assert not own.traits.tested
-    self_check(own)
+    untried = Target(sharp(build(2)))
+    assert not untried.traits.tested
+    self_check(untried)
 
 
-def shapes_of(own: Target) -> list[tuple[int, ...]]:
+def shapes_of(untried: Target) -> list[tuple[int, ...]]:
     """Shapes of the ids of every forward of the check."""
     shapes: list[tuple[int, ...]] = []
-    own.model.register_forward_pre_hook(
+    untried.model.register_forward_pre_hook(
         lambda _, __, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    self_check(own)
+    self_check(untried)
     return shapes
 
 
@@ -187,9 +187,9 @@ def test_the_check_takes_four_forwards_and_more_on_both_sides_of_a_window() -> N
 
 @pytest.mark.parametrize("name", ["phi3", "olmo3", "gemma2"])
 def test_a_window_too_long_for_a_prompt_is_checked_as_a_short_one(name: str) -> None:
-    own = untested(name, **{**SOUND[name], "sliding_window": 4096}, max_position_embeddings=8192)
-    assert max(count for _, count in shapes_of(own)) < 20
-    assert own.text_config.sliding_window == own.traits.masks.window == 4096
+    untried = untested(name, **{**SOUND[name], "sliding_window": 4096}, max_position_embeddings=8192)
+    assert max(count for _, count in shapes_of(untried)) < 20
+    assert untried.text_config.sliding_window == untried.traits.masks.window == 4096
 
 
 @pytest.mark.parametrize("window", [4, 40, 4096])
@@ -205,9 +205,9 @@ def test_what_begins_behind_a_far_position_is_noticed() -> None:
 
 
 def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
-    own = Target(FAMILIES["ministral3"].model())
-    object.__setattr__(own.traits, "tested", False)
-    self_check(own)
+    untried = Target(FAMILIES["ministral3"].model())
+    object.__setattr__(untried.traits, "tested", False)
+    self_check(untried)
 
 
 def test_running_out_of_memory_is_not_blamed_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,30 +230,30 @@ def test_a_bug_of_our_own_would_be_noticed(bug: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_tested_family_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Target(FAMILIES["llama"].model())
-    monkeypatch.setattr(own.model, "forward", lambda **_: pytest.fail("a forward was run"))
-    self_check(own)
+    untried = Target(FAMILIES["llama"].model())
+    monkeypatch.setattr(untried.model, "forward", lambda **_: pytest.fail("a forward was run"))
+    self_check(untried)
 
 
 def test_the_check_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither on the global random numbers nor on the rope deltas that M-RoPE models keep."""
-    own = Target(FAMILIES["qwen2_5_vl"].model())
-    own.model.model.rope_deltas = before = torch.tensor([[7]])
-    traits = own.traits
+    untried = Target(FAMILIES["qwen2_5_vl"].model())
+    untried.model.model.rope_deltas = before = torch.tensor([[7]])
+    traits = untried.traits
     monkeypatch.setattr(adapter.ModelTraits, "tested", property(lambda _: False))
     assert not traits.tested
     state = torch.get_rng_state()
-    self_check(own)
+    self_check(untried)
     assert torch.equal(torch.get_rng_state(), state)
-    assert own.model.model.rope_deltas is before
-    assert not own.model.training
-    assert all(p.grad is None for p in own.model.parameters())
+    assert untried.model.model.rope_deltas is before
+    assert not untried.model.training
+    assert all(p.grad is None for p in untried.model.parameters())
 
 
 def test_ids_with_a_meaning_are_not_used() -> None:
-    own = Target(FAMILIES["qwen2_5_vl"].model())
-    ids = ordinary_ids(own.config, own.vocab_size, 150)
-    config = own.config
+    untried = Target(FAMILIES["qwen2_5_vl"].model())
+    ids = ordinary_ids(untried.config, untried.vocab_size, 150)
+    config = untried.config
     special = {config.image_token_id, config.video_token_id, config.vision_start_token_id, 0, 1}
     assert len(set(ids)) == 150
     assert special.isdisjoint(ids)

@@ -1,4 +1,4 @@
-"""A tree's logits are those of every path decoded as a sequence of its own, whatever rows stand beside it."""
+"""A tree's logits are those of every path decoded as a sequence, whatever rows share its pass."""
 
 from __future__ import annotations
 
