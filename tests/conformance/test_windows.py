@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import harness
 import pytest
 from transformers import GenerationConfig
 
+import harness
 from families import FAMILIES, PAD, _sharpen, perturbed, reference_greedy
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
