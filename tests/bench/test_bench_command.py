@@ -16,6 +16,7 @@ import saccade
 from saccade.bench.records import FILE, read
 from saccade.cli import screen
 from saccade.cli.bench import bench
+from saccade.cli.option_groups import spread
 
 Invoke = Callable[..., Any]
 
@@ -24,7 +25,7 @@ Invoke = Callable[..., Any]
 def invoke(vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
     """Runs the command on the tiny pair, in a folder of its own."""
     app = typer.Typer()
-    app.command()(bench)
+    app.command()(spread(bench))
     monkeypatch.setattr(screen, "load_models", lambda *_, **__: vlm)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
@@ -120,7 +121,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         (("--suite", "quick", "--methods", "warp"), "There is no method 'warp'"),
         (("--suite", "quick", "--methods", ","), "No method was given"),
         (("--suite", "quick", "--repeats", "0"), "repeats must be a whole number of at least 1"),
-        (("--suite", "quick", "--data", "gone.jsonl"), "leave out --tasks"),
+        (("--suite", "quick", "--data", "gone.jsonl"), "each replace the suite's tasks"),
         (("-s", "quick", "--data", "gone.jsonl"), "Cannot read the prompts in gone.jsonl"),
     ],
 )

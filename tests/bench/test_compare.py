@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from saccade.bench.compare import Comparison, compare
 from saccade.bench.records import RecordedRun
 from saccade.cli import report as command
+from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError
 
 SOME = ["plain", "chain", "dynamic-tree", "lvspec"]
 
 app = typer.Typer()
-app.command("compare")(command.compare)
+app.command("compare")(spread(command.compare))
 app.callback()(lambda: None)
 
 

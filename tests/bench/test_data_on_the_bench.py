@@ -163,7 +163,7 @@ def test_a_paper_decides_number_and_length_unless_the_command_line_does(invoke: 
     [
         (("--dataset", "textvq"), "did you mean textvqa?"),
         (("--split", "val"), "need --dataset or --data"),
-        (("--dataset", "mmmu", "--tasks", "scene"), "leave out --data and --tasks"),
+        (("--dataset", "mmmu", "--tasks", "scene"), "each replace the suite's tasks; give one of them"),
         (("--dataset", "mmmu", "--columns", "image"), "--columns takes PART=COLUMN, not 'image'"),
         (("--dataset", "mmmu", "--columns", "answer=x"), "unknown column 'answer'"),
         (("--dataset", "mmmu", "--scorer", "cider"), "There is no scorer 'cider'; expected one of match, vqa"),

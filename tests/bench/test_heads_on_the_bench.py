@@ -161,6 +161,7 @@ def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyP
 
     from saccade.cli import screen
     from saccade.cli.bench import bench
+    from saccade.cli.option_groups import spread
 
     asked: dict[str, Any] = {}
 
@@ -171,7 +172,7 @@ def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(screen, "load_models", load_models)
     monkeypatch.setenv("COLUMNS", "200")
     app = typer.Typer()
-    app.command()(bench)
+    app.command()(spread(bench))
     words = f"--per-task 1 -n 4 --tasks scene --plan --head a=b --head c --suite {catalogue.SUITES / 'hivis-1.toml'}"
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output

@@ -20,12 +20,13 @@ from saccade.bench.records import RecordedRun
 from saccade.bench.report import tables
 from saccade.bench.report.page import embed, shown_prompts
 from saccade.cli import report as command
+from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError
 
 pytest.importorskip("matplotlib", reason="reports need the extra `report`")
 
 app = typer.Typer()
-app.command("report")(command.report)
+app.command("report")(spread(command.report))
 app.callback()(lambda: None)
 
 

@@ -13,8 +13,7 @@ from saccade.bench import suites
 from saccade.bench.preparing import prepare
 from saccade.bench.questions import gather
 from saccade.bench.suites import BASELINE
-from saccade.cli.bench import choose_suite
-from saccade.cli.datasets import DataOptions, tasks_of
+from saccade.cli.bench import DataOptions, SizeOptions, SuiteOptions
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
@@ -133,19 +132,21 @@ def test_equal_seeds_ask_the_same_and_others_something_else(vlm: saccade.VLM) ->
 
 def test_a_number_of_prompts_given_by_hand_is_that_of_every_task() -> None:
     name = str(catalogue.SUITES / "lvspec-figure-7.toml")
-    suite = choose_suite(name, None, "scene,prose", None, {"per_task": 5})
+    suite = SuiteOptions(suite=name, tasks="scene,prose").chosen(SizeOptions(per_task=5), DataOptions())
     assert [task.count or suite.per_task for task in suite.tasks] == [5, 5]
-    assert choose_suite(name, None, "prose", None, {}).tasks[0].count == 24
+    alone = SuiteOptions(suite=name, tasks="prose").chosen(SizeOptions(), DataOptions())
+    assert alone.tasks[0].count == 24
 
 
 @pytest.mark.parametrize("source", ["task", "file"])
 def test_a_longest_answer_of_a_task_holds_unless_one_is_given_by_hand(tmp_path: Path, source: str) -> None:
     (tmp_path / "mine.jsonl").write_text('{"messages": [{"role": "user", "content": "Say one."}]}')
     place = {"task": "scene", "file": str(tmp_path / "mine.jsonl")}[source]
-    found = suite(tasks=[{"name": "mine", source: place, "max_new_tokens": 5}, "chart"])
-    for given, expected in (({}, [5, 12]), ({"max_new_tokens": 3}, [3, 3])):
-        tasks = tasks_of(found.tasks, (), DataOptions(), given)
-        chosen = found.with_(**given, tasks=tasks)
+    tasks = f"""[{{ name = "mine", {source} = "{place}", max_new_tokens = 5 }}, "chart"]"""
+    file = tmp_path / "suite.toml"
+    file.write_text(f'title = "x"\nmax_new_tokens = 12\nper_task = 1\ntasks = {tasks}\nmethods = ["plain"]\n')
+    for sizes, expected in ((SizeOptions(), [5, 12]), (SizeOptions(max_new_tokens=3), [3, 3])):
+        chosen = SuiteOptions(suite=str(file)).chosen(sizes, DataOptions())
         groups, _ = gather(chosen)
         longest = {"max_new_tokens": chosen.max_new_tokens}
         assert [group[0].options(longest)["max_new_tokens"] for group in groups.values()] == expected

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from commands import Shell
-from rich.table import Table
 
-from checkpoints import ready
+from checkpoints import ready, vlm
 from saccade import load
 from saccade.bench import metrics
+from saccade.bench.suites import MethodEntry
 from saccade.cli import bench, screen
 from saccade.cli.option_groups import PairOptions
 from saccade.errors import InputError
@@ -41,42 +41,37 @@ def test_a_tuned_profile_is_a_target_with_its_drafter_and_method(shell: Shell, t
         str(ready("llava-draft")) if needed else None,
     )
     assert f"Fastest: {profile.method}" in done.out
-    vlm = load(save)
-    assert vlm.method == profile.method
-    assert profile.options.items() <= vlm.options.items()
+    tuned = load(save)
+    assert tuned.method == profile.method
+    assert profile.options.items() <= tuned.options.items()
     answer = json.loads(shell("generate", "-t", save, "-n", "3", "--json", "Hello").out)
     assert answer["method"] == profile.method
     assert load(save, ready("llava-draft"), method="chain", gamma=2).options["gamma"] == 2
 
 
 def test_tables_are_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table()
-    table.add_column("x" * 70, no_wrap=True)
-    table.add_column("y" * 70, no_wrap=True)
-    screen.out().print(table)
-    assert f"{'x' * 70} ┃ {'y' * 70} ┃\n" in capsys.readouterr().out
+    screen.table(["x" * 70, "y" * 70], [["a" * 80, "b" * 80]])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [["x" * 70, "y" * 70], ["a" * 80, "b" * 80]]
 
 
 @pytest.mark.parametrize(
-    ("speedups", "method", "given"),
+    ("speedups", "method", "options"),
     [((1.4, 2.0), "chain", {"gamma": 8}), ((1.01, 0.7), "plain", {})],
 )
 def test_the_fastest_wins_and_plain_decoding_where_none_is_faster(
-    speedups: tuple[float, float], method: str, given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    speedups: tuple[float, float], method: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = [("plain", "plain", {}), ("chain", "chain-3", {"gamma": 3}), ("chain", "chain-8", {"gamma": 8})]
-    prepared: Any = SimpleNamespace(
-        config=lambda: {"methods": [{"name": n, "label": label, "head": None} for n, label, _ in entries]},
-        suite=SimpleNamespace(methods=[SimpleNamespace(label=label, options=o) for _, label, o in entries]),
-        vlm=SimpleNamespace(target=SimpleNamespace(exact=False)),
-    )
+    model = vlm("llava", "llava-draft")
+    entries = [MethodEntry("plain", "plain"), *(MethodEntry("chain", f"chain-{n}", {"gamma": n}) for n in (3, 8))]
+    methods = {entry.label: model.using(entry.name, **entry.options) for entry in entries}
+    prepared: Any = SimpleNamespace(methods=methods, suite=SimpleNamespace(methods=entries))
     values = (None, *(SimpleNamespace(value=speed) for speed in speedups))
     results = [SimpleNamespace(lossless=True, prompts=3, speedup=value) for value in values]
-    labels = [label for _, label, _ in entries]
-    monkeypatch.setattr(metrics, "by_method", lambda records: dict(zip(labels, results, strict=True)))
+    monkeypatch.setattr(metrics, "by_method", lambda records: dict(zip(methods, results, strict=True)))
     run: Any = SimpleNamespace(records=[], header=SimpleNamespace(environment={"threads": 1}))
     profile = bench.choose(prepared, run, PairOptions(target="T", head=["a=b"]))
-    assert (profile.method, profile.options, profile.heads) == (method, given, {"a": "b"})
+    assert (profile.method, profile.options, profile.heads) == (method, options, {"a": "b"})
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_threads_share_the_batch_and_get_their_own_answers(make: Make, vlm: VLM,
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda message: model.generate(message, dataset="DATA"), given))
     assert answers == [plain(vlm, "What is drawn here?", images=[path]) for path in pictures]
-    assert model.model.speeds["DATA"].answers == 4
+    assert model.model.speeds["DATA"]["answers"] == 4
     assert not make(batch_size=1).is_api
 
 

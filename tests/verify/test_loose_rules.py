@@ -24,8 +24,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.families import split, visual_mask
 from saccade.inputs.families.family import Prompt
-from saccade.pocket import draw
-from saccade.pocket.words import CONTENT
+from saccade.pocket import draw, words
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, Requirements
@@ -376,6 +375,18 @@ def answered(task: str, grammar: Any, number: int) -> tuple[Any, list[int]]:
     """A prompt and the target's own answer to it."""
     prompt = pocket().processor.prompt(draw(900_000 + number, task, grammar).messages())
     return prompt, pocket().generate(prompt, max_new_tokens=64).tokens
+
+
+CONTENT = {
+    word.lower()
+    for group in (
+        *(words.COLOURS, words.BACKGROUNDS, words.SHAPES, words.SIZES, words.ROWS, words.COLUMNS),
+        *(words.GOODS, words.NUMBERS, words.ORDINALS),
+        *([words.plural(noun, 2) for noun in nouns] for nouns in (words.SHAPES, words.GOODS)),
+    )
+    for word in group
+}
+"""Words that no answer can get right without looking."""
 
 
 @torch.inference_mode()

@@ -10,8 +10,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from saccade.pocket.labels import GRID
 from saccade.pocket.sample import WORLD, Sample, draw
-from saccade.pocket.words import GRID
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<video>")
 PAD, BEGIN, END, IMAGE, USER, ASSISTANT, VIDEO = range(7)

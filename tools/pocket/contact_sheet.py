@@ -1,17 +1,18 @@
 """Samples of the world as a folder: pictures, video files, text and facts, with one HTML page that shows them all."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from saccade.errors import SaccadeError
-from saccade.pocket.sample import IMAGE_MARK, Sample
-from saccade.pocket.scoring import chance
-from saccade.pocket.words import IMAGE_SIZE
+from saccade.pocket.labels import IMAGE_SIZE
+from saccade.pocket.sample import IMAGE_MARK, Sample, score
 
 # One thread and no version strings, so that every run writes the same file; high quality, because shapes are small.
 _ENCODERS = {
@@ -23,6 +24,15 @@ _ENCODERS = {
     },
     "mpeg4": {"qmin": "1", "qmax": "3", "threads": "1"},
 }
+
+
+def chance(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean score of true answers against the facts of the next sample, by kind of fact."""
+    ring = [*samples, samples[0]]
+    totals = Counter[str]()
+    for one, other in pairwise(ring):
+        totals.update(score(one.task, one.answer, other.facts))
+    return {fact: total / len(samples) for fact, total in totals.items()}
 
 
 def write_video(path: Path, frames: Sequence[Image.Image], fps: float) -> None:

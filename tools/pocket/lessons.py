@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from saccade.pocket.film import DIRECTIONS, WHATS, film
+from saccade.pocket.labels import GRID, PATCH_SIZE, no_labels
 from saccade.pocket.sample import WORLD, Facts, Sample
 from saccade.pocket.shapes import Thing, key, render, scatter
-from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, GRID, PATCH_SIZE, ROWS, SHAPES, SIZES, no_labels
+from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES, SIZES
 from tools.pocket.batches import ASSISTANT, FRAME_TOKENS, IMAGE, NEWLINE, PATCHES, VIDEO, Batch
 from tools.pocket.world import scenes, videos
 

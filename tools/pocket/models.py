@@ -17,7 +17,7 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
 )
 
-from saccade.pocket.words import GRID, IMAGE_SIZE, PATCH_SIZE
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE
 from tools.pocket.batches import BEGIN, END, IGNORED, IMAGE, PAD, VIDEO, Batch
 from tools.pocket.recipe import LanguageShape, TowerShape
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from saccade.pocket.film import FPS
+from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK, WORLD, Sample
 from saccade.pocket.words import (
     COLOURS,
     COLUMNS,
     DAYS,
     GOODS,
-    IMAGE_SIZE,
     NAMES,
     NUMBERS,
     ORDINALS,

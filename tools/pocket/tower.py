@@ -15,12 +15,15 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
-from saccade.pocket.words import LABEL_CLASSES, LABEL_WORDS
+from saccade.pocket.labels import LABEL_WORDS
 from saccade.train.optimiser import fast_products
 from tools.pocket.batches import labelled_samples, labels, pixels
 from tools.pocket.loop import train
 from tools.pocket.models import PocketModel, tower_config
 from tools.pocket.recipe import Recipe
+
+_CLASSES = [1 + len(words) for words in LABEL_WORDS.values()]
+"""Number of classes of each kind, including "nothing here"."""
 
 
 class PatchClassifier(nn.Module):
@@ -30,12 +33,12 @@ class PatchClassifier(nn.Module):
         super().__init__()
         self.tower = CLIPVisionModel(tower_config(recipe.tower))
         self.norm = nn.LayerNorm(recipe.tower.width, elementwise_affine=False)
-        self.head = nn.Linear(recipe.tower.width, sum(LABEL_CLASSES.values()))
+        self.head = nn.Linear(recipe.tower.width, sum(_CLASSES))
 
     def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
         """Logits per kind of label, `[B, 64, classes]` each."""
         seen = self.tower(pixel_values=pictures, output_hidden_states=True).hidden_states[-1][:, 1:]
-        return torch.split(self.head(self.norm(seen)), list(LABEL_CLASSES.values()), dim=-1)
+        return torch.split(self.head(self.norm(seen)), _CLASSES, dim=-1)
 
 
 def _batch(seed: int, count: int, number: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,8 @@ from saccade.loading import is_on_hub
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import logit_map
 
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+"""Content of config.json, and the weights by name."""
 EXPORTS = ("speculators", "eagle", "sglang")
 """Layouts that can be written."""
 
@@ -48,7 +50,9 @@ def export_head(head: Head, target: Target, folder: str | Path, to: str, *, targ
         values, weights = _first_eagle(head, target)
 
     def write(part: Path) -> None:
-        stored = {name: weight.detach().contiguous().cpu().clone() for name, weight in weights.items()}
+        stored = {}
+        for name, weight in weights.items():
+            stored[name] = weight.detach().contiguous().cpu().clone()
         save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
         (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (part / "README.md").write_text(_card(head, to, target_name), encoding="utf-8")
@@ -112,12 +116,9 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
 
 
 def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
-    """config.json of a Llama of one layer, in the older form of its rotary settings."""
+    """config.json of a Llama of one layer, without its rotary settings."""
     text = target.text_config
-    rope = _rope(config)
-    theta = rope.pop("rope_theta")
-    longest = config.rope.get("max_position_embeddings")
-    scaling = None if rope == {"rope_type": "default"} else rope
+    longest = config.rope.get("max_position_embeddings") or getattr(text, "max_position_embeddings", None)
     ids = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -129,23 +130,31 @@ def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "num_hidden_layers": 1,
-        "max_position_embeddings": longest or getattr(text, "max_position_embeddings", None) or 2048,
+        "max_position_embeddings": longest or 2048,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
-        **({"qkv_bias": True} if config.qkv_bias else {}),
         **{name: value for name, value in ids.items() if value is not None},
     }
 
 
-def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _older_rope(config: HeadConfig) -> dict[str, Any]:
+    """The older form of the rotary settings, and of the biases of queries, keys and values."""
+    rope = _rope(config)
+    theta = rope.pop("rope_theta")
+    scaling = None if rope == {"rope_type": "default"} else rope
+    return {"rope_theta": theta, "rope_scaling": scaling, **({"qkv_bias": True} if config.qkv_bias else {})}
+
+
+def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> Files:
     config = head.config
     state = head.state_dict()
     block = "layers.0." if to == "speculators" else "midlayer."
     names = {**NAMES, **BIASES, **QK_NORMS, **norm_names(config.options["state_norms"])}
-    weights = {name.replace("midlayer.", block): state[ours] for name, ours in names.items() if ours in state}
+    weights = {}
+    for name, ours in names.items():
+        if ours in state:
+            weights[name.replace("midlayer.", block)] = state[ours]
     dtype = next(head.parameters()).dtype
     if head.has_lm_head:
         weights["lm_head.weight"] = state["lm_head.weight"]
@@ -157,41 +166,33 @@ def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> tuple[di
         ids = torch.arange(count) if head.token_ids is None else head.token_ids.cpu()
         weights["d2t"] = ids - torch.arange(count)
         weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    if to == "speculators":
-        return _speculator(head, target, count, weights, target_name)
-    values = {**_llama(config, target), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": count}
-    values["torch_dtype"] = str(dtype).removeprefix("torch.")
+    values = {**_llama(config, target), **_older_rope(config), "architectures": ["LlamaForCausalLMEagle3"]}
     if to == "sglang":
         left = [layer - 1 for layer in config.layers]
         values["eagle_config"] = {LAYERS: left, "use_aux_hidden_state": True}
+    elif to == "speculators":
+        values = _speculator(config, _llama(config, target), target_name)
+        with torch.no_grad():
+            everything = torch.arange(config.vocab_size, device=target.device)
+            weights["embed_tokens.weight"] = target.embed(everything).to(dtype)
+        if config.qkv_bias:  # transformers' setting covers the output projection too
+            weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size, dtype=dtype)
+    values |= {"draft_vocab_size": count, "torch_dtype": str(dtype).removeprefix("torch.")}
     return values, weights
 
 
-def _speculator(
-    head: Eagle3, target: Target, count: int, weights: dict[str, Tensor], target_name: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config, dtype = head.config, next(head.parameters()).dtype
-    with torch.no_grad():
-        everything = torch.arange(config.vocab_size, device=target.device)
-        weights["embed_tokens.weight"] = target.embed(everything).to(dtype)
-    if config.qkv_bias:  # transformers' setting covers the output projection too
-        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size, dtype=dtype)
-    block = _llama(config, target)
-    for name in ("rope_theta", "rope_scaling", "qkv_bias"):
-        block.pop(name, None)
+def _speculator(config: HeadConfig, block: dict[str, Any], target_name: str) -> dict[str, Any]:
     block |= {
-        "architectures": ["LlamaForCausalLM"],
         "attention_bias": config.qkv_bias,
         "model_type": "qwen3" if config.qk_norm else "llama",
         "rope_parameters": _rope(config),
     }
     options = config.options
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    values = {
+    return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.5.0",
-        "draft_vocab_size": count,
         LAYERS: list(config.layers),
         "target_hidden_size": config.hidden_size,
         "norm_before_residual": options["residual"] == "normed",
@@ -201,7 +202,6 @@ def _speculator(
         "embed_requires_grad": False,
         "has_no_defaults_at_init": False,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "transformer_layer_config": block,
         "speculators_config": {
             "algorithm": "eagle3",
@@ -210,12 +210,12 @@ def _speculator(
             "verifier": {"name_or_path": target_name, "architectures": [config.target_class]},
         },
     }
-    return values, weights
 
 
-def _first_eagle(head: Eagle2, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _first_eagle(head: Eagle2, target: Target) -> Files:
+    config = head.config
     weights = {name.replace("stack.", "layers."): weight for name, weight in head.state_dict().items()}
-    values = {**_llama(head.config, target), "bias": bool(head.config.options["bias"])}
+    values = {**_llama(config, target), **_older_rope(config), "bias": bool(config.options["bias"])}
     if isinstance(head, Msd):
         values["model_type"] = target.config.model_type
     return values, weights
@@ -225,10 +225,6 @@ def _card(head: Head, to: str, target_name: str) -> str:
     """The README.md of a head in another engine's layout."""
     config = head.config
     base = f"base_model: {target_name}\nbase_model_relation: adapter\n" if is_on_hub(target_name) else ""
-    known = config.options["own_vocabulary"] if isinstance(head, Eagle3) else 0
-    layers = ", ".join(map(str, config.layers))
-    if max(config.layers) == config.target_layers:
-        layers += " (the last number is the state behind the final norm)"
     return f"""---
 library_name: {to}
 {base}tags:
@@ -237,15 +233,13 @@ library_name: {to}
 ---
 # Draft head for {target_name}
 
-A drafter for speculative decoding, trained with Saccade and exported to the layout of {to}. It changes the speed of \
-its target, not its answers.
+A drafter for speculative decoding ({head.kind}), trained with Saccade and exported to the layout of {to}. It changes \
+the speed of its target, not its answers.
 
 - Target: `{target_name}`, a {config.target_class} of {config.target_layers} layers and width {config.hidden_size:,}. \
 With any other target its drafts are rejected.
-- Method: {head.kind}; it reads the inputs of the target's layers {layers}.
-- Shape: one block, MLP of {config.intermediate_size:,}, {sum(w.numel() for w in head.parameters()) / 1e6:,.1f} M \
-parameters.
-- Tokens that it can draft: {known or config.vocab_size:,} of the target's {config.vocab_size:,}.
+- It reads the inputs of the target's layers {", ".join(map(str, config.layers))}, and drafts \
+{config.options.get("own_vocabulary") or config.vocab_size:,} of the target's {config.vocab_size:,} tokens.
 - Positions: {"the target's M-RoPE positions" if head.positions == "target" else "token indices, with pictures too"}.
 - Inputs of visual tokens: the features that the target's decoder gets in their place.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,21 @@ class Check:
     note: str = ""  # what follows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Inspection:
     """What a folder holds."""
 
-    path: str  # as given
+    path: str
     holds: str  # `head` or `model`
     layout: str  # `saccade`, another engine's, or `transformers`
     kind: str  # of the head, or the model's class
     facts: Mapping[str, Any]  # name -> value, for a person and for programs
     problem: str | None = None  # why a head cannot be loaded; None if it can
-    checks: list[Check] = field(default_factory=list)  # of a head against a given target
+    checks: list[Check] = field(default_factory=list)  # of a head against a target
 
     @property
     def fits(self) -> bool | None:
-        """Whether a head can be loaded for the given target; None without one."""
+        """Whether a head can be loaded for the target; None without one."""
         if not self.checks and self.problem is None:
             return None
         return self.problem is None and all(check.fits is not False for check in self.checks)
@@ -69,9 +69,14 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
         inspection = Inspection(str(path), "head", "saccade", config.kind, facts)
     else:
         inspection, config = _released(path, values, layout, shape)
-    if target is None or shape is None or config is None:
-        return inspection
-    return _compared(inspection, config, shape, check_checkpoint(target).get_text_config(decoder=True))
+    if target is not None and shape is not None and config is not None:
+        text = check_checkpoint(target).get_text_config(decoder=True)
+        inspection.checks = list(_checks(config, shape, getattr(text, "rms_norm_eps", None), layout is None))
+        try:
+            check_fit(config, shape)
+        except ModelError as misfit:
+            inspection.problem = str(misfit)
+    return inspection
 
 
 def shape_of(target: str | Path) -> TargetShape:
@@ -110,29 +115,23 @@ def _model(path: str | Path) -> Inspection:
 def _released(
     path: str | Path, values: Mapping[str, Any], layout: ReleasedLayout, shape: TargetShape | None
 ) -> tuple[Inspection, HeadConfig | None]:
-    """Describe a released head; its configuration is None if it cannot be loaded."""
+    """Describe a released head; its configuration is None without a target, or if it cannot be loaded."""
     weights = read_weights(path, layout.files)
     guessed = _guess(values, weights)
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     target = str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
+    facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
+    inspection = Inspection(str(path), "head", layout.name(values), str(values.get(SPECULATORS, _UNKNOWN)), facts)
     try:
         config, ours = layout.translate(Released(f"The head {path}", values, weights, guessed))
+        inspection.kind, inspection.facts = config.kind, {**_facts(config, ours, guessed), "target": target}
+        if shape is None:
+            return inspection, None
+        # Again: vocabulary, layers and positions follow the target where the files leave them open.
+        return inspection, layout.translate(Released(f"The head {path}", values, weights, shape))[0]
     except ModelError as problem:
-        facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
-        try:
-            kind = layout.kind(values).kind
-        except ModelError:
-            kind = str(values.get(SPECULATORS, _UNKNOWN))
-        return Inspection(str(path), "head", layout.name(values), kind, facts, problem=str(problem)), None
-    facts = _facts(config, ours, guessed) | {"target": target}
-    inspection = Inspection(str(path), "head", layout.name(values), config.kind, facts)
-    if shape is None:
+        inspection.problem = str(problem)
         return inspection, None
-    try:  # again: vocabulary, layers and positions follow the target where the files leave them open
-        config, _ = layout.translate(Released(f"The head {path}", values, weights, shape))
-    except ModelError as problem:
-        return replace(inspection, problem=str(problem)), None
-    return inspection, config
 
 
 def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetShape:
@@ -156,14 +155,13 @@ def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetSh
 def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetShape) -> dict[str, Any]:
     head = build_head(config)
     is_named = made_for.model_class != _UNKNOWN
-    own = config.options.get("own_vocabulary") or 0
     facts: dict[str, Any] = {
         "target class": made_for.model_class if is_named else None,
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size,
         "target layers": config.target_layers if is_named else None,
         "reads layers": list(config.layers) if is_named or config.kind == "eagle3" else ["last"],
-        "drafts tokens": own or config.vocab_size,
+        "drafts tokens": config.options.get("own_vocabulary") or config.vocab_size,
         "positions": head.positions,
         "norms' epsilon": config.norm_eps,
         "rotary": dict(config.rope),
@@ -175,28 +173,22 @@ def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetSh
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _compared(inspection: Inspection, config: HeadConfig, shape: TargetShape, text: Any) -> Inspection:
-    problem = None
-    try:
-        check_fit(config, shape)
-    except ModelError as misfit:
-        problem = str(misfit)
-    pairs = (
+def _checks(config: HeadConfig, shape: TargetShape, eps: float | None, is_ours: bool) -> Iterator[Check]:
+    for what, head, target in (
         ("hidden size", config.hidden_size, shape.hidden_size),
         ("vocabulary", config.vocab_size, shape.vocab_size),
         ("layers", config.target_layers, shape.layers),
         ("model class", config.target_class, shape.model_class),
-    )
-    checks = [Check(what, head, target, head == target) for what, head, target in pairs]
-    ours = build_head(config).positions
-    theirs = "M-RoPE" if shape.uses_mrope else "one per token"
-    positions = Check("positions", ours, theirs, True)
-    if shape.uses_mrope and ours != "target" and inspection.layout != "saccade":
+    ):
+        yield Check(what, head, target, head == target)
+    positions = build_head(config).positions
+    if shape.uses_mrope and positions != "target" and not is_ours:
         note = "right only if it was trained so; files with mrope_section are read with the target's positions"
-        positions = replace(positions, fits=None, note=note)
-    eps = getattr(text, "rms_norm_eps", None)
-    norms = Check("norms' epsilon", config.norm_eps, eps, True)
-    if eps not in (None, config.norm_eps):
+        yield Check("positions", positions, "M-RoPE", None, note)
+    else:
+        yield Check("positions", positions, "M-RoPE" if shape.uses_mrope else "one per token", True)
+    if eps in (None, config.norm_eps):
+        yield Check("norms' epsilon", config.norm_eps, eps, True)
+    else:
         note = "heads usually have their target's; a wrong one shows in long answers at most"
-        norms = replace(norms, fits=None, note=note)
-    return replace(inspection, problem=problem, checks=[*checks, positions, norms])
+        yield Check("norms' epsilon", config.norm_eps, eps, None, note)

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from saccade.cli import batch, bench, chat, datasets, generate, methods, report, serve, train
-from saccade.cli.option_groups import option, with_local_ray
+from saccade.cli import batch, bench, chat, generate, methods, report, serve, train
+from saccade.cli.option_groups import option, spread, with_local_ray
 from saccade.errors import SaccadeError
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep; spinning ones starve on busy cores
@@ -23,25 +23,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for command in (
-    generate.demo,
-    generate.generate,
-    chat.chat,
-    batch.batch,
-    serve.serve,
-    methods.methods,
-    bench.bench,
-    datasets.datasets,
-    bench.tune,
-    report.report,
-    report.compare,
-    batch.distill,
-    train.train,
-    methods.inspect,
-    methods.export,
-    methods.predict,
-    methods.doctor,
+    *(generate.demo, generate.generate, chat.chat, batch.batch, serve.serve, methods.methods),
+    *(bench.bench, bench.datasets, bench.tune, report.report, report.compare, batch.distill, train.train),
+    *(methods.inspect, methods.export, methods.predict, methods.doctor),
 ):
-    app.command(command.__name__)(command)
+    app.command(command.__name__)(spread(command))
 
 
 @app.callback(invoke_without_command=True)
@@ -71,27 +57,23 @@ def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = 
     try:
         code = commands(args=arguments, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
-    except SaccadeError as problem:
-        _fail(str(problem))
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
-        sys.exit(1)
+        code = 1
     except Exception as problem:
-        if not hasattr(problem, "format_message"):  # typer's own: unknown command, missing option, bad number
+        if not isinstance(problem, SaccadeError) and not hasattr(problem, "format_message"):
             raise
-        _fail(_usage(problem))
+        print(f"saccade: {_sentence(problem)}", file=sys.stderr)
+        code = 2
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(sentence: str) -> None:
-    print(f"saccade: {sentence}", file=sys.stderr)
-    sys.exit(2)
-
-
-def _usage(problem: Any) -> str:
-    """Typer's words on wrong arguments, and where to read the right ones."""
+def _sentence(problem: Any) -> str:
+    """An error in words; typer's own (unknown command, missing option) with where to read the right ones."""
+    if isinstance(problem, SaccadeError):
+        return str(problem)
     words = " ".join(problem.format_message().split()).rstrip(".?")
     command = problem.ctx.command_path if getattr(problem, "ctx", None) else "saccade"
     return f"{words}; see `{command} --help`."

@@ -1,4 +1,4 @@
-"""`saccade bench`, fair comparisons that anyone can rerun, and `saccade tune`, the fastest method as a profile."""
+"""`saccade bench`, fair comparisons that anyone can rerun; `datasets`, what it can ask; `tune`, the fastest method."""
 
 from __future__ import annotations
 
@@ -13,64 +13,128 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from saccade.cli import screen
-from saccade.cli.datasets import DataOptions, tasks_of
-from saccade.cli.option_groups import PairOptions, group, option, spread
+from saccade.cli.option_groups import PairOptions, completion, group, option, split_pairs
 from saccade.errors import InputError, SaccadeError
 from saccade.files import check_folder, is_profile
 from saccade.profile import Profile
 from saccade.wording import count, duration
 
 if TYPE_CHECKING:
-    from saccade.bench.metrics import MethodResult
     from saccade.bench.preparing import Prepared
     from saccade.bench.records import RecordedRun
-    from saccade.bench.suites import Suite
+    from saccade.bench.suites import Suite, TaskEntry
+    from saccade.data.catalogue import DataSet
 
 _CLEAR = 1.02
 """Speed over plain decoding below which plain decoding is chosen."""
 
 
+@group("Data sets")
+class DataOptions:
+    subset: str | None = option(None, "Subset (configuration) of it.", metavar="NAME")
+    split: str | None = option(None, "Split of it.", metavar="NAME")
+    columns: list[str] | None = option(None, "Column of a part; `+` joins several.", metavar="PART=COLUMN")
+    template: str | None = option(None, "Prompt with fields of a row, such as `<image> {question}`.", metavar="TEXT")
+    system: str | None = option(None, "System message.", metavar="TEXT")
+    where: list[str] | None = option(None, "Only rows with this value. May be repeated.", metavar="COLUMN=VALUE")
+    shuffle: int | None = option(None, "Draw rows at random, which loads the whole split.", metavar="SEED")
+    media_root: str | None = option(None, "Folder of the images and videos that rows name.", metavar="FOLDER")
+    num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's.")
+    fps: float | None = option(None, "Frames per second sampled from a video, likewise.")
+
+    def changes(self) -> dict[str, Any]:
+        """Fields of a `saccade.data.catalogue.DataSet` in place of its own, ``columns`` among them."""
+        values = asdict(self)
+        values["prompt"], values["media"] = values.pop("template"), values.pop("media_root")
+        values["columns"] = split_pairs(self.columns, "--columns", "PART=COLUMN,")
+        values["where"] = split_pairs(self.where, "--where", "COLUMN=VALUE,")
+        return {name: value for name, value in values.items() if value not in (None, {})}
+
+    def data(self, name: str) -> DataSet:
+        """Return the data set of a name, with these changes."""
+        from saccade.data import catalogue
+
+        changes = self.changes()
+        columns = changes.pop("columns", {})
+        data = catalogue.find(name)
+        data = data.without_frames() if {"num_frames", "fps"} & set(changes) else data
+        return data.with_columns(columns).with_(**changes)
+
+
 @group("Size")
 class SizeOptions:
-    """Sizes in place of the suite's own."""
-
     per_task: int | None = option(None, "Prompts of every task.")
     repeats: int | None = option(None, "Timed answers per prompt and method.")
     turns: int | None = option(None, "User turns per conversation.")
     max_new_tokens: int | None = option(None, "Longest answer.", "-n")
     seed: int | None = option(None, "Seed of pictures and sampling.")
 
+    def changes(self) -> dict[str, int]:
+        """Fields of a `saccade.bench.suites.Suite` in place of its own."""
+        return {name: size for name, size in asdict(self).items() if size is not None}
 
-@group("Scores")
-class ScoreOptions:
-    """Grading of answers."""
 
+@group("Suite")
+class SuiteOptions:
+    suite: str | None = option(None, "Built-in suite, or a .toml file; without it, list them.", "-s", metavar="NAME")
+    methods: str | None = option(None, "Only these labels or methods, such as `sage:total=25`.", metavar="A,B,C")
+    tasks: str | None = option(None, "Only these tasks of the suite or the pocket world.", metavar="A,B,C")
+    data: Path | None = option(None, "Prompts of your own: JSON lines of LLaVA, OpenAI or Spec-Bench.", metavar="FILE")
+    dataset: list[str] | None = option(None, "A name of `saccade datasets`, hub id, folder or file.", metavar="NAME")
     scorer: str | None = option(
         None, "match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own MODULE:FUNCTION.", metavar="NAME"
     )
-    judge: str | None = option(
-        None, "Endpoint of a model that grades the answers once they are all there.", metavar="FILE.toml"
-    )
+    judge: str | None = option(None, "Endpoint of a model that grades the answers at the end.", metavar="FILE.toml")
+
+    def chosen(self, sizes: SizeOptions, reading: DataOptions) -> Suite:
+        """Return the suite; what is wrong with it shows before models are loaded."""
+        from saccade.bench import judge, scorers
+        from saccade.bench.suites import TaskEntry, choose_methods, choose_tasks, load
+
+        suite = load(str(self.suite)).with_(**sizes.changes())
+        datasets = self.dataset or []
+        if sum((self.data is not None, self.tasks is not None, bool(datasets))) > 1:
+            raise InputError("--data, --dataset and --tasks each replace the suite's tasks; give one of them.")
+        if len(set(datasets)) < len(datasets):
+            raise InputError("A data set is named twice; name each once.")
+        for words, choose in ((self.methods, choose_methods), (self.tasks, choose_tasks)):
+            if words is not None:
+                suite = choose(suite, [word.strip() for word in words.split(",") if word.strip()])
+        entries = [TaskEntry(name=_name(dataset), dataset=dataset) for dataset in datasets] or list(suite.tasks)
+        if self.data is not None:
+            entries = [TaskEntry(name=self.data.stem, file=str(self.data))]
+        changes = reading.changes()
+        if self.scorer is not None:
+            scorers.check(self.scorer)
+            changes["scorer"] = self.scorer
+        if changes and all(entry.task is not None for entry in entries):
+            raise InputError("Options of data sets and scorers need --dataset or --data; name one.")
+        if self.judge:
+            suite = suite.with_(judge=judge.from_file(self.judge))
+        return suite.with_(tasks=tuple(_changed(entry, changes, sizes, reading) for entry in entries))
 
 
-@spread
+def _name(dataset: str) -> str:
+    """Name of a data set in reports: as on the command line, or of its file or folder."""
+    return Path(dataset).stem if Path(dataset).expanduser().exists() else dataset.rpartition("/")[2]
+
+
+def _changed(entry: TaskEntry, changes: Mapping[str, Any], sizes: SizeOptions, reading: DataOptions) -> TaskEntry:
+    sized: dict[str, Any] = {"count": sizes.per_task, "max_new_tokens": sizes.max_new_tokens, "turns": sizes.turns}
+    if entry.task is not None:
+        changes, sized["turns"] = {}, None
+    elif entry.dataset is not None:
+        reading.data(entry.dataset)
+    elif odd := sorted({"columns", "prompt", "where", "shuffle", "subset", "split"} & set(changes)):
+        word = "template" if odd[0] == "prompt" else odd[0]
+        raise InputError(f"--{word} is for --dataset; the prompts of --data are complete.")
+    return replace(entry, **changes, **{name: size for name, size in sized.items() if size is not None})
+
+
 def bench(
     *,
-    suite: str | None = option(
-        None, "A built-in suite, or a .toml file; without it, list the suites.", "-s", metavar="NAME"
-    ),
-    methods: str | None = option(
-        None, "Only these labels or methods, also with options, such as `small=sage:total=25`.", metavar="A,B,C"
-    ),
-    tasks: str | None = option(
-        None, "Only these tasks of the suite, of the pocket world, or of `saccade datasets`.", metavar="A,B,C"
-    ),
-    data: Path | None = option(None, "Prompts of your own: JSON lines of LLaVA, OpenAI or Spec-Bench.", metavar="FILE"),
-    dataset: list[str] | None = option(
-        None, "Questions of a name of `saccade datasets`, a hub id, a folder or file.", metavar="NAME"
-    ),
+    chosen: SuiteOptions,
     reading: DataOptions,
-    scores: ScoreOptions,
     sizes: SizeOptions,
     out: Path | None = option(None, "Folder of the records, by default `runs/NAME`.", metavar="FOLDER"),
     plan: bool = option(False, "Show the planned run and its duration."),
@@ -90,9 +154,9 @@ def bench(
     - `saccade bench --suite quick --dataset textvqa@hivis --dataset mmmu -t Qwen/Qwen2.5-VL-7B-Instruct --plan`
     - `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
-    if suite is None and any((data, dataset, methods, tasks, models.target, models.drafter, out, plan)):
-        raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
-    if suite is None:
+    if chosen.suite is None:
+        if chosen != SuiteOptions() or models.target or models.drafter or out or plan:
+            raise InputError("No suite is named; add --suite quick, or another that `saccade bench` lists.")
         from saccade.bench import suites
 
         for name in suites.NAMES:
@@ -100,37 +164,13 @@ def bench(
             screen.show(f"{name}  {known.mirrors or 'no paper'}", f"    {known.title}")
         screen.show("Run one with `saccade bench --suite NAME`; add --plan to see its plan.")
         return
-    given = {name: size for name, size in asdict(sizes).items() if size is not None}
-    chosen = choose_suite(suite, methods, tasks, data, given)
-    if dataset and (data is not None or tasks is not None):
-        raise InputError("--dataset replaces the suite's tasks; leave out --data and --tasks.")
-    chosen = chosen.with_(tasks=tasks_of(chosen.tasks, dataset or [], reading, given, scores.scorer))
-    if scores.judge:
-        from saccade.bench.judge import from_file
-
-        chosen = chosen.with_(judge=from_file(scores.judge))
-    folder = out or Path("runs") / chosen.name
-    prepared = _prepared(chosen, folder, models.or_pocket())
+    suite = chosen.chosen(sizes, reading)
+    folder = out or Path("runs") / suite.name
+    prepared = _prepared(suite, folder, models.or_pocket())
     if plan:
         _plan(prepared, folder)
     else:
         show(run_suite(prepared, folder), as_json)
-
-
-def choose_suite(name: str, methods: str | None, tasks: str | None, data: Path | None, sizes: dict[str, Any]) -> Suite:
-    from saccade.bench.suites import TaskEntry, choose_methods, choose_tasks, load
-
-    suite = load(name).with_(**sizes)
-    if "per_task" in sizes:  # given here, it replaces what the suite says of a task
-        suite = suite.with_(tasks=tuple(replace(task, count=task.count and suite.per_task) for task in suite.tasks))
-    if data is not None:
-        if tasks is not None:
-            raise InputError("--data replaces the suite's tasks; leave out --tasks.")
-        suite = suite.with_(tasks=(TaskEntry(name=data.stem, file=str(data)),))
-    for words, choose in ((methods, choose_methods), (tasks, choose_tasks)):
-        if words is not None:
-            suite = choose(suite, [name.strip() for name in words.split(",") if name.strip()])
-    return suite
 
 
 def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
@@ -154,12 +194,11 @@ def _plan(prepared: Prepared, folder: Path) -> None:
         expected = estimate(prepared)
     lines = [f"Suite {suite.name}: {suite.title}", suite.mirrors and f"Mirrors {suite.mirrors}", suite.note]
     lines.append("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
-    for method in prepared.config()["methods"]:
-        chosen = {**method["options"], **({"head": method["head"]} if method["head"] else {})}
-        options = " ".join(f"{k}={v}" for k, v in chosen.items())
-        lines.append(f"Method {method['label']}: {method['name']} {options}".rstrip())
+    for label, vlm in prepared.methods.items():
+        options = {**vlm.options, **({"head": vlm.head_name} if vlm.head_name else {})}
+        lines.append(f"Method {label}: {vlm.method} {_pairs(options)}".rstrip())
     lines += [f"Missing: {reason}" for reason in prepared.missing]
-    decoding = " ".join(f"{k}={v}" for k, v in suite.sampling.items()) or "greedy"
+    decoding = _pairs(suite.sampling) or "greedy"
     lines.append(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
     if suite.judge:
         lines.append(_judging(suite.judge, expected.answers, folder))
@@ -167,7 +206,11 @@ def _plan(prepared: Prepared, folder: Path) -> None:
     traced = count(expected.traced, "more answer")
     lines.append(f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees")
     lines.append(f"Time: {duration(expected.seconds)} if every method were as slow as plain decoding")
-    screen.show(*(line for line in lines if line))
+    screen.show(*filter(None, lines))
+
+
+def _pairs(options: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _judging(table: Mapping[str, Any], answers: int, folder: Path) -> str:
@@ -193,7 +236,7 @@ def run_suite(prepared: Prepared, folder: Path) -> RecordedRun:
         with screen.progress("", stopped, live=False) as bar:
             run = Runner(prepared, folder, lambda each: bar(each.done, each.total, each.doing)).run()
     except Mismatch as problem:
-        print(f"saccade: {problem}", file=sys.stderr)
+        screen.warn(str(problem))
         raise typer.Exit(1) from None
     grades = [scores for (by, _, _), scores in stored_scores(folder).items() if by == JUDGE]
     if not all(grades):
@@ -219,16 +262,12 @@ def show(run: RecordedRun, as_json: bool) -> None:
     screen.show(f"The run is in {run.folder}; open it with `saccade report {run.folder}`.")
 
 
-@spread
 def tune(
     *,
-    data: Path | None = option(
-        None, "Prompts of your own as JSON lines; by default pictures of the pocket world.", metavar="FILE"
-    ),
-    per_task: int = option(4, "Prompts (of every task, without --data)."),
-    max_new_tokens: int = option(128, "Longest answer.", "-n"),
+    data: Path | None = option(None, "Prompts of your own; by default pictures of the pocket world.", metavar="FILE"),
     save: Path = option("saccade.toml", "Profile to write.", metavar="FILE"),
     out: Path = option("runs/tune", "Where the answers are kept.", metavar="FOLDER"),
+    sizes: SizeOptions,
     models: PairOptions,
 ) -> None:
     """Measure lossless methods and draft lengths on your machine and prompts, and write the fastest to a profile.
@@ -247,46 +286,86 @@ def tune(
         raise InputError(f"{models.target} is a profile of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":
         raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
-    suite = choose_suite("tune", None, None, data, {"per_task": per_task, "max_new_tokens": max_new_tokens})
+    suite = SuiteOptions(suite="tune", data=data).chosen(sizes, DataOptions())
     prepared = _prepared(suite, out, models)
     run = run_suite(prepared, out)
     show(run, as_json=False)
     profile = choose(prepared, run, models)
     profile.write(save)
-    chosen = " ".join(f"{key}={value}" for key, value in profile.options.items())
-    screen.show(f"Fastest: {profile.method} {chosen}".rstrip() + f"; written to {save}.")
+    screen.show(f"Fastest: {profile.method} {_pairs(profile.options)}".rstrip() + f"; written to {save}.")
 
 
 def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile:
     """Return the profile of the fastest method of a run of the suite ``tune``."""
     from saccade.bench.metrics import by_method
-    from saccade.methods import needs, options
+    from saccade.methods import needs
 
     results = {label: result for label, result in by_method(run.records).items() if result.lossless}
     if not results:
         raise SaccadeError("The run has no answers to choose by; give more prompts.")
-    best = max(results, key=lambda label: _speed(results[label]))
-    if _speed(results[best]) < _CLEAR:
+    speeds = {label: result.speedup.value if result.speedup else 1.0 for label, result in results.items()}
+    best = max(speeds, key=speeds.__getitem__)
+    if speeds[best] < _CLEAR:
         best = "plain"
-    entry = next(method for method in prepared.config()["methods"] if method["label"] == best)
-    settings = {method.label: method.options for method in prepared.suite.methods}[best]
-    measured = {
-        "speedup": round(_speed(results[best]), 3),
-        "prompts": results[best].prompts,
-        **{key: str(value) for key, value in run.header.environment.items()},
-    }
-    is_unused = needs(options(entry["name"], settings)) == "nothing"
+    vlm = prepared.methods[best]
+    environment = {key: str(value) for key, value in run.header.environment.items()}
     return Profile(
-        models.named(),
-        entry["name"],
-        None if is_unused else models.drafter,
-        screen.heads_by_name(models.head or []),
-        entry["head"],
-        dict(settings),
-        measured,
-        prepared.vlm.target.exact,
+        target=models.named(),
+        method=vlm.method,
+        drafter=None if needs(vlm.options) == "nothing" else models.drafter,
+        heads=screen.heads_by_name(models.head or []),
+        head=vlm.head_name,
+        options=next(dict(method.options) for method in prepared.suite.methods if method.label == best),
+        measured={"speedup": round(speeds[best], 3), "prompts": results[best].prompts, **environment},
+        exact=vlm.target.exact,
     )
 
 
-def _speed(result: MethodResult) -> float:
-    return 1.0 if result.speedup is None else result.speedup.value
+def datasets(
+    name: str | None = typer.Argument(
+        None, metavar="[NAME]", autocompletion=completion("dataset"), help="Show how its rows become questions."
+    ),
+    write: Path | None = option(None, "Load its questions, and write `FOLDER/prompts.jsonl`.", metavar="FOLDER"),
+    limit: int | None = option(None, "Write only the first so many questions."),
+    *,
+    reading: DataOptions,
+) -> None:
+    """List data sets that are known by name, and the papers that use them; nothing is downloaded without `--write`.
+
+    `NAME@PAPER` is a data set with what that paper says of its own use: prompt, number of questions, frames, longest
+    answer.
+
+    Examples:
+
+    - `saccade datasets textvqa@hivis`
+    - `saccade datasets textvqa --split train --limit 5000 --write textvqa`
+    """
+    from saccade.data import catalogue
+
+    if name is None and (write is not None or reading.changes()):
+        raise InputError("No data set is named; give one, such as `saccade datasets textvqa`.")
+    if name is None:
+        for known in catalogue.names():
+            data = catalogue.find(known)
+            papers = ", ".join(f"{catalogue.PAPERS[word]} (@{word})" for word in data.papers) or "no paper"
+            screen.show(f"{known}  {papers}: {data.title}")
+        screen.show("Columns are as evaluation code of August 2026 reads them; `saccade datasets NAME` shows them.")
+        return
+    data = reading.data(name)
+    if write is not None:
+        from saccade.data import reading as rows
+
+        with screen.waiting(f"Reading {data.path}"):
+            written = rows.write(data, write, limit)
+        screen.show(f"{count(written, 'question')} in {write / rows.FILE}.")
+        return
+    screen.show(f"{name}: {data.title or 'no ready mapping'}")
+    for field, value in asdict(data).items():
+        if field not in ("name", "title", "papers", "source") and value not in (None, "", (), {}):
+            screen.show(f"  {field}: {' + '.join(value) if isinstance(value, tuple) else value}")
+    if data.source:
+        screen.show(f"  source: columns are as read by {data.source}; not compared with the hub")
+    for paper in data.papers:
+        changes = ", ".join(f"{key} {value!r}" for key, value in catalogue.changes_of(data, paper).items())
+        parts = [part for part in (changes, data.papers[paper].get("note")) if part]
+        screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {'; '.join(parts)}")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_type_hints
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_t
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
-from saccade.cli import completion, screen
+from saccade.cli import screen
 from saccade.errors import InputError
 from saccade.wording import parse_value
 
@@ -77,11 +77,57 @@ def _parameter(name: str, value: Any, hint: Any) -> inspect.Parameter:
     if isinstance(value, OptionInfo) and not any(each.startswith("--") for each in value.param_decls or ()):
         value.param_decls = (f"--{name.rstrip('_').replace('_', '-')}", *(value.param_decls or ()))
     if isinstance(value, ParameterInfo):
-        value.autocompletion = value.autocompletion or completion.BY_NAME.get(name)
+        value.autocompletion = value.autocompletion or completion(name)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
-def settings(pairs: list[str] | None) -> dict[str, Any]:
+def completion(name: str) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
+    """Completion of a parameter's value, or of the last one of a list with commas, in a shell.
+
+    Typer brings the scripts (`saccade --install-completion`), which run `saccade` itself at every press of the key.
+    Where nothing fits, shells complete paths.
+    """
+
+    def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+        before, comma, last = incomplete.rpartition(",")
+        known = _known(name, context.params)
+        return [(f"{before}{comma}{word}", about) for word, about in known.items() if word.startswith(last)]
+
+    return complete
+
+
+def _known(name: str, others: Mapping[str, Any]) -> dict[str, str]:
+    """Values of a parameter that this version knows, with their meanings; they are listed without loading torch."""
+    from saccade.bench import suites
+    from saccade.data import catalogue
+    from saccade.draft.heads.registry import HEAD_KINDS
+    from saccade.methods import METHODS
+    from saccade.methods.settings import table
+
+    words: Iterable[str] = ()
+    match name:
+        case "method" | "methods":
+            return {method: entry.summary for method, entry in METHODS.items()}
+        case "set_":
+            method = METHODS.get(others.get("method") or "chain", METHODS["chain"])
+            return {f"{each}=": about.meaning for _, rows in table(method.settings) for each, _, about in rows}
+        case "target" | "drafter":
+            words = ("pocket",)
+        case "dtype" | "draft_dtype":
+            words = ("auto", "float32", "bfloat16", "float16")
+        case "suite":
+            words = suites.NAMES
+        case "tasks" if others.get("suite") in suites.NAMES:
+            words = (task.name for task in suites.load(others["suite"]).tasks)
+        case "dataset":
+            papers = {known: catalogue.find(known).papers for known in catalogue.names()}
+            words = (*papers, *(f"{known}@{paper}" for known in papers for paper in papers[known]))
+        case "recipe":
+            words = (*HEAD_KINDS, "draft-vlm")
+    return dict.fromkeys(words, "")
+
+
+def settings(pairs: Sequence[str] | None) -> dict[str, Any]:
     """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans."""
     split = split_pairs(pairs, "--set", "NAME=VALUE, such as gamma=7,")
     return {name.replace("-", "_"): parse_value(value) for name, value in split.items()}
@@ -90,7 +136,7 @@ def settings(pairs: list[str] | None) -> dict[str, Any]:
 def split_pairs(pairs: Sequence[str] | None, name: str, form: str) -> dict[str, str]:
     """Split ``KEY=VALUE`` pairs of an option."""
     values = {}
-    for pair in pairs or []:
+    for pair in pairs or ():
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise InputError(f"{name} takes {form} not {pair!r}.")
@@ -98,39 +144,31 @@ def split_pairs(pairs: Sequence[str] | None, name: str, form: str) -> dict[str, 
     return values
 
 
-_SPLITTING = {"tp": "generate", "fsdp": "train"}
-"""Devices that mean several processes which share the target, each with the command that has it."""
-
-
 def _device(context: typer.Context, device: str | None) -> str | None:
     """Check that the command can share its target with other processes, of which the first one alone prints."""
-    if device in _SPLITTING:
-        name, user = context.command.name, _SPLITTING[device]
-        if name != user:
-            problem = f"The device {device} splits the target over processes, which `saccade {name}` cannot use"
-            raise InputError(f"{problem}; give another device, or use `saccade {user}` or the Python API.")
-        if device == "tp" and os.environ.get("RANK", "0") != "0":
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            screen.be_quiet()
+    name, user = context.command.name, {"tp": "generate", "fsdp": "train"}.get(str(device))
+    if user not in (None, name):
+        problem = f"The device {device} splits the target over processes, which `saccade {name}` cannot use"
+        raise InputError(f"{problem}; give another device, or use `saccade {user}` or the Python API.")
+    if device == "tp" and os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        screen.be_quiet()
     return device
+
+
+def place_of(model: str) -> str:
+    """Folder or hub id of a model, of which `pocket` is the built-in target."""
+    from saccade.pocket import target_path
+
+    return str(target_path()) if model == "pocket" else model
 
 
 @group("Models")
 class TargetOptions:
-    """The target, its number format, device and threads."""
-
-    target: str | None = option(
-        None, "Checkpoint folder, hub id, profile of `saccade tune`, or `pocket` (built-in).", "-t", metavar="PATH"
-    )
-    dtype: str = option(
-        "auto", "Of the target: float32, bfloat16, float16 or auto: as stored, or float32 where that is as fast."
-    )
-    device: str | None = option(
-        None, "cpu, cuda, cuda:1, auto (several), or tp and fsdp: split over torchrun's processes.", callback=_device
-    )
-    threads: int | None = option(
-        None, "CPU threads; by default one for a small target, else as many as cores are idle (`train`: all)."
-    )
+    target: str | None = option(None, "Folder, hub id, profile of `saccade tune`, or `pocket`.", "-t", metavar="PATH")
+    dtype: str = option("auto", "float32, bfloat16, float16 or auto: as stored, or float32 where that is as fast.")
+    device: str | None = option(None, "cpu, cuda:1, auto, or tp, fsdp: split over processes.", callback=_device)
+    threads: int | None = option(None, "CPU threads; by default one, or the idle cores for a large target.")
 
     def named(self) -> str:
         """Return the target, which must be named."""
@@ -146,20 +184,10 @@ class TargetOptions:
 
 @group("Models")
 class PairOptions(TargetOptions):
-    """Target, drafter and heads."""
-
-    drafter: str | None = option(
-        None, "A smaller checkpoint of the same tokenizer, a trained head, or `pocket`.", "-d", metavar="PATH"
-    )
-    head: list[str] | None = option(
-        None, "Another trained head, named NAME or like its folder; may be repeated.", metavar="[NAME=]FOLDER"
-    )
-    draft_dtype: str | None = option(
-        None, "Of the drafter; by default as stored, but float32 for a small one on a CPU."
-    )
-    exact: bool = option(
-        False, "Exact mode: lossless methods give plain decoding's tokens in every number format; slower."
-    )
+    drafter: str | None = option(None, "A smaller checkpoint of the same tokenizer, or a head.", "-d", metavar="PATH")
+    head: list[str] | None = option(None, "Another trained head; may be repeated.", metavar="[NAME=]FOLDER")
+    draft_dtype: str | None = option(None, "Of the drafter; by default as stored, or float32 on a CPU.")
+    exact: bool = option(False, "Exact mode: plain decoding's tokens in every number format; slower.")
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `saccade.load`."""
@@ -168,22 +196,22 @@ class PairOptions(TargetOptions):
         arguments["device_map"] = arguments.pop("device")
         return arguments | settings(arguments.pop("set_", None))
 
+    def check(self) -> None:
+        """Report every mistake that shows without weights."""
+        from saccade.vlm import check
+
+        screen.quiet_libraries()
+        check(**self.arguments())
+
     def load(self) -> VLM:
         """Load the models."""
-        models = self.arguments()
-        return screen.load_models(models.pop("target"), models.pop("drafter"), models.pop("method"), **models)
+        return screen.load_models(**self.arguments())
 
 
 @group("Models")
 class ModelOptions(PairOptions):
-    """Target, drafter, heads, and the method with its options."""
-
-    method: str | None = option(
-        None, "See `saccade methods`; by default `auto`, a head's own, or `prompt-lookup` without a drafter.", "-m"
-    )
-    set_: list[str] | None = option(
-        None, "An option of the method, such as `--set gamma=7`; may be repeated.", metavar="NAME=VALUE"
-    )
+    method: str | None = option(None, "See `saccade methods`; by default one that fits the drafter.", "-m")
+    set_: list[str] | None = option(None, "An option of the method, such as `gamma=7`.", metavar="NAME=VALUE")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -191,10 +219,11 @@ class ModelOptions(PairOptions):
         return settings(self.set_)
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+
 @group("Decoding")
 class DecodingOptions:
-    """Length and sampling of answers."""
-
     max_new_tokens: int | None = option(None, "Most tokens of an answer.", "-n")
     sample: bool = option(False, "Sample instead of greedy decoding.")
     temperature: float | None = option(None, "Below 1 sharpens, above 1 flattens, 0 is greedy; implies --sample.")
@@ -206,7 +235,7 @@ class DecodingOptions:
     seed: int | None = option(None, "Seed of sampling.")
 
     def checked(self) -> dict[str, Any]:
-        """Return the generation options, seed left out; what needs no model is checked before one is loaded."""
+        """Return `options`; what needs no model is checked before one is loaded."""
         from saccade.engine.row import check_given
         from saccade.inputs.processor import seeds_of
 
@@ -218,42 +247,33 @@ class DecodingOptions:
 
     def options(self) -> dict[str, Any]:
         """Return the generation options, seed left out; the checkpoint fills those that are not set."""
-        names = ("max_new_tokens", "repetition_penalty", "temperature", "top_p", "top_k", "min_p")
-        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.stop:
-            options["stop_strings"] = self.stop
-        sampling = {"temperature", "top_p", "top_k", "min_p"}
+        if self.temperature == 0 and self.sample:
+            raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
+        options = {**asdict(self), "stop_strings": self.stop or None}
+        for name in ("sample", "stop", "seed"):
+            del options[name]
+        options = {name: value for name, value in options.items() if value is not None}
         if self.temperature == 0:
-            if self.sample:
-                raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
-            options = {name: value for name, value in options.items() if name not in sampling}
-            options["do_sample"] = False
-        elif self.sample or sampling & options.keys():
-            options["do_sample"] = True
-        return options
+            options = {name: value for name, value in options.items() if name not in _SAMPLING}
+            return {**options, "do_sample": False}
+        is_sampled = self.sample or any(name in options for name in _SAMPLING)
+        return {**options, "do_sample": True} if is_sampled else options
 
 
-@group()
-class MarkOptions:
-    """Text and marks of an answer."""
+@group("Media and text")
+class ReadingOptions:
+    """Fields of `saccade.inputs.processor.MediaOptions`."""
 
-    text_as_text: bool = option(
-        False, "Encode control tokens in messages, such as `</s>` or `<image>`, as ordinary text."
-    )
-    marks: bool = option(
-        False, "Mark accepted draft tokens: green, loosely accepted ones yellow; without colours ‹ › and « »."
-    )
+    num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's.")
+    fps: float | None = option(None, "Frames per second sampled from a video, likewise.")
+    text_as_text: bool = option(False, "Encode control tokens in messages, such as `</s>`, as ordinary text.")
 
 
 @group("Several machines")
 class RayOptions:
-    """Ray's cluster."""
+    ray: str | None = option(None, "Run on Ray: here, or on the cluster `auto` or HOST:PORT.", metavar="[ADDRESS]")
 
-    ray: str | None = option(
-        None, "Run on Ray: on this machine, or on the cluster `auto` or HOST:PORT.", metavar="[ADDRESS]"
-    )
-
-    def check(self, name: str, value: int | None) -> None:
+    def check_used(self, name: str, value: int | None) -> None:
         """Raise InputError where an option for Ray is given without ``--ray``."""
         if self.ray is None and value is not None:
             raise InputError(f"{name} is for engines on Ray; give --ray with it, or leave it out.")
@@ -261,26 +281,30 @@ class RayOptions:
 
 @group("Several machines")
 class ActorOptions(RayOptions):
-    """Engines of a batch job on Ray."""
-
     actors: int | None = option(None, "Engines on Ray; by default one per GPU, or per machine.", metavar="N")
 
     @contextmanager
-    def started(
-        self, models: ModelOptions, kind: Any, arguments: Callable[[Places], tuple[Any, ...]], ahead: int
+    def worker(
+        self,
+        models: ModelOptions,
+        kind: Callable[..., Worker],
+        *arguments: Any,
+        ahead: int = 2,
+        shares: Callable[[Places], tuple[Any, ...]] = lambda _: (),  # further arguments of actors that share a machine
     ) -> Iterator[Worker]:
-        """Start actors that load the models; mistakes show before."""
+        """Load the models here, or in actors on Ray; mistakes show before."""
+        if self.ray is None:
+            yield kind(models.load(), models.settings, *arguments)
+            return
         from saccade.jobs.actors import ActorModels, actors
         from saccade.ray_cluster import connected, places
-        from saccade.vlm import check
 
-        screen.quiet_libraries()
-        check(**models.arguments())
+        models.check()
         loading = ActorModels(models.arguments(), models.settings)
-        with connected(str(self.ray), self.actors) as cluster:
+        with connected(self.ray, self.actors) as cluster:
             with_gpu = models.device != "cpu" and models.target != "pocket"
             room = places(cluster, self.actors, models.threads, with_gpu=with_gpu)
-            with actors(cluster, room, loading, kind, arguments(room), ahead=ahead) as worker:
+            with actors(cluster, room, loading, kind, (*arguments, *shares(room)), ahead=ahead) as worker:
                 yield worker
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,19 +24,53 @@ if TYPE_CHECKING:
     from saccade.output import Chunk, Mark, Output
     from saccade.stream import Stream
     from saccade.vlm import VLM
-_UNCUT = 10_000
+
 _notes = Console(stderr=True, highlight=False)
 
 
 def out() -> Console:
     """Return the console of standard output, whose lines have any length where it is no terminal."""
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _UNCUT)
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def show(*lines: str) -> None:
     """Print lines on stdout."""
     for line in lines:
-        out().print(line, markup=False, soft_wrap=True)
+        print(line)
+
+
+def facts(title: str, values: Mapping[str, object]) -> None:
+    """Print a title and lines of a name and a value each on stdout."""
+    width = max(map(len, values), default=0)
+    show(title, *(f"  {name:<{width}}  {worded(value)}" for name, value in values.items()))
+
+
+def worded(value: object) -> str:
+    """A value for a person."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{name} {worded(part)}" for name, part in value.items()) or "none"
+        case list():
+            return ", ".join(map(str, value))
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.3g}"
+    return str(value)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table on stdout."""
+    from rich.table import Table
+
+    drawn = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        drawn.add_row(*(Text(str(cell), no_wrap=True) for cell in row))
+    out().print(drawn)
 
 
 def note(words: str, style: str = "dim") -> None:
@@ -44,19 +78,20 @@ def note(words: str, style: str = "dim") -> None:
     _notes.print(words, style=style, markup=False, soft_wrap=True)
 
 
+def warn(*sentences: str) -> None:
+    """Print warnings on stderr, each as one line."""
+    for sentence in sentences:
+        note(f"saccade: {sentence}", "yellow")
+
+
 def be_quiet() -> None:
     """Print no notes."""
     _notes.quiet = True
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> AbstractContextManager[object]:
     """Show a spinner on stderr; nothing where stderr is not a terminal."""
-    if _notes.is_terminal:
-        with _notes.status(what):
-            yield
-    else:
-        yield
+    return _notes.status(what) if _notes.is_terminal else nullcontext()
 
 
 LOG_SECONDS = 60.0
@@ -72,10 +107,9 @@ def progress(what: str, stopped: str = "", live: bool = True) -> Iterator[Callab
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    words = TextColumn("{task.description}", markup=False)
-    columns = (BarColumn(), MofNCompleteColumn(), words, TimeRemainingColumn())
-    period = 600  # seconds of the estimate; one batch can take minutes
     is_shown = _notes.is_terminal
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeRemainingColumn())
+    period = 600  # seconds of the estimate; one batch can take minutes
     bar = Progress(*columns, console=_notes, auto_refresh=live, transient=True, speed_estimate_period=period)
     task = bar.add_task(what, total=None)
     last = time.monotonic()
@@ -97,25 +131,28 @@ def progress(what: str, stopped: str = "", live: bool = True) -> Iterator[Callab
         raise
 
 
-def check_media(images: list[str], videos: list[str]) -> None:
+def check_media(image: Sequence[str] = (), video: Sequence[str] = ()) -> None:
     """Check files before models are loaded for them."""
     from saccade.inputs.media import load_image, read_source
 
-    for image in images:
-        load_image(image)
-    for video in videos:
-        read_source(video, "video")
+    for file in image:
+        load_image(file)
+    for file in video:
+        read_source(file, "video")
 
 
-def load_models(target: str, drafter: str | None, method: str | None, **options: Any) -> VLM:
-    """Call `saccade.load` behind a spinner."""
+def load_models(*models: Any, **options: Any) -> VLM:
+    """Call `saccade.load` behind a spinner; of warnings, only Saccade's are shown."""
     if not sys.warnoptions:
-        _show_own_warnings()
-    with waiting(f"Loading {target}"):
+        _shown.clear()
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", SaccadeWarning)
+        warnings.showwarning = _show_once  # type: ignore[assignment]
+    with waiting("Loading the models"):
         from saccade import load
 
         quiet_libraries()
-        return load(target, drafter, method, **options)
+        return load(*models, **options)
 
 
 def quiet_libraries() -> None:
@@ -126,21 +163,14 @@ def quiet_libraries() -> None:
     logging.set_verbosity_error()
 
 
-def _show_own_warnings() -> None:
-    """Print each of Saccade's warnings once, as one line; silence those of libraries, which a user cannot act on."""
-    warnings.simplefilter("ignore")
-    warnings.simplefilter("always", SaccadeWarning)
-    shown: set[tuple[str, int]] = set()
-    before = warnings.showwarning
+_shown = set[tuple[str, int]]()
 
-    def show_once(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
-        if not issubclass(category, SaccadeWarning):
-            before(message, category, filename, lineno, *rest)
-        elif (filename, lineno) not in shown:
-            shown.add((filename, lineno))  # not the text: it may count things that differ per image
-            note(f"saccade: {message}", "yellow")
 
-    warnings.showwarning = show_once  # type: ignore[assignment]
+def _show_once(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    """Print a warning as one line; a place, not a text, is shown once: texts may count what differs per image."""
+    if issubclass(category, SaccadeWarning) and (filename, lineno) not in _shown:
+        _shown.add((filename, lineno))
+        warn(str(message))
 
 
 def heads_by_name(heads: list[str]) -> dict[str, str]:
@@ -156,12 +186,11 @@ def heads_by_name(heads: list[str]) -> dict[str, str]:
     return named
 
 
-_PLAIN, _LOOSE = ("", "", ""), ("yellow", "«", "»")
 _LOOKS: dict[Mark, tuple[str, str, str]] = {
-    "target": _PLAIN,
+    "target": ("", "", ""),
     "draft": ("green", "‹", "›"),
-    "loose": _LOOSE,
-    "shifted": _LOOSE,
+    "loose": ("yellow", "«", "»"),
+    "shifted": ("yellow", "«", "»"),
 }
 """Colour of the tokens of a mark, and the brackets around them where the terminal has no colours."""
 
@@ -175,7 +204,7 @@ class Painter:
         self._text = Detokenizer(tokenizer)
         self._console, self._marked = console, marked
         self._has_colours = bool(console.color_system) and not console.no_color
-        self._look = _PLAIN
+        self._bracket = ""  # that closes what is open
 
     def show(self, chunk: Chunk) -> None:
         """Print one chunk (first row)."""
@@ -187,20 +216,20 @@ class Painter:
 
     def put(self, text: str, mark: Mark) -> None:
         """Print a token's text."""
-        look = _LOOKS[mark]
-        if self._has_colours and look != _PLAIN:
-            self._console.print(Text(text, style=look[0]), end="", soft_wrap=True)
+        colour, opening, closing = _LOOKS[mark]
+        if self._has_colours and colour:
+            self._console.print(Text(text, style=colour), end="", soft_wrap=True)
             return
-        if text and look != self._look and not self._has_colours:
-            self._write(self._look[2] + look[1])
-            self._look = look
+        if text and closing != self._bracket and not self._has_colours:
+            text = self._bracket + opening + text
+            self._bracket = closing
         self._write(text)
 
     def finish(self) -> None:
         """Print buffered characters, and end the line."""
         if self._marked:
             self.put(self._text.finish(), "target")
-        self._write(self._look[2] + "\n")
+        self._write(self._bracket + "\n")
 
     def _write(self, text: str) -> None:
         self._console.file.write(text)
@@ -209,40 +238,33 @@ class Painter:
 
 def answer(stream: Stream | Turn, painter: Painter | None) -> Output:
     """Generate to the end, printing every chunk if there is a painter, and return the output; Ctrl-C ends it early."""
-    try:
-        with closing(iter(stream)) as chunks:
-            with waiting("Reading the prompt"):
-                first = next(chunks)
-            with _stop_between_steps() as stopped:
-                for chunk in chain([first], chunks):
-                    if painter is not None:
-                        painter.show(chunk)
-                    if stopped():
-                        break
-    except KeyboardInterrupt:
-        pass
+    with suppress(KeyboardInterrupt), closing(iter(stream)) as chunks:
+        with waiting("Reading the prompt"):
+            first = next(chunks)
+        with _deferred_interrupt() as pressed:
+            for chunk in chain([first], chunks):
+                if painter is not None:
+                    painter.show(chunk)
+                if pressed.is_set():
+                    break
     if painter is not None:
         painter.finish()
     return stream.output
 
 
 @contextmanager
-def _stop_between_steps() -> Iterator[Callable[[], bool]]:
+def _deferred_interrupt() -> Iterator[Event]:
     """Defer the first Ctrl-C to the end of the step, so that caches stay usable; the second one interrupts at once."""
-    stopped = False
+    pressed = Event()
 
-    def stop(*_: Any) -> None:
-        nonlocal stopped
-        if stopped:
+    def press(*_: Any) -> None:
+        if pressed.is_set():
             raise KeyboardInterrupt
-        stopped = True
+        pressed.set()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, stop)
+    before = signal.signal(signal.SIGINT, press)
     try:
-        yield lambda: stopped
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from saccade.cli import screen
-from saccade.cli.option_groups import ModelOptions, RayOptions, group, option, settings, spread
+from saccade.cli.option_groups import ModelOptions, RayOptions, group, option
 from saccade.errors import InputError
 
 _OPTIONS = {"options": "set", "heads": "head"}
@@ -16,43 +16,29 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @group("Server")
-class ServerOptions:
-    """Options in place of the configuration's."""
-
+class ServerOptions(RayOptions):
     host: str | None = option(None, "Address to listen on, 127.0.0.1 by default: this machine alone.")
     port: int | None = option(None, "8000 by default; 0 takes a free one.")
-    api_key_file: str | None = option(
-        None, "API keys, one per line; SACCADE_API_KEYS has more, separated by commas.", metavar="FILE"
+    api_key_file: str | None = option(None, "API keys, one per line; SACCADE_API_KEYS has more.", metavar="FILE")
+    share_prefixes: bool | None = option(None, "API keys share cached prompts, so that one could learn of another's.")
+    reuse_prefixes: bool | None = option(
+        None, "Reuse nothing of earlier requests, as some benchmarks demand.", "--reuse-prefixes/--no-prefix-reuse"
     )
-    share_prefixes: bool | None = option(
-        None, "API keys share cached prompts and pictures, so that one could learn what another has sent."
-    )
-    no_prefix_reuse: bool = option(False, "Reuse nothing of earlier requests, as some benchmarks demand.")
     access_log: bool | None = option(None, "A line per request on standard error.")
     max_rows: int | None = option(None, "Answers that run at once, 8 by default.")
     max_queue: int | None = option(None, "Requests that may wait, 64 by default; further ones get 503.")
-    kv_memory: int | None = option(
-        None, "Memory of keys and values; by default half of the free memory.", metavar="MIB"
+    kv_memory_mib: int | None = option(
+        None, "Of keys and values; by default half of the free memory.", "--kv-memory", metavar="MIB"
     )
-
-
-@group("Several machines")
-class ReplicaOptions(RayOptions):
-    """Servers on Ray."""
-
     replicas: int | None = option(None, "Replicas on Ray; by default one per GPU, or per machine.", metavar="N")
 
 
-@spread
 def serve(
     *,
-    config: str | None = option(
-        None, "TOML file with tables server, limits, media and models; other options override it.", metavar="FILE"
-    ),
+    config: str | None = option(None, "TOML file of server and models; other options override it.", metavar="FILE"),
     name: str | None = option(None, "Name of the model in requests; the target by default.", rich_help_panel="Models"),
     models: ModelOptions,
     chosen: ServerOptions,
-    several: ReplicaOptions,
     plan: bool = option(False, "Check everything, print what would be served, and load nothing."),
 ) -> None:
     """Serve models to any OpenAI client, several answers at once, each the same as alone.
@@ -74,14 +60,13 @@ def serve(
         raise InputError(
             f"The server needs {', '.join(missing)}, which this environment lacks; run `pip install saccade[serve]`."
         )
-    several.check("--replicas", several.replicas)
+    chosen.check_used("--replicas", chosen.replicas)
     from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
     from saccade.serve.configuration import plan as describe
 
-    entry = {"name": name, **asdict(models), "exact": models.exact or None}
-    target = entry.pop("target")
-    entry["options"] = settings(entry.pop("set_"))
+    entry = {"name": name, **asdict(models), "exact": models.exact or None, "options": models.settings}
     entry["heads"] = screen.heads_by_name(entry.pop("head") or [])
+    target, _ = entry.pop("target"), entry.pop("set_")
     if config is not None and target is not None:
         raise InputError("Both --config and --target name models; give one of them.")
     used = [name for name, value in entry.items() if value not in (None, {}, "auto")]
@@ -95,12 +80,9 @@ def serve(
         if config is not None:
             base = read_config(Path(config))
         else:
-            values = {name: value for name, value in entry.items() if value is not None}
-            base = ServerConfig((ModelEntry(target, **values),))
-        server = asdict(chosen)
-        limits = {"max_rows": server.pop("max_rows"), "max_queue": server.pop("max_queue")}
-        limits["kv_memory_mib"] = server.pop("kv_memory")
-        server["reuse_prefixes"] = False if server.pop("no_prefix_reuse") else None
+            base = ServerConfig((ModelEntry(target, **{k: v for k, v in entry.items() if v is not None}),))
+        server = {name: value for name, value in asdict(chosen).items() if name not in ("ray", "replicas")}
+        limits = {name: server.pop(name) for name in ("max_rows", "max_queue", "kv_memory_mib")}
         return override(base, server, limits)
 
     configuration = read()
@@ -108,16 +90,15 @@ def serve(
     if plan:
         configuration.check()
         print(describe(configuration))
-        return
-    if several.ray is not None:
+    elif chosen.ray is not None:
         from saccade.ray_cluster import check_address, load_ray
 
-        check_address(several.ray)
-        load_ray(several.ray)
+        check_address(chosen.ray)
+        load_ray(chosen.ray)
         from saccade.serve.replicas import serve_on_ray
 
-        serve_on_ray(read, several.ray, several.replicas)
-        return
-    from saccade.serve import server
+        serve_on_ray(read, chosen.ray, chosen.replicas)
+    else:
+        from saccade.serve import server
 
-    server.serve(configuration)
+        server.serve(configuration)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from saccade.cli import screen
-from saccade.cli.option_groups import TargetOptions, group, option, settings, spread
+from saccade.cli.option_groups import TargetOptions, group, option, place_of, settings
 from saccade.errors import InputError, TrainingError
 from saccade.files import check_folder
 from saccade.wording import count
@@ -21,38 +21,23 @@ if TYPE_CHECKING:
 
 @group()
 class TrainerOptions:
-    """Start, cache and log of a run: arguments of `saccade.train.trainer.Trainer`."""
-
-    begin: str | None = option(
-        None, "Start from a trained head, or a run's checkpoint (RUN/checkpoints/step-N).", "--from", metavar="HEAD"
-    )
-    features: Path | None = option(
-        None, "Cache the target's states here, for all runs of these answers and layers.", metavar="FOLDER"
-    )
+    begin: str | None = option(None, "Start from a head, or RUN/checkpoints/step-N.", "--from", metavar="HEAD")
+    features: Path | None = option(None, "Cache the target's states here, for all runs.", metavar="FOLDER")
     any_target: bool = option(False, "Take answers that were distilled from another target.")
-    resume: str = option(
-        "never", "`auto` resumes from the newest checkpoint in --out; `never` refuses if there is one."
-    )
+    resume: str = option("never", "`auto`: from the newest checkpoint in --out; `never` refuses if there is one.")
     wandb: str | None = option(None, "Log to this project of Weights & Biases, too.", metavar="PROJECT")
 
 
-@spread
 def train(
     recipe: str = typer.Argument(
         metavar="RECIPE", help="The kind of head (`eagle2`, `hivis`, ...), `draft-vlm`, or the path of a .toml file."
     ),
     data: Path = option(..., "Answers of the target, as `saccade distill` writes them.", metavar="FILE"),
     out: Path = option(..., "Folder of checkpoints, log and the trained head.", "-o", metavar="FOLDER"),
-    set_: list[str] | None = option(
-        None, "A number of the recipe, such as `batch_size=8` or `stage2.steps=0`.", metavar="NAME=VALUE"
-    ),
-    lm: str | None = option(
-        None, "`draft-vlm`: language model to start from, or LAYERSxWIDTH for an untrained one.", metavar="MODEL"
-    ),
+    set_: list[str] | None = option(None, "A number of the recipe: `stage2.steps=0`.", metavar="NAME=VALUE"),
+    lm: str | None = option(None, "`draft-vlm`: start from this model, or an untrained LAYERSxWIDTH.", metavar="MODEL"),
     preset: str | None = option(None, "Settings for one GPU of this memory; --plan shows them.", metavar="24gb|80gb"),
-    plan: bool = option(
-        False, "Time a few steps and estimate the run; with --preset compute memory and disk without weights."
-    ),
+    plan: bool = option(False, "Time a few steps and estimate the run; with --preset compute it without weights."),
     on_bad_line: str = option("stop", "`stop` at the first line that cannot be used, or `skip` them."),
     *,
     chosen: TrainerOptions,
@@ -76,7 +61,7 @@ def train(
     - `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
       answers -o head`
     """
-    target = models.named()
+    models.named()
     for name, value, choices in (
         ("--resume", chosen.resume, ("auto", "never")),
         ("--on-bad-line", on_bad_line, ("stop", "skip")),
@@ -85,7 +70,6 @@ def train(
             raise InputError(f"{name} takes {' or '.join(choices)}, not {value!r}.")
     with screen.waiting("Starting"):
         from saccade import memory_plan
-        from saccade.pocket import target_path
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
 
@@ -101,8 +85,7 @@ def train(
         from saccade.train.plan import forecast
 
         screen.quiet_libraries()
-        where = target_path() if target == "pocket" else target
-        print(forecast(steps, where, data, memory_plan.preset(preset), fitted, models.dtype))
+        print(forecast(steps, place_of(models.named()), data, memory_plan.preset(preset), fitted, models.dtype))
         return
     processes = Processes()
     if not processes.leads:
@@ -118,9 +101,9 @@ def train(
 
 
 def _run(
-    recipe: Recipe, models: TargetOptions, data: Path, out: Path, chosen: TrainerOptions, plan: bool, skip: bool
+    recipe: Recipe, models: TargetOptions, data: Path, out: Path, chosen: TrainerOptions, plan: bool, skips: bool
 ) -> None:
-    """Train or plan in this process, beside the others of the run."""
+    """Train or plan in this process, together with the others of the run."""
     with screen.waiting("Starting"):
         import torch
 
@@ -129,8 +112,8 @@ def _run(
         from saccade.train.trainer import Trainer, check_out
 
     check_answers(data)
-    resume = chosen.resume == "auto"
-    check_out(out, resume)
+    options = {**asdict(chosen), "resume": chosen.resume == "auto"}
+    check_out(out, options["resume"])
     if chosen.features is not None:
         check_folder(chosen.features, TrainingError, "give another --features folder")
     kept = recipe.feature_cache, recipe.cache_gb * 1e9
@@ -140,17 +123,15 @@ def _run(
     placing = {"dtype": models.dtype, "device_map": models.device, "threads": threads}
     vlm = screen.load_models(models.named(), None, "plain", **placing)
     limits = {"min_words": recipe.min_words, "max_tokens": recipe.max_tokens}
-    source = Answers(data, vlm.processor, on_bad_line="skip" if skip else "stop", **limits)
-    options = {**asdict(chosen), "resume": resume}
+    source = Answers(data, vlm.processor, on_bad_line="skip" if skips else "stop", **limits)
     trainer = Trainer(vlm.target, recipe, source, out, processor=vlm.processor, say=screen.note, **options)
-    leads = trainer.processes.leads
     if plan:
         words = plan_of(trainer, kept)
-        if leads:
+        if trainer.processes.leads:
             print(words)
         return
     outcome = trainer.run()
-    if not leads:
+    if not trainer.processes.leads:
         return
     if source.bad:
         number, why = next(iter(source.bad.items()))

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
-from saccade.evaluators.task_settings import AnswerSettings, Log, decoding, sort_arguments
+from saccade.evaluators.task_settings import decoding, sort_arguments
 from saccade.files import write_file
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
@@ -28,61 +28,54 @@ from saccade.target_model.context import Context
 from saccade.vlm import VLM, load
 from saccade.wording import count
 
-CHUNK = 1024
-"""Tokens of a scored continuation per pass."""
-_COUNTS = ("prompt_tokens", "new_tokens", "decoded_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
+Speed = dict[str, float]
+"""Sums over the answers of a task, or of all, by the names of `SUMS`."""
+_STATS = ("prompt_tokens", "new_tokens", "decoded_tokens", "target_passes", "drafted_tokens", "accepted_tokens")
+SUMS = ("answers", "failed", "cut", *_STATS, "seconds", "scored", "scoring_seconds")
+"""Answers that were generated, left empty, and ended at their limit; their `Stats`; wall time, reading of media and
+tokenization included; continuations that were scored, which takes no drafts, and wall time for them."""
 
 
-@dataclass(slots=True)
-class TaskSpeed:
-    """Sums over the answers of a task, or of all."""
-
-    answers: int = 0  # that were generated
-    failed: int = 0  # answers left empty because their question could not be used
-    cut: int = 0  # answers that ended at their limit of tokens
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    decoded_tokens: int = 0
-    target_passes: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    seconds: float = 0.0  # wall time, reading of media and tokenization included
-    scored: int = 0  # continuations whose log-probability was computed; they take no drafts
-    scoring_seconds: float = 0.0  # wall time for them
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Tokens per second, tokens per target pass (prefill excluded), and accepted share of drafted tokens."""
-        return {
-            "tokens_per_second": round(self.new_tokens / (self.seconds or 1), 4),
-            "tokens_per_pass": round(self.decoded_tokens / (self.target_passes or 1), 4),
-            "acceptance": round(self.accepted_tokens / (self.drafted_tokens or 1), 4),
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """All sums and rates as JSON values."""
-        seconds = round(self.seconds, 4)
-        scoring = round(self.scoring_seconds, 4)
-        return {**asdict(self), **self.rates, "seconds": seconds, "scoring_seconds": scoring}
-
-    def __str__(self) -> str:
-        rates = self.rates
-        return (
-            f"{count(self.answers, 'answer')} with {count(self.new_tokens, 'token')} in {self.seconds:.1f} s: "
-            f"{rates['tokens_per_second']:.1f} tokens/s, {rates['tokens_per_pass']:.2f} tokens per target pass, "
-            f"{rates['acceptance']:.2f} of the drafted tokens accepted"
-        )
+def rates(speed: Speed) -> dict[str, float]:
+    """Tokens per second, tokens per target pass (prefill excluded), and accepted share of drafted tokens."""
+    return {
+        "tokens_per_second": round(speed["new_tokens"] / (speed["seconds"] or 1), 4),
+        "tokens_per_pass": round(speed["decoded_tokens"] / (speed["target_passes"] or 1), 4),
+        "acceptance": round(speed["accepted_tokens"] / (speed["drafted_tokens"] or 1), 4),
+    }
 
 
-@dataclass(frozen=True, slots=True)
+def _rounded(speed: Speed) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in speed.items()} | rates(speed)
+
+
+def described(speed: Speed) -> str:
+    """A sentence without its full stop."""
+    answers = count(int(speed["answers"]), "answer")
+    tokens = count(int(speed["new_tokens"]), "token")
+    per_second, per_pass, acceptance = rates(speed).values()
+    return (
+        f"{answers} with {tokens} in {speed['seconds']:.1f} s: {per_second:.1f} tokens/s, {per_pass:.2f} tokens per "
+        f"target pass, {acceptance:.2f} of the drafted tokens accepted"
+    )
+
+
+@dataclass(eq=False, slots=True)
 class TaskQuestion:
-    """One question of an evaluator."""
+    """One question of an evaluator, and its row once it is in the batch."""
 
     task: str  # name of the task or data set
     name: str  # of the question, for messages
     messages: Callable[[], Messages]  # makes the conversation
     settings: Mapping[str, Any]  # generation settings of the task
     sampling: Mapping[str, Any] = field(default_factory=dict)  # `num_frames` and `fps` of its videos
+    row: Row | None = None
+    problem: BaseException | None = None  # why it could not join
+
+    @property
+    def done(self) -> bool:
+        """Whether its answer can be made."""
+        return self.problem is not None or (self.row is not None and self.row.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,70 +88,58 @@ class TaskAnswer:
     failure: str = ""  # one sentence where the question could not be used; empty otherwise
 
 
-@dataclass(eq=False, slots=True)
-class RunningQuestion:
-    """A question in the batch."""
-
-    question: TaskQuestion
-    stops: tuple[str, ...]
-    row: Row | None = None  # None where it could not join
-    problem: InputError | None = None  # then
-    seconds: float = 0.0  # its share of the wall time so far
-
-    @property
-    def done(self) -> bool:
-        """Whether its answer can be made."""
-        return self.row is None or self.row.done
-
-
 class EvaluatedModel:
     """A target and a method behind an evaluator's interface."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], log: Log, target_names: tuple[str, ...] = ("target",), rank: int = 0
+        self,
+        arguments: Mapping[str, Any],
+        log: Callable[[str], None],  # takes one sentence for the evaluator's log
+        target_names: tuple[str, ...] = ("target",),
+        rank: int = 0,  # of this process; those after the first put it into the name of their speed file
     ) -> None:
         loading, self._defaults, self._options = sort_arguments(arguments, target_names)
         self._log, self._logged = log, set[str]()
         self._decoding({})
-        self._path = _speed_file(self._options.speed, rank)
+        self._path: Path | None = None
+        if self._options.speed is not None:
+            path = Path(self._options.speed).expanduser()
+            if path.is_dir():
+                raise SaccadeError(f"speed={path} is a folder; give the name of a JSON file in it.")
+            self._path = path.with_name(f"{path.stem}.{rank}{path.suffix}") if rank else path
         warnings.filterwarnings("default", category=SaccadeWarning)  # evaluators silence all warnings
         self.vlm: VLM = load(**loading)
         self._media = MediaOptions(self._options.num_frames, self._options.fps, text_as_text=True)
-        kv_memory = int(KV_MEMORY_SHARE * free_memory(self.vlm.target.device))
         self.max_rows: int = self._options.batch_size
+        kv_memory = int(KV_MEMORY_SHARE * free_memory(self.vlm.target.device))
         self._batch = self.vlm.engine.open(self.max_rows, kv_memory=kv_memory)
-        self._running: list[RunningQuestion] = []
-        self._scoring: Context | None = None
-        self._facts = self._header()
-        self.speeds: dict[str, TaskSpeed] = {}
+        self._running: list[TaskQuestion] = []
+        self._scoring = Context(self.vlm.target, 1)
+        self._facts = {
+            "target": name_of(self.vlm.target.model),
+            "drafter": name_of(self.vlm.draft_model.model) if self.vlm.draft_model else self.vlm.head_name,
+            "method": self.vlm.method,
+            "options": self.vlm.options,
+            "lossless": self.vlm.lossless,
+            "dtype": str(self.vlm.target.dtype).removeprefix("torch."),
+            "rows": self.max_rows,
+            "environment": environment(self.vlm.target.device),
+        }
+        self.speeds: dict[str, Speed] = {}
         """By task."""
 
-    def _header(self) -> dict[str, Any]:
-        vlm = self.vlm
-        drafter = None if vlm.draft_model is None else name_of(vlm.draft_model.model)
-        return {
-            "target": name_of(vlm.target.model),
-            "drafter": drafter or vlm.head_name,
-            "method": vlm.method,
-            "options": vlm.options,
-            "lossless": vlm.lossless,
-            "dtype": str(vlm.target.dtype).removeprefix("torch."),
-            "rows": self.max_rows,
-            "environment": environment(vlm.target.device),
-        }
-
     @property
-    def total(self) -> TaskSpeed:
+    def total(self) -> Speed:
         """Sums over all tasks."""
-        rows = [asdict(speed) for speed in self.speeds.values()]
-        return TaskSpeed(**{name: sum(row[name] for row in rows) for name in TaskSpeed.__slots__})
+        return {name: sum(speed[name] for speed in self.speeds.values()) for name in SUMS}
 
     def save(self) -> None:
         """Write the speed file, where one is named."""
         if self._path is not None:
-            tasks = {name: speed.as_dict() for name, speed in self.speeds.items()}
-            content = {"run": self._facts, "total": self.total.as_dict(), "tasks": tasks}
-            write_file(self._path, json.dumps(content, indent=2) + "\n", advice="choose another file with speed=FILE")
+            tasks = {name: _rounded(speed) for name, speed in self.speeds.items()}
+            content = {"run": self._facts, "total": _rounded(self.total), "tasks": tasks}
+            text = json.dumps(content, indent=2)
+            write_file(self._path, f"{text}\n", advice="choose another file with speed=FILE")
 
     def log(self, sentence: str) -> None:
         """Log a sentence once."""
@@ -172,143 +153,124 @@ class EvaluatedModel:
         """Answer questions, as many at once as the batch has rows, and write the speed file."""
         for question in questions:
             self._decoding(question.settings)  # a mistake in the settings shows before the first answer
-        waiting = deque(enumerate(questions))
-        running: dict[int, RunningQuestion] = {}
-        answers: dict[int, TaskAnswer] = {}
+        waiting, answers = deque(questions), dict[int, TaskAnswer]()
+        running: list[TaskQuestion] = []
         try:
             while waiting or running:
                 while waiting and len(running) < self.max_rows:
-                    number, question = waiting.popleft()
-                    running[number] = self.start(question)
+                    running.append(waiting.popleft())
+                    self.start(running[-1])
                 self.step()
-                for number in [number for number, each in running.items() if each.done]:
-                    answers[number] = self.answer(running.pop(number))
+                for question in [question for question in running if question.done]:
+                    running.remove(question)
+                    answers[id(question)] = self.answer(question)
                     ended()
         finally:
-            for each in self._running:
-                if each.row is not None:
-                    self._batch.cancel(each.row)
+            for question in self._running:
+                if question.row is not None:
+                    self._batch.cancel(question.row)
             self._running = []
             self.save()
-        return [answers[number] for number in range(len(questions))]
+        return [answers[id(question)] for question in questions]
 
-    def start(self, question: TaskQuestion) -> RunningQuestion:
+    def start(self, question: TaskQuestion) -> None:
         """Put a question into the batch."""
-        chosen = self._decoding(question.settings)
         started = time.perf_counter()
-        running = RunningQuestion(question, chosen.stops)
         try:
-            running.row = self._row(question, chosen)
+            question.row = self._row(question)
         except InputError as problem:
-            running.problem = problem
-            return running
-        running.seconds = time.perf_counter() - started
-        self._running.append(running)
-        return running
+            question.problem = problem
+            return
+        self._speed(question)["seconds"] += time.perf_counter() - started
+        self._running.append(question)
 
     def step(self) -> None:
-        """Run one step of the batch."""
+        """Run one step of the batch, whose time counts in equal parts for its rows."""
         if not self._running:
             return
         started = time.perf_counter()
         self._batch.step()
         share = (time.perf_counter() - started) / len(self._running)
-        for running in self._running:
-            running.seconds += share
-        self._running = [running for running in self._running if not running.done]
+        for question in self._running:
+            self._speed(question)["seconds"] += share
+        self._running = [question for question in self._running if not question.done]
 
-    def answer(self, running: RunningQuestion) -> TaskAnswer:
+    def answer(self, question: TaskQuestion) -> TaskAnswer:
         """Answer to a question that is done; raises its error unless failed questions are skipped."""
-        question = running.question
-        row = running.row
-        problem = running.problem if row is None else row.error
-        speed = self.speeds.setdefault(question.task, TaskSpeed())
-        if isinstance(problem, SaccadeError):
-            if not self._options.skip_failed:
-                raise type(problem)(
-                    f"{question.task}, {question.name}: {problem} (skip_failed=True leaves such answers empty and goes "
-                    "on.)"
-                ) from problem
-            speed.failed += 1
-            self.log(f"{question.task}, {question.name} is left empty: {problem}")
+        row, speed, place = question.row, self._speed(question), f"{question.task}, {question.name}"
+        problem = question.problem if row is None else row.error
+        if isinstance(problem, SaccadeError) and self._options.skip_failed:
+            speed["failed"] += 1
+            self.log(f"{place} is left empty: {problem}")
             return TaskAnswer("", failure=str(problem))
-        if problem is not None:
-            raise problem
-        assert row is not None
+        if isinstance(problem, SaccadeError):
+            advice = "(skip_failed=True leaves such answers empty and goes on.)"
+            raise type(problem)(f"{place}: {problem} {advice}") from problem
+        if problem is not None or row is None:
+            raise problem or AssertionError("answer() is for questions that are done")
         output = row.finish(self.vlm.lossless)
-        stats = output.stats
-        speed.answers += 1
-        speed.cut += output.finish_reason == "length"
-        speed.seconds += running.seconds
-        for name in _COUNTS:
-            setattr(speed, name, getattr(speed, name) + getattr(stats, name))
+        speed["answers"] += 1
+        speed["cut"] += output.finish_reason == "length"
+        for name in _STATS:
+            speed[name] += getattr(output.stats, name)
         text = text_of(self.vlm.processor.tokenizer, output.tokens)
-        ends = [text.index(stop) for stop in running.stops if stop in text]
-        return TaskAnswer(text[: min(ends, default=len(text))], stats.prompt_tokens, stats.new_tokens)
+        stops = self._decoding(question.settings)[0].get("stop_strings", ())
+        ends = [text.index(stop) for stop in stops if stop in text]
+        end = min(ends, default=len(text))
+        return TaskAnswer(text[:end], output.stats.prompt_tokens, output.stats.new_tokens)
 
     def score(self, question: TaskQuestion, continuation: str) -> tuple[float, bool]:
         """Return the mean negative log-probability of a continuation's tokens, and whether it is the greedy answer."""
         started = time.perf_counter()
-        prompt = self._input(question)
         ids = self.vlm.processor.tokenizer(continuation.lstrip(), add_special_tokens=False)["input_ids"]
         try:
             if not ids:
                 raise InputError("The continuation is empty, so it has no probability; give one of at least one token.")
-            loss, is_greedy = self._teacher_forced(prompt.prompt(self.vlm.processor), ids)
+            loss, is_greedy = self._teacher_forced(self._input(question).prompt(self.vlm.processor), ids)
         except SaccadeError as problem:
             raise type(problem)(f"{question.task}, {question.name}: {problem}") from problem
-        speed = self.speeds.setdefault(question.task, TaskSpeed())
-        speed.scored += 1
-        speed.scoring_seconds += time.perf_counter() - started
-        return loss / len(ids), is_greedy
+        speed = self._speed(question)
+        speed["scored"] += 1
+        speed["scoring_seconds"] += time.perf_counter() - started
+        return loss, is_greedy
 
     @torch.inference_mode()
     def _teacher_forced(self, prompt: Prompt, ids: list[int]) -> tuple[float, bool]:
-        """Loss of a continuation, summed, by the target alone; prompts that share a beginning share its prefill."""
-        if self._scoring is None:
-            self._scoring = Context(self.vlm.target, 1)
-        context = self._scoring
-        device = self.vlm.target.device
+        """Mean loss of a continuation by the target alone; prompts that share a beginning share its prefill."""
+        context, device = self._scoring, self.vlm.target.device
         context.target.traits.limits.check(len(prompt) + len(ids))
         first = context.load(0, prompt).logits
         assert first is not None
-        losses = []
-        hits = []
-        logits = first[None]
-        start = 0
-        while True:
-            expected = torch.tensor(ids[start : start + len(logits)], device=device)
-            losses.append(torch.nn.functional.cross_entropy(logits.float(), expected, reduction="sum"))
-            hits.append((logits.argmax(-1) == expected).all())
-            start += len(expected)
-            if start == len(ids):
-                return float(torch.stack(losses).sum()), bool(torch.stack(hits).all())
-            # The last token's own logits are not needed.
-            block = ids[start - 1 : min(start - 1 + CHUNK, len(ids) - 1)]
+        logits, block = first[None], ids[:-1]
+        if block:
             context.cache.reserve(0, context.lengths[0] + len(block))
-            logits = context.forward([0], torch.tensor([block], device=device)).logits[0]
+            rest = context.forward([0], torch.tensor([block], device=device)).logits[0]
             context.commit([0], [list(range(len(block)))], [block])
+            logits = torch.cat((logits, rest))  # [len(ids), V]
+        expected = torch.tensor(ids, device=device)
+        loss = torch.nn.functional.cross_entropy(logits.float(), expected)
+        return float(loss), bool((logits.argmax(-1) == expected).all())
 
     def close(self) -> None:
         """Free caches and models; the speed remains."""
         self._batch.close()
-        self._scoring = None
-        del self.vlm, self._batch
+        del self.vlm, self._batch, self._scoring
 
-    def _decoding(self, settings: Mapping[str, Any]) -> AnswerSettings:
+    def _speed(self, question: TaskQuestion) -> Speed:
+        return self.speeds.setdefault(question.task, dict.fromkeys(SUMS, 0))
+
+    def _decoding(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         return decoding(settings, self._defaults, self._options.paragraphs, self.log)
 
     def _input(self, question: TaskQuestion) -> RowInput:
-        messages = question.messages()
-        system = self._options.system
+        messages, system = question.messages(), self._options.system
         if system is not None and not (messages and messages[0].get("role") == "system"):
             messages = [{"role": "system", "content": system}, *messages]
         return RowInput(messages, options=replace(self._media, **question.sampling))
 
-    def _row(self, question: TaskQuestion, chosen: AnswerSettings) -> Row:
-        vlm = self.vlm
-        options = dict(chosen.options)
-        request = vlm.request(self._input(question), seeds_of(chosen.seed, 1)[0])
+    def _row(self, question: TaskQuestion) -> Row:
+        vlm, (options, seed) = self.vlm, self._decoding(question.settings)
+        request = vlm.request(self._input(question), seeds_of(seed, 1)[0])
         room = vlm.target.traits.limits.context
         if room is not None and 0 < room - len(request.prompt) < options["max_new_tokens"]:
             self.log(
@@ -318,13 +280,3 @@ class EvaluatedModel:
             options["max_new_tokens"] = room - len(request.prompt)
         (planned,) = plan(vlm.target, [request.prompt], tokenizer=vlm.processor.tokenizer, **options)
         return self._batch.add(request, planned)
-
-
-def _speed_file(name: str | None, rank: int) -> Path | None:
-    """Path of the speed file of one process; those of further processes get their number."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    if path.is_dir():
-        raise SaccadeError(f"speed={name} is a folder; give the name of a JSON file in it.")
-    return path if rank == 0 else path.with_name(f"{path.stem}.{rank}{path.suffix}")

@@ -22,20 +22,25 @@ from PIL import Image
 from tqdm import tqdm
 
 from saccade.errors import InputError
-from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion, TaskSpeed
+from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion, described, rates
 from saccade.inputs.processor import Messages
 
 IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}
 
 Part = Mapping[str, Any]
+Arguments = Sequence[Any]
+"""Of a request."""
+Round = tuple[TaskQuestion | None, Any]
+"""The next question of a task of several rounds, and the task's notes."""
+Scores = list[tuple[float, bool]]
 
 
 class _Saccade(lmms):
     """Base of the chat and the simple model."""
 
-    _question: Callable[[Sequence[Any]], TaskQuestion]  # of a request's arguments
-    _round: Callable[[Sequence[Any], dict[str, Any]], tuple[TaskQuestion | None, Any]]  # the same of a later round
+    _question: Callable[[Arguments], TaskQuestion]
+    _round: Callable[[Arguments, dict[str, Any]], Round]
 
     def __init__(self, max_batch_size: Any = None, **arguments: Any) -> None:
         super().__init__()
@@ -68,30 +73,32 @@ class _Saccade(lmms):
         before = self.model.total
         with tqdm(total=len(questions), disable=self.rank != 0, desc=title) as bar:
             answers = self.model.answers(questions, bar.update)
-        after = self.model.total
-        new = TaskSpeed(**{name: getattr(after, name) - getattr(before, name) for name in TaskSpeed.__slots__})
-        if new.answers:
-            rates = new.rates
+        new = {name: value - before[name] for name, value in self.model.total.items()}
+        if new["answers"]:
+            speed = rates(new)
             log_metrics(
-                total_elapsed_time=new.seconds,
-                total_gen_tokens=new.new_tokens,
-                avg_speed=rates["tokens_per_second"],
+                total_elapsed_time=new["seconds"],
+                total_gen_tokens=new["new_tokens"],
+                avg_speed=speed["tokens_per_second"],
                 additional_metrics={
-                    "tokens_per_target_pass": rates["tokens_per_pass"],
-                    "acceptance": rates["acceptance"],
-                    "total_requests": new.answers,
-                    "failed": new.failed,
-                    "cut_at_limit": new.cut,
+                    "tokens_per_target_pass": speed["tokens_per_pass"],
+                    "acceptance": speed["acceptance"],
+                    "total_requests": new["answers"],
+                    "failed": new["failed"],
+                    "cut_at_limit": new["cut"],
                 },
             )
-        for task, speed in self.model.speeds.items():
-            logger.info(f"Speed of {task}: {speed}.")
+        for task, sums in self.model.speeds.items():
+            logger.info(f"Speed of {task}: {described(sums)}.")
         return answers
 
     def generate_until(self, requests: list[Any]) -> list[Any]:
         """Answer requests."""
-        answers = self._answers([self._question(request.args) for request in requests], "Answering")
-        return [GenerationResult(a.text, TokenCounts(a.prompt_tokens, a.new_tokens)) for a in answers]
+        results = []
+        for answer in self._answers([self._question(request.args) for request in requests], "Answering"):
+            tokens = TokenCounts(answer.prompt_tokens, answer.new_tokens)
+            results.append(GenerationResult(answer.text, tokens))
+        return results
 
     def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
         """Answer every round of requests; the task's function is called with the answers so far.
@@ -100,23 +107,21 @@ class _Saccade(lmms):
         """
         answers: list[list[str]] = [[] for _ in requests]
         notes: list[Any] = [None] * len(requests)
-        questions: dict[int, TaskQuestion] = {n: self._question(r.args) for n, r in enumerate(requests)}
+        questions = {place: self._question(request.args) for place, request in enumerate(requests)}
         number = 0
         while questions:
             number += 1
-            replies = self._answers(list(questions.values()), f"Round {number}")
-            for place, reply in zip(list(questions), replies, strict=True):
+            replies = self._answers([*questions.values()], f"Round {number}")
+            for place, reply in zip(questions, replies, strict=True):
                 answers[place].append(reply.text)
-                state = {
-                    "round_idx": number,
-                    "previous_output": list(answers[place]),
-                    "previous_round_info": notes[place],
-                }
+            following = dict[int, TaskQuestion]()
+            for place in questions:
+                state = {"round_idx": number, "previous_output": list(answers[place])}
+                state["previous_round_info"] = notes[place]
                 question, notes[place] = self._round(requests[place].args, state)
-                if question is None:
-                    del questions[place]
-                else:
-                    questions[place] = question
+                if question is not None:
+                    following[place] = question
+            questions = following
         return answers
 
 
@@ -125,16 +130,16 @@ class SaccadeChat(_Saccade):
 
     is_simple = False
 
-    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Any]) -> Scores:
         """Refuse: lmms-eval scores continuations with simple models only."""
         raise InputError("lmms-eval scores continuations with simple models only; give --force_simple as well.")
 
-    def _question(self, arguments: Sequence[Any]) -> TaskQuestion:
+    def _question(self, arguments: Arguments) -> TaskQuestion:
         _, doc_to_messages, settings, doc_id, task, split = arguments
         messages = lambda: _conversation(doc_to_messages(self._doc(task, split, doc_id)))  # noqa: E731
         return TaskQuestion(task, f"document {doc_id}", messages, settings)
 
-    def _round(self, arguments: Sequence[Any], state: dict[str, Any]) -> tuple[TaskQuestion | None, Any]:
+    def _round(self, arguments: Arguments, state: dict[str, Any]) -> Round:
         _, doc_to_messages, settings, doc_id, task, split = arguments
         result = doc_to_messages(self._doc(task, split, doc_id), **state)
         if not (isinstance(result, tuple) and len(result) == 4) or result[1]:
@@ -147,7 +152,7 @@ class SaccadeSimple(_Saccade):
 
     is_simple = True
 
-    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Any]) -> Scores:
         """Score continuations."""
         scores = []
         for request in tqdm(requests, disable=self.rank != 0, desc="Scoring"):
@@ -158,12 +163,12 @@ class SaccadeSimple(_Saccade):
         self.model.save()
         return scores
 
-    def _question(self, arguments: Sequence[Any]) -> TaskQuestion:
+    def _question(self, arguments: Arguments) -> TaskQuestion:
         context, settings, visuals, *_, doc_id, task, split = arguments
         messages = partial(self._messages, context, visuals, doc_id, task, split)
         return TaskQuestion(task, f"document {doc_id}", messages, settings)
 
-    def _round(self, arguments: Sequence[Any], state: dict[str, Any]) -> tuple[TaskQuestion | None, Any]:
+    def _round(self, arguments: Arguments, state: dict[str, Any]) -> Round:
         _, settings, _, doc_to_text, *place = arguments
         doc_id, task, split = place
         result = doc_to_text(self._doc(task, split, doc_id), **state)
@@ -209,12 +214,14 @@ def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
         if index in placed or not 0 <= index < len(pictures):
             continue
         placed.add(index)
-        content += [{"type": "text", "text": text[start : place.start()]}, pictures[index]]
+        content.append({"type": "text", "text": text[start : place.start()]})
+        content.append(pictures[index])
         start = place.end()
     content.append({"type": "text", "text": text[start:]})
     inside = [id(pictures[index]) for index in placed]
     first = [part for part in parts if id(part) not in inside]
-    return [{"role": "user", "content": [*first, *(part for part in content if part.get("text") != "")]}], removes
+    shown = [*first, *(part for part in content if part.get("text") != "")]
+    return [{"role": "user", "content": shown}], removes
 
 
 def _conversation(messages: Any) -> Messages:
@@ -223,57 +230,42 @@ def _conversation(messages: Any) -> Messages:
     for message in messages:
         content = message.get("content")
         if isinstance(content, (list, tuple)):
-            content = [_part_of_message(item) for item in content]
+            content = [_part_of(item, is_text=isinstance(item, str)) for item in content]
         conversation.append({"role": message.get("role"), "content": content})
     return conversation
 
 
-def _part_of_message(item: Any) -> Part:
-    if isinstance(item, str):
-        return {"type": "text", "text": item}
-    if not isinstance(item, Mapping):
-        return _part_of(item)
-    if item.get("type") == "text":
-        return {"type": "text", "text": str(item.get("text", ""))}
-    if isinstance(item.get("url"), Mapping):  # instead of the path a task may give a table with the bounds of the clip
-        item = {**item, "url": None, **item["url"]}
-    return _part_of(item)
-
-
-def _part_of(visual: Any) -> Part:
-    """Message part of one picture or video."""
-    if isinstance(visual, Mapping):
-        return _part_of_table(visual)
+def _part_of(item: Any, is_text: bool = False) -> Part:
+    """Message part of one text, picture or video."""
     kind = "video"
-    if isinstance(visual, (str, PurePath)):
-        ending = PurePath(visual).suffix.lower()
+    if isinstance(item, Mapping):
+        if item.get("type") == "text":
+            return {"type": "text", "text": str(item.get("text", ""))}
+        if isinstance(item.get("url"), Mapping):  # a table with the bounds of the clip instead of the path
+            item = {**item, "url": None, **item["url"]}
+        for name in ("video_start", "video_end", "start_time", "end_time"):
+            if item.get(name) is not None:
+                raise InputError(f"A part of a video ({name}={item[name]}) is not supported; cut the video first.")
+        named = (item.get(name) for name in ("url", "path", "image", "video"))
+        sources = [source for source in named if source is not None]
+        if item.get("type") == "audio" or "sampling_rate" in item:
+            raise InputError("The task passes audio, which Saccade's models do not accept; choose another task.")
+        if not sources:
+            raise InputError(f"A task's visual with the keys {', '.join(map(str, item))} has neither url nor path.")
+        part = _part_of(sources[0])
+        kind = item["type"] if item.get("type") in ("image", "video") else part["type"]
+        return {"type": kind, kind: sources[0]}
+    if is_text:
+        return {"type": "text", "text": item}
+    if isinstance(item, (str, PurePath)):
+        ending = PurePath(item).suffix.lower()
         if ending in SOUND_ENDINGS:
-            raise InputError(f"{visual} is audio, which Saccade's models do not accept; choose another task.")
-        if ending in IMAGE_ENDINGS or str(visual).startswith("data:image/"):
+            raise InputError(f"{item} is audio, which Saccade's models do not accept; choose another task.")
+        if ending in IMAGE_ENDINGS or str(item).startswith("data:image/"):
             kind = "image"
-    elif isinstance(visual, Image.Image) or (isinstance(visual, np.ndarray) and visual.ndim == 3):
+    elif isinstance(item, Image.Image) or (isinstance(item, np.ndarray) and item.ndim == 3):
         kind = "image"
-    elif not isinstance(visual, (list, tuple, np.ndarray)):
-        raise InputError(
-            f"A task's visual of type {type(visual).__name__} is not usable; expected a PIL image, an array, a list of "
-            "frames, or a path."
-        )
-    return {"type": kind, kind: visual}
-
-
-def _part_of_table(visual: Mapping[str, Any]) -> Part:
-    kind = visual.get("type")
-    if kind == "audio" or "sampling_rate" in visual:
-        raise InputError("The task passes audio, which Saccade's models do not accept; choose another task.")
-    for name in ("video_start", "video_end", "start_time", "end_time"):
-        if visual.get(name) is not None:
-            raise InputError(
-                f"The task asks for part of a video ({name}={visual[name]}), which is not supported; cut it first."
-            )
-    source = next((visual[name] for name in ("url", "path", "image", "video") if visual.get(name) is not None), None)
-    if source is None:
-        raise InputError(f"A task's visual with the keys {', '.join(map(str, visual))} has neither url nor path.")
-    is_sound = isinstance(source, (str, PurePath)) and PurePath(source).suffix.lower() in SOUND_ENDINGS
-    if kind in ("image", "video") and not is_sound:
-        return {"type": kind, kind: source}
-    return _part_of(source)
+    elif not isinstance(item, (list, tuple, np.ndarray)):
+        expected = "a PIL image, an array, a list of frames, or a path"
+        raise InputError(f"A task's visual of type {type(item).__name__} is not usable; expected {expected}.")
+    return {"type": kind, kind: item}

@@ -12,14 +12,8 @@ from saccade.errors import InputError
 from saccade.options import check_whole
 from saccade.stream import GenerationOptions
 
-Log = Callable[[str], None]
-"""Takes one sentence for the evaluator's log."""
-
 NEW_TOKENS = 1024
 """Limit of an answer where neither the task nor the caller sets one."""
-ROWS = 8
-"""Rows of the running batch for ``batch_size=auto``."""
-
 ALIASES = {"max_gen_toks": "max_new_tokens", "max_tokens": "max_new_tokens", "stop": "until", "stop_sequences": "until"}
 """Names of generation settings in tasks -> the usual ones."""
 
@@ -31,7 +25,6 @@ ELSEWHERE = {
 """Settings of tasks that need nothing here, with the reason that is reported."""
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-
 _OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 GENERATION = {*GenerationOptions.__annotations__, *UNSUPPORTED, *ALIASES, "until", "seed"} - {*_OBJECTS}
 """Accepted names of generation settings; `saccade.engine.row` refuses unsupported values."""
@@ -51,7 +44,7 @@ class PluginOptions:
 
     def __post_init__(self) -> None:
         if self.batch_size == "auto":
-            self.batch_size = ROWS
+            self.batch_size = 8
         elif str(self.batch_size).isdecimal():
             self.batch_size = int(self.batch_size)
         check_whole(self.batch_size, 1, "batch_size", error=InputError)
@@ -72,8 +65,15 @@ def sort_arguments(
             f"{'both were' if targets else 'none was'} given."
         )
     values["target"] = values.pop(targets[0])
-    if isinstance(values.get("heads"), str):
-        values["heads"] = _heads(values["heads"])
+    if isinstance(values.get("heads"), str):  # folders between semicolons: an evaluator's arguments hold no lists
+        entries = [entry.strip() for entry in values["heads"].split(";") if entry.strip()]
+        values["heads"] = [entry for entry in entries if "=" not in entry]
+        if not values["heads"]:
+            values["heads"] = dict(entry.split("=", 1) for entry in entries)
+        elif len(values["heads"]) < len(entries):
+            raise InputError(
+                f"Either all heads have a name (NAME=FOLDER;NAME=FOLDER) or none, not {'; '.join(entries)}."
+            )
     if "device" in values:
         values.setdefault("device_map", values.pop("device"))
     plugin = {name: values.pop(name) for name in PluginOptions.__slots__ if name in values}
@@ -81,32 +81,17 @@ def sort_arguments(
     return values, generation, PluginOptions(**plugin)
 
 
-def _heads(text: str) -> list[str] | dict[str, str]:
-    """Folders between semicolons, each with or without a name: an evaluator's arguments hold no lists."""
-    entries = [entry.strip() for entry in text.split(";") if entry.strip()]
-    named = ["=" in entry for entry in entries]
-    if not any(named):
-        return entries
-    if not all(named):
-        raise InputError(f"Either all heads have a name (NAME=FOLDER;NAME=FOLDER) or none, not {text!r}.")
-    return dict(entry.split("=", 1) for entry in entries)
+def decoding(
+    settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, log: Callable[[str], None]
+) -> tuple[dict[str, Any], int | None]:
+    """Return the generation options and the seed of a task's settings.
 
-
-@dataclass(frozen=True, slots=True)
-class AnswerSettings:
-    """Settings of one answer."""
-
-    options: dict[str, Any]  # generation options of `saccade.VLM.generate`
-    stops: tuple[str, ...]  # strings that end the answer and are no part of it
-    seed: int | None  # of its random generator; None: drawn from torch's global generator, which evaluators seed
-
-
-def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraphs: bool, log: Log) -> AnswerSettings:
-    """Resolve a task's generation settings; greedy decoding where neither temperature nor do_sample says otherwise."""
+    Greedy decoding where neither temperature nor do_sample says otherwise.
+    """
     options: dict[str, Any] = {}
     for source in (defaults, settings):
         options |= {ALIASES.get(name, name): value for name, value in source.items()}
-    for name in [name for name in options if name in ELSEWHERE]:
+    for name in ELSEWHERE.keys() & options.keys():
         log(f"The task's setting {name}={options.pop(name)!r} is left out: {ELSEWHERE[name]}.")
     if unknown := sorted(set(options) - GENERATION):
         raise InputError(
@@ -117,23 +102,21 @@ def decoding(settings: Mapping[str, Any], defaults: Mapping[str, Any], paragraph
     if paragraphs:
         stops = [stop for stop in stops if stop.strip()]
     seed = options.pop("seed", None)
-    options = {name: value for name, value in options.items() if value is not None}
-    longest = options.setdefault("max_new_tokens", NEW_TOKENS)
+    options = {"max_new_tokens": NEW_TOKENS} | {name: value for name, value in options.items() if value is not None}
+    longest = options["max_new_tokens"]
     if isinstance(longest, float) and math.isfinite(longest) and longest == int(longest):
         options["max_new_tokens"] = int(longest)  # an evaluator's parser makes floats of numbers
-    temperature = options.get("temperature")
-    wanted = options.get("do_sample")
+    temperature, wanted = options.get("temperature"), options.get("do_sample")
     samples = bool(temperature) if wanted is None else bool(wanted) and temperature != 0
     if wanted and not samples:
         log("The task asks for do_sample=True at temperature 0, which is greedy decoding.")
     if temperature and not samples:
         log(f"The task asks for do_sample=False, so its temperature={temperature} has no effect.")
-    options["do_sample"] = samples
     if not samples:
         options = {name: value for name, value in options.items() if name not in OF_SAMPLING}
     if stops:
         options["stop_strings"] = list(dict.fromkeys(stops))
-    return AnswerSettings(options, tuple(stops), seed)
+    return {**options, "do_sample": samples}, seed
 
 
 def _stops(value: Any) -> list[str]:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from saccade.errors import InputError, SaccadeError
-from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion
+from saccade.evaluators.evaluated_model import EvaluatedModel, TaskQuestion, described
 from saccade.inputs.processor import Messages
 
 FAILED = "Failed to obtain answer via API."
@@ -59,8 +59,13 @@ class SaccadeModel:
                 )
             sampling = {"num_frames": self.nframe, "fps": self.fps}
         question = TaskQuestion(dataset or "unnamed", "a question", partial(conversation, message), {}, sampling)
-        answer = self._beside_others(question) if self.is_api else self.model.answers([question])[0]
-        return FAILED if answer.failure else answer.text
+        run = lambda step, *of: self._engine.submit(step, *of).result()  # noqa: E731
+        run(self.model.start, question)
+        while not question.done:  # every thread that waits for an answer has the steps run, in turn
+            run(self.model.step)
+        answer = run(self.model.answer, question)
+        run(self.model.save)
+        return FAILED if answer.failure else str(answer.text)
 
     def chat_inner(self, messages: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
         """Answer the last of several turns, each with ``role`` and ``content`` (parts as in `generate_inner`)."""
@@ -70,15 +75,8 @@ class SaccadeModel:
     def report_speed(self) -> None:
         """Log the speed by data set, and write the speed file."""
         for task, speed in self.model.speeds.items():
-            _LOG.warning("Speed of %s: %s.", task, speed)
+            _LOG.warning("Speed of %s: %s.", task, described(speed))
         self.model.save()
-
-    def _beside_others(self, question: TaskQuestion) -> TaskAnswer:
-        """Answer one question in the batch; every thread that waits for one has the steps run, in turn."""
-        running = self._engine.submit(self.model.start, question).result()
-        while not running.done:
-            self._engine.submit(self.model.step).result()
-        return self._engine.submit(self.model.answer, running).result()
 
 
 def conversation(parts: Sequence[Mapping[str, Any]]) -> Messages:

@@ -6,7 +6,7 @@ from typing import Any
 from saccade.pocket.sample import Facts, Media, Task, grammars
 from saccade.pocket.scoring import in_order, mentioned, overlap, sentences
 from saccade.pocket.shapes import RADIUS, Thing, key, name, named, render, scatter
-from saccade.pocket.words import BACKGROUNDS, NUMBERS, ORDINALS, a, joined, sentence, shuffled
+from saccade.pocket.words import BACKGROUNDS, NUMBERS, ORDINALS, a, joined, sentence, shuffled, spoken
 
 Event = dict[str, Any]
 """`what` (a direction, "appears", "leaves" or a new size) and the number of the `thing`."""
@@ -22,13 +22,21 @@ _EVENTS_BY_FRAMES = {8: 2, 12: 3}  # at least three frames per event; four event
 
 def _clear(thing: Thing, end: tuple[int, int], others: list[Thing]) -> bool:
     """Whether the path to `end` touches nothing."""
-    reach = RADIUS[thing["size"]]
+    left, right = sorted((thing["x"], end[0]))
+    top, bottom = sorted((thing["y"], end[1]))
     for other in others:
-        gap = reach + RADIUS[other["size"]] + 2
-        spans = [sorted((thing[axis], to)) for axis, to in zip("xy", end, strict=True)]
-        if all(low - gap < other[axis] < high + gap for axis, (low, high) in zip("xy", spans, strict=True)):
+        gap = RADIUS[thing["size"]] + RADIUS[other["size"]] + 2
+        is_across = left - gap < other["x"] < right + gap
+        is_along = top - gap < other["y"] < bottom + gap
+        if is_across and is_along:
             return False
     return True
+
+
+def _is_inside(place: tuple[int, int], size: str) -> bool:
+    """Whether a shape of that size lies within the picture."""
+    reach = RADIUS[size] + 1
+    return all(reach <= value <= 95 - reach for value in place)
 
 
 def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | None:
@@ -43,11 +51,10 @@ def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | Non
             return None
     elif rng.random() < 0.85:
         what = rng.choice(list(DIRECTIONS))
-        reach = RADIUS[thing["size"]] + 1
         dx, dy = DIRECTIONS[what]
         far = rng.randint(_SHORTEST, 60)
         end = (thing["x"] + dx * far, thing["y"] + dy * far)
-        if not all(reach <= v <= 95 - reach for v in end) or not _clear(thing, end, others):
+        if not _is_inside(end, thing["size"]) or not _clear(thing, end, others):
             return None
         after["x"], after["y"] = end
     elif rng.random() < 0.5:
@@ -56,9 +63,8 @@ def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | Non
         what, after["there"] = "leaves", False
     else:
         what = after["size"] = "small" if thing["size"] == "large" else "large"
-        reach = RADIUS[what] + 1
         place = (thing["x"], thing["y"])
-        if not all(reach <= v <= 95 - reach for v in place) or not _clear(after, place, others):
+        if not _is_inside(place, what) or not _clear(after, place, others):
             return None
     return {"thing": number, "what": what}, [after if other is thing else other for other in things]
 
@@ -66,7 +72,8 @@ def _happen(rng: Random, things: list[Thing]) -> tuple[Event, list[Thing]] | Non
 def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[Event]]:
     """Draw `wanted` events of two to `most` shapes; return the states before, between and after, and the events."""
     while True:
-        things: list[Thing] = [{**thing, "there": True} for thing in scatter(rng, rng.randint(2, most))]
+        scene = scatter(rng, rng.randint(2, most))
+        things: list[Thing] = [{**thing, "there": True} for thing in scene]
         if rng.random() < 0.4:
             things[-1]["there"] = False
         states: list[list[Thing]] = [things]
@@ -75,15 +82,19 @@ def plot(rng: Random, wanted: int, most: int) -> tuple[list[list[Thing]], list[E
             if len(events) == wanted:
                 break
             chance = _happen(rng, states[-1])
+            if chance is None:
+                continue
+            event, after = chance
             # Two events of one shape in a row could look like one.
-            if chance is None or (events and chance[0]["thing"] == events[-1]["thing"] and rng.random() < 0.7):
+            if events and event["thing"] == events[-1]["thing"] and rng.random() < 0.7:
                 continue
-            if events and chance[0] == events[-1]:
+            if events and event == events[-1]:
                 continue
-            events.append(chance[0])
-            states.append(chance[1])
+            events.append(event)
+            states.append(after)
         seen = {event["thing"] for event in events}
-        if len(events) == wanted and all(t["there"] or i in seen for i, t in enumerate(things)):
+        has_all = all(thing["there"] or number in seen for number, thing in enumerate(things))
+        if has_all and len(events) == wanted:
             return states, events
 
 
@@ -91,10 +102,12 @@ def between(before: list[Thing], after: list[Thing], share: float) -> list[Thing
     """Visible things at a share of the way from one state to the next."""
     seen = []
     for old, new in zip(before, after, strict=True):
-        now = {**(new if share >= 0.5 else old)}
+        now = dict(new if share >= 0.5 else old)
         for axis in "xy":
-            now[axis] = round(old[axis] + share * (new[axis] - old[axis]))
-        seen += [now] if now["there"] else []
+            way = new[axis] - old[axis]
+            now[axis] = round(old[axis] + share * way)
+        if now["there"]:
+            seen.append(now)
     return seen
 
 
@@ -116,7 +129,8 @@ def film(rng: Random) -> Media:
     for number in range(frames):
         at = (number / (frames - 1)) * wanted  # in events
         step = min(int(at), wanted - 1)
-        shown.append(render(background, between(states[step], states[step + 1], at - step)))
+        visible = between(states[step], states[step + 1], at - step)
+        shown.append(render(background, visible))
     facts = {
         "things": unplaced_things(states[0]),
         "events": events,
@@ -212,8 +226,9 @@ def _dense(rng: Random, facts: Facts) -> str:
     texts = [describe_event(rng, things[event["thing"]], event["what"]) for event in ordered]
     count = sentence(rng, f"{NUMBERS[len(texts)]} things happen.", f"{NUMBERS[len(texts)]} in total.", "")
     listed = cast(rng, facts)
-    parts = [listed, *texts, count] if rng.random() < 0.5 else [count, *texts, listed]
-    return " ".join(part for part in parts if part)
+    if rng.random() < 0.5:
+        return spoken([listed, *texts, count])
+    return spoken([count, *texts, listed])
 
 
 def _verbose(rng: Random, facts: Facts) -> str:

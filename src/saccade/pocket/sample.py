@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from saccade.errors import InputError
-from saccade.pocket.words import Labels, no_labels
+from saccade.pocket.labels import Labels, no_labels
 
 IMAGE_MARK = "<image>"
 """Place of a picture within a question; without marks all pictures come first."""

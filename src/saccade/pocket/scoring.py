@@ -1,20 +1,10 @@
-"""Facts pairs in answers, their overlap with ground truth, and chance level."""
+"""Pairs of facts in answers, and their overlap with ground truth."""
 
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import pairwise
 
-from saccade.pocket.sample import Sample, score
 from saccade.pocket.words import NUMBERS
-
-
-def chance(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean score of true answers against the facts of the next sample, by kind of fact."""
-    ring = [*samples, samples[0]]
-    marks = [score(one.task, one.answer, other.facts) for one, other in pairwise(ring)]
-    return {fact: sum(mark[fact] for mark in marks) / len(marks) for fact in marks[0]}
-
 
 CONCLUSION = r"(?i)[^.]*\banswer\b[^.]*"
 """Pattern of the sentence with the answer, among reasons."""
@@ -52,6 +42,16 @@ def overlap(stated: Sequence[Hashable], true: Sequence[Hashable]) -> float:
     return common / max(len(stated), len(true), 1)
 
 
+def pairs_stated(
+    stated: Sequence[tuple[str, int]], items: Sequence[str], values: Sequence[int]
+) -> tuple[float, float, float]:
+    """Whether each item has one value, the share of right items, and the share of items with the right value."""
+    true = list(zip(items, values, strict=True))
+    names = [item for item, _ in stated]
+    is_complete = len(set(names)) == len(stated) == len(true)
+    return float(is_complete), overlap(names, items), overlap(stated, true)
+
+
 def only(text: str, words: Iterable[str]) -> str | None:
     """The only word of a closed list in a text, else None."""
     matches = mentioned(text, words)
@@ -63,6 +63,10 @@ def in_order(stated: Sequence[Hashable], true: Sequence[Hashable]) -> float:
     lengths = [0] * (len(true) + 1)
     for item in stated:
         before = 0
-        for i, wanted in enumerate(true, 1):
-            before, lengths[i] = lengths[i], before + 1 if item == wanted else max(lengths[i], lengths[i - 1])
+        for i, expected in enumerate(true, 1):
+            longest = max(lengths[i], lengths[i - 1])
+            if item == expected:
+                longest = before + 1
+            before = lengths[i]
+            lengths[i] = longest
     return lengths[-1] / max(len(stated), len(true), 1)

@@ -7,20 +7,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from saccade.pocket.words import (
-    BACKGROUNDS,
-    COLOURS,
-    COLUMNS,
-    GRID,
-    IMAGE_SIZE,
-    PATCH_SIZE,
-    ROWS,
-    SHAPES,
-    SIZES,
-    Labels,
-    blank_labels,
-    label_patch,
-)
+from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE, Labels, blank_labels, label_patch
+from saccade.pocket.words import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES, SIZES
 
 Thing = dict[str, Any]
 """A shape: `x`, `y` (its centre), `size`, `colour`, `shape`, and the words for its cell, `row` and `column`."""
@@ -31,12 +19,15 @@ BORDER = 3  # no centre is nearer to the line between two cells, so that its pla
 _HUES, _KINDS = "|".join(COLOURS), "|".join(SHAPES)
 _NAMED = re.compile(rf"\b({_HUES}) (?:(?:{'|'.join(SIZES)}) )?({_KINDS})\b")
 _PLACE = re.compile(rf"\b({'|'.join(ROWS)}) ({'|'.join(COLUMNS)})\b")
-_BESIDE = re.compile(rf"(?:above|below|to the (?:left|right) of|than|as) the (?:{_HUES}) (?:{_KINDS})")
 
 
 def draw_shape(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
     """Draw a shape around its centre."""
-    x, y, r, ink = thing["x"], thing["y"], RADIUS[thing["size"]], COLOURS[thing["colour"]]
+    x, y = thing["x"], thing["y"]
+    r = RADIUS[thing["size"]]
+    ink = COLOURS[thing["colour"]]
+    top, bottom = (x, y - r), (x, y + r)
+    left, right = (x - r, y), (x + r, y)
     box = (x - r, y - r, x + r, y + r)
     arm = r // 3
     match thing["shape"]:
@@ -47,9 +38,9 @@ def draw_shape(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
         case "square":
             draw.rectangle(box, fill=ink)
         case "triangle":
-            draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=ink)
+            draw.polygon([top, (x - r, y + r), (x + r, y + r)], fill=ink)
         case "diamond":
-            draw.polygon([(x, y - r), (x - r, y), (x, y + r), (x + r, y)], fill=ink)
+            draw.polygon([top, left, bottom, right], fill=ink)
         case "cross":
             draw.rectangle((x - arm, y - r, x + arm, y + r), fill=ink)
             draw.rectangle((x - r, y - arm, x + r, y + arm), fill=ink)
@@ -58,14 +49,14 @@ def draw_shape(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
 def label(things: list[Thing]) -> Labels:
     """Patch labels of all patches whose middle lies within a thing, `[GRID, GRID, 8]`."""
     labels = blank_labels()
+    middles = [(number + 0.5) * PATCH_SIZE for number in range(GRID)]
     for thing in things:
         reach = RADIUS[thing["size"]]
-        for i in range(GRID):
-            for j in range(GRID):
-                middle_x, middle_y = (j + 0.5) * PATCH_SIZE, (i + 0.5) * PATCH_SIZE
-                if max(abs(middle_x - thing["x"]), abs(middle_y - thing["y"])) <= reach:
-                    words = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
-                    label_patch(labels, int(middle_x), int(middle_y), **words)
+        words = {kind: thing[kind] for kind in ("colour", "shape", "size", "row", "column")}
+        for y in middles:
+            for x in middles:
+                if abs(x - thing["x"]) <= reach and abs(y - thing["y"]) <= reach:
+                    label_patch(labels, int(x), int(y), **words)
     return labels
 
 
@@ -79,20 +70,36 @@ def relation(this: Thing, other: Thing) -> str:
 
 def locate(thing: Thing, x: int, y: int) -> Thing:
     """The thing with its centre at `(x, y)`, and the words for that place."""
-    return {**thing, "x": x, "y": y, "row": ROWS[y // CELL], "column": COLUMNS[x // CELL]}
+    row, column = ROWS[y // CELL], COLUMNS[x // CELL]
+    return {**thing, "x": x, "y": y, "row": row, "column": column}
+
+
+def anywhere(rng: Random, size: str) -> tuple[int, int]:
+    """Draw a centre for a shape of that size within the picture."""
+    first, last = RADIUS[size] + 1, IMAGE_SIZE - RADIUS[size] - 2
+    x = rng.randint(first, last)
+    y = rng.randint(first, last)
+    return x, y
+
+
+def is_free(x: int, y: int, size: str, others: Iterable[Thing]) -> bool:
+    """Whether a centre is far enough from other shapes and from the lines between cells."""
+    for value in (x, y):
+        if min(value % CELL, -value % CELL) < BORDER:
+            return False
+    for other in others:
+        gap = RADIUS[size] + RADIUS[other["size"]] + 2
+        is_near_x = abs(x - other["x"]) <= gap
+        is_near_y = abs(y - other["y"]) <= gap
+        if is_near_x and is_near_y:
+            return False
+    return True
 
 
 def room(rng: Random, size: str, others: Iterable[Thing]) -> tuple[int, int] | None:
     """Draw a centre for a shape of that size; None if it is too close to others or to the lines between cells."""
-    radius = RADIUS[size]
-    x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
-    if any(min(v % CELL, -v % CELL) < BORDER for v in (x, y)):
-        return None
-    for other in others:
-        gap = radius + RADIUS[other["size"]] + 2
-        if abs(x - other["x"]) <= gap and abs(y - other["y"]) <= gap:
-            return None
-    return x, y
+    x, y = anywhere(rng, size)
+    return (x, y) if is_free(x, y, size, others) else None
 
 
 def scatter(
@@ -149,8 +156,3 @@ def named(text: str) -> list[tuple[str, str]]:
 def places(text: str) -> list[tuple[str, str]]:
     """Row and column of all places in a text, in order."""
     return _PLACE.findall(text)
-
-
-def unplaced(text: str) -> str:
-    """The text without the things that others are placed or compared relative to."""
-    return _BESIDE.sub("", text)

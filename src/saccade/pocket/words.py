@@ -3,9 +3,6 @@
 from random import Random
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 _Item = TypeVar("_Item")
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -38,22 +35,40 @@ NAMES = ("Ann", "Bob", "Eva", "Leo", "Mia", "Tom")
 TOWNS = ("Cairo", "Delhi", "Lima", "Oslo", "Paris", "Rome")
 
 
+QUESTIONS = {
+    "chart": (
+        "Read the values from the bar chart.",
+        "What does this chart show?",
+        "Explain the bar chart.",
+        "What are the values in this chart?",
+    ),
+    "receipt": (
+        "Read the receipt.",
+        "What was bought and for how much?",
+        "Explain the receipt.",
+        "What does this receipt say?",
+    ),
+    "scene": (
+        "Describe the picture.",
+        "What can you see in this image?",
+        "List every shape and say where it is.",
+        "What is drawn here?",
+    ),
+    "line": (
+        "Read the values from the line chart.",
+        "What does the line show on every day?",
+        "Explain the line chart.",
+        "What are the values of the days?",
+    ),
+}
+"""Questions of the tasks with one picture."""
+
+
 def plural(noun: str, count: int) -> str:
     """`noun` in the number of `count`: `plural("cross", 2) == "crosses"`."""
     if count == 1:
         return noun
     return noun + ("es" if noun.endswith("s") else "s")
-
-
-CONTENT = frozenset(
-    word.lower()
-    for group in (
-        *(COLOURS, BACKGROUNDS, SHAPES, SIZES, ROWS, COLUMNS, GOODS, NUMBERS, ORDINALS),
-        *([plural(noun, 2) for noun in nouns] for nouns in (SHAPES, GOODS)),
-    )
-    for word in group
-)
-"""Words that no answer can get right without looking."""
 
 
 def joined(parts: list[str]) -> str:
@@ -72,6 +87,18 @@ def shuffled(rng: Random, items: list[_Item]) -> list[_Item]:
     return rng.sample(items, len(items))
 
 
+def often_shuffled(rng: Random, items: list[_Item], chance: float) -> list[_Item]:
+    """The items, shuffled with a probability."""
+    if rng.random() < chance:
+        return shuffled(rng, items)
+    return items
+
+
+def spoken(sentences: list[str]) -> str:
+    """The sentences that are not empty, as one text."""
+    return " ".join(text for text in sentences if text)
+
+
 def a(noun: str) -> str:
     """The noun with its indefinite article: `a("orange ring") == "an orange ring"`."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
@@ -82,49 +109,3 @@ def difference(this: int, other: int) -> str:
     if this == other:
         return "the same as"
     return f"{NUMBERS[abs(this - other)]} {'more' if this > other else 'less'} than"
-
-
-IMAGE_SIZE = 96
-PATCH_SIZE = 12
-GRID = IMAGE_SIZE // PATCH_SIZE
-IGNORED_LABEL = -100
-"""Label of a patch without ground truth, which PyTorch's cross-entropy ignores."""
-
-Labels = NDArray[np.int64]
-
-LABEL_WORDS: dict[str, tuple[str, ...]] = {
-    "colour": tuple(COLOURS),
-    "shape": (*SHAPES, "bar"),
-    "size": SIZES,
-    "word": (*GOODS, *TOWNS, *NAMES, *DAYS),
-    "number": NUMBERS[1:13],
-    "row": ROWS,
-    "column": COLUMNS,
-    "ordinal": ORDINALS,
-}
-"""Kind of label -> words for its classes, from class 1 on.
-
-All patches of an object have the object's labels: a price with its item, a shape with the cell of its centre, a bar or
-a line with its number from the left or the top.
-"""
-
-LABEL_CLASSES = {kind: 1 + len(words) for kind, words in LABEL_WORDS.items()}
-"""Number of classes of each kind, including "nothing here"."""
-
-_KINDS = list(LABEL_WORDS)
-
-
-def label_patch(labels: Labels, x: int, y: int, **words: str) -> None:
-    """Label the patch around a pixel with one word for each given kind."""
-    for kind, word in words.items():
-        labels[y // PATCH_SIZE, x // PATCH_SIZE, _KINDS.index(kind)] = 1 + LABEL_WORDS[kind].index(word)
-
-
-def blank_labels() -> Labels:
-    """Labels of an empty picture, `[GRID, GRID, 8]`."""
-    return np.zeros((GRID, GRID, len(LABEL_WORDS)), np.int64)
-
-
-def no_labels() -> Labels:
-    """Labels of a picture without ground truth for its patches."""
-    return np.full((GRID, GRID, len(LABEL_WORDS)), IGNORED_LABEL, np.int64)

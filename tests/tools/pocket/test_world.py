@@ -12,9 +12,9 @@ import pytest
 
 from saccade.inputs.chat import normalise
 from saccade.pocket import WORLD, Sample, draw, score
-from saccade.pocket.scoring import chance
 from saccade.pocket.words import GOODS
 from tools.pocket.batches import training_samples
+from tools.pocket.contact_sheet import chance
 
 GRAMMARS = ("dense", "verbose")
 

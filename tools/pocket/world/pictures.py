@@ -7,6 +7,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from saccade.pocket.labels import IMAGE_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Media, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, mentioned, numbers, only, overlap, sentences
 from saccade.pocket.shapes import at, label, name, named, render, scatter
@@ -17,16 +18,13 @@ from saccade.pocket.words import (
     COLOURS,
     DAYS,
     GOODS,
-    IMAGE_SIZE,
     NAMES,
     NUMBERS,
     ORDINALS,
     SHAPES,
     SIZES,
     TOWNS,
-    blank_labels,
     joined,
-    label_patch,
     plural,
     shuffled,
 )

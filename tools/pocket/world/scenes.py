@@ -6,11 +6,14 @@ from random import Random
 
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import in_order, mentioned, numbers, only, overlap, sentences
-from saccade.pocket.shapes import Thing, at, key, label, name, places, relation, render, scatter, unplaced
+from saccade.pocket.shapes import Thing, at, key, label, name, places, relation, render, scatter
 from saccade.pocket.words import BACKGROUNDS, COLOURS, NUMBERS, SHAPES, SIZES, a, plural, shuffled
 from tools.pocket.world.phrases import PHRASES, paragraph, wordings, words_for
 
 Place = tuple[str, str]
+_HUES, _KINDS = "|".join(COLOURS), "|".join(SHAPES)
+_PLACED_BESIDE = re.compile(rf"(?:above|below|to the (?:left|right) of|than|as) the (?:{_HUES}) (?:{_KINDS})")
+"""Things that others are placed or compared relative to."""
 
 
 def _picture(background: str, things: list[Thing], facts: Facts) -> Picture:
@@ -255,7 +258,7 @@ def _detail_verbose(rng: Random, facts: Facts) -> str:
 
 def mark_detail(answer: str, facts: Facts) -> dict[str, float]:
     """Shares of the selected things named correctly, described correctly in all, and in the right order."""
-    plain = unplaced(answer.lower()).replace(":", " ")
+    plain = _PLACED_BESIDE.sub("", answer.lower()).replace(":", " ")
     order = in_order([shape[:2] for shape in read_shapes(plain)], [key(thing) for thing in facts["things"]])
     return {**mark_shapes(plain, facts), "order": order}
 

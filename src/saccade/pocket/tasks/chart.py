@@ -5,20 +5,10 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
+from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
-from saccade.pocket.scoring import overlap, valued
-from saccade.pocket.words import (
-    COLOURS,
-    IMAGE_SIZE,
-    NUMBERS,
-    ORDINALS,
-    PATCH_SIZE,
-    blank_labels,
-    difference,
-    label_patch,
-    sentence,
-    shuffled,
-)
+from saccade.pocket.scoring import pairs_stated, valued
+from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, QUESTIONS, difference, often_shuffled, sentence, spoken
 
 HIGHEST = 8
 _UNIT = 10  # pixels for a value of one
@@ -54,7 +44,7 @@ def _dense(rng: Random, facts: Facts) -> str:
     bars = list(range(len(values)))
     count = NUMBERS[len(bars)]
     texts = [sentence(rng, f"{count} bars.", f"the chart has {count} bars.", "")]
-    for i in shuffled(rng, bars) if rng.random() < 0.7 else bars:
+    for i in often_shuffled(rng, bars, 0.7):
         colour, value = colours[i], NUMBERS[values[i]]
         texts.append(
             sentence(
@@ -76,7 +66,7 @@ def _dense(rng: Random, facts: Facts) -> str:
             texts.append(sentence(rng, f"{colour} and {colours[j]} make {NUMBERS[values[i] + values[j]]}."))
     ranked = ", ".join(colours[i] for i in sorted(bars, key=lambda i: (values[i], i)))
     texts.append(sentence(rng, "from the lowest to the highest: ", "by height: ") + ranked + ".")
-    return " ".join(part for part in texts if part)
+    return spoken(texts)
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
@@ -118,19 +108,8 @@ _ASIDE = re.compile(r"bar number \w+|, which is .*")
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each bar is mentioned once, and the shares of colours and of bars with the right value."""
     stated = valued(answer, COLOURS, _ASIDE)
-    true = list(zip(facts["colours"], facts["values"], strict=True))
-    colours = [colour for colour, _ in stated]
-    return {
-        "count": float(len(set(colours)) == len(stated) == len(true)),
-        "colour": overlap(colours, facts["colours"]),
-        "value": overlap(stated, true),
-    }
+    count, colour, value = pairs_stated(stated, facts["colours"], facts["values"])
+    return {"count": count, "colour": colour, "value": value}
 
 
-_QUESTIONS = (
-    "Read the values from the bar chart.",
-    "What does this chart show?",
-    "Explain the bar chart.",
-    "What are the values in this chart?",
-)
-TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.3)
+TASK = Task(paint, grammars(QUESTIONS["chart"], _dense, _verbose), mark, share=0.3)

@@ -5,20 +5,11 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
+from saccade.pocket.labels import IMAGE_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, numbers, overlap, sentences
 from saccade.pocket.tasks.receipt import FONT
-from saccade.pocket.words import (
-    COLOURS,
-    DAYS,
-    IMAGE_SIZE,
-    NUMBERS,
-    blank_labels,
-    difference,
-    label_patch,
-    sentence,
-    shuffled,
-)
+from saccade.pocket.words import COLOURS, DAYS, NUMBERS, QUESTIONS, a, difference, often_shuffled, sentence
 
 _HIGHEST = 8
 _UNIT, _FLOOR = 9, 80  # pixels for a value of one; y of zero
@@ -52,9 +43,9 @@ def paint(rng: Random) -> Picture:
 
 def _dense(rng: Random, facts: Facts) -> str:
     colour, values = facts["colour"], facts["values"]
-    texts = [sentence(rng, f"a {colour} line.".replace("a orange", "an orange"), f"the line is {colour}.")]
+    texts = [sentence(rng, f"{a(colour)} line.", f"the line is {colour}.")]
     days = list(range(len(DAYS)))
-    for i in shuffled(rng, days) if rng.random() < 0.6 else days:
+    for i in often_shuffled(rng, days, 0.6):
         day, value = DAYS[i], NUMBERS[values[i]]
         texts.append(
             sentence(
@@ -84,7 +75,7 @@ def _dense(rng: Random, facts: Facts) -> str:
 
 def _verbose(rng: Random, facts: Facts) -> str:
     colour, values = facts["colour"], facts["values"]
-    texts = [sentence(rng, f"this chart shows the values of five days with a {colour} line.").replace("a o", "an o")]
+    texts = [sentence(rng, f"this chart shows the values of five days with {a(colour)} line.")]
     for day, value in zip(DAYS, values, strict=True):
         texts.append(
             sentence(
@@ -115,7 +106,8 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
             stated.append((days[0], values[0]))
     values = facts["values"]
     true = list(zip(_SAID, values, strict=True))
-    best = [(_SAID[values.index(max(values))], _SAID[values.index(min(values))])]
+    high, low = values.index(max(values)), values.index(min(values))
+    best = [(_SAID[high], _SAID[low])]
     return {
         "colour": overlap(colours, [facts["colour"]]),
         "value": overlap(stated, true),
@@ -123,10 +115,6 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     }
 
 
-_QUESTIONS = (
-    "Read the values from the line chart.",
-    "What does the line show on every day?",
-    "Explain the line chart.",
-    "What are the values of the days?",
+TASK = Task(
+    paint, grammars(QUESTIONS["line"], _dense, _verbose), mark, share=0.06, decisive=r"(?i)(highest|lowest)[^.]*"
 )
-TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.06, decisive=r"(?i)(highest|lowest)[^.]*")

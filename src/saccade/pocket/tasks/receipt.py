@@ -5,20 +5,10 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
+from saccade.pocket.labels import IMAGE_SIZE, Labels, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
-from saccade.pocket.scoring import overlap, valued
-from saccade.pocket.words import (
-    GOODS,
-    IMAGE_SIZE,
-    NUMBERS,
-    ORDINALS,
-    Labels,
-    blank_labels,
-    difference,
-    label_patch,
-    sentence,
-    shuffled,
-)
+from saccade.pocket.scoring import overlap, pairs_stated, valued
+from saccade.pocket.words import GOODS, NUMBERS, ORDINALS, QUESTIONS, difference, often_shuffled, sentence, spoken
 
 # The bitmap font inside Pillow: no antialiasing and no FreeType, hence the same pixels everywhere.
 FONT = ImageFont.load_default_imagefont()
@@ -80,7 +70,7 @@ def _dense(rng: Random, facts: Facts) -> str:
     goods, prices, total = facts["goods"], facts["prices"], facts["total"]
     lines = list(range(len(goods)))
     texts = [sentence(rng, f"{NUMBERS[len(goods)]} items.", "the receipt lists these.", "")]
-    for i in shuffled(rng, lines) if rng.random() < 0.7 else lines:
+    for i in often_shuffled(rng, lines, 0.7):
         item, price = goods[i], NUMBERS[prices[i]]
         texts.append(
             sentence(
@@ -102,7 +92,7 @@ def _dense(rng: Random, facts: Facts) -> str:
     texts.append(
         rng.choice((f"The sum is {total} dollars.", f"In total {total} dollars.", f"{total} dollars in total."))
     )
-    return " ".join(part for part in texts if part)
+    return spoken(texts)
 
 
 def _verbose(rng: Random, facts: Facts) -> str:
@@ -141,20 +131,9 @@ _TOTAL = re.compile(r"\b(\d+) dollars")
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each line is mentioned once, the shares of words and of words with prices, and the sum."""
     stated = valued(answer, GOODS, _ASIDE)
-    true = list(zip(facts["goods"], facts["prices"], strict=True))
-    goods = [item for item, _ in stated]
-    return {
-        "count": float(len(set(goods)) == len(stated) == len(true)),
-        "word": overlap(goods, facts["goods"]),
-        "price": overlap(stated, true),
-        "total": overlap(_TOTAL.findall(answer), [str(facts["total"])]),
-    }
+    count, word, price = pairs_stated(stated, facts["goods"], facts["prices"])
+    total = overlap(_TOTAL.findall(answer), [str(facts["total"])])
+    return {"count": count, "word": word, "price": price, "total": total}
 
 
-_QUESTIONS = (
-    "Read the receipt.",
-    "What was bought and for how much?",
-    "Explain the receipt.",
-    "What does this receipt say?",
-)
-TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.25, decisive=r"(?i)\w+ items")
+TASK = Task(paint, grammars(QUESTIONS["receipt"], _dense, _verbose), mark, share=0.25, decisive=r"(?i)\w+ items")

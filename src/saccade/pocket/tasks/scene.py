@@ -6,12 +6,12 @@ from random import Random
 
 from saccade.pocket.sample import Facts, Picture, Task, grammars
 from saccade.pocket.scoring import mentioned, overlap, sentences
-from saccade.pocket.shapes import BORDER, CELL, RADIUS, Thing, label, locate, relation, render
+from saccade.pocket.shapes import Thing, anywhere, at, is_free, key, label, locate, name, relation, render
 from saccade.pocket.words import (
     BACKGROUNDS,
     COLOURS,
-    IMAGE_SIZE,
     NUMBERS,
+    QUESTIONS,
     ROWS,
     SHAPES,
     SIZES,
@@ -20,24 +20,17 @@ from saccade.pocket.words import (
     plural,
     sentence,
     shuffled,
+    spoken,
 )
 
 
 def _place(rng: Random, things: list[Thing]) -> Thing | None:
     """Draw a shape that touches no other and differs from each in colour or form; None if it does not fit."""
     size = rng.choice(SIZES)
-    radius = RADIUS[size]
-    x, y = (rng.randint(radius + 1, IMAGE_SIZE - radius - 2) for _ in "xy")
+    x, y = anywhere(rng, size)
     new = {"x": x, "y": y, "size": size, "colour": rng.choice(list(COLOURS)), "shape": rng.choice(SHAPES)}
-    if any(min(v % CELL, -v % CELL) < BORDER for v in (x, y)):
-        return None
-    for other in things:
-        gap = radius + RADIUS[other["size"]] + 2
-        if abs(x - other["x"]) <= gap and abs(y - other["y"]) <= gap:
-            return None
-        if (new["colour"], new["shape"]) == (other["colour"], other["shape"]):
-            return None
-    return locate(new, x, y)
+    is_new = all(key(new) != key(other) for other in things)
+    return locate(new, x, y) if is_new and is_free(x, y, size, things) else None
 
 
 def paint(rng: Random) -> Picture:
@@ -56,12 +49,13 @@ def paint(rng: Random) -> Picture:
 
 
 def _comparison(rng: Random, this: Thing, other: Thing) -> str:
-    name, its = f"the {this['colour']} {this['shape']}", f"the {other['colour']} {other['shape']}"
     if rng.random() < 0.5:
-        return sentence(rng, f"{name} is {relation(this, other)} {its}.")
-    if this["size"] == other["size"]:
-        return sentence(rng, f"{name} is the same size as {its}.")
-    return sentence(rng, f"{name} is {'larger' if this['size'] == 'large' else 'smaller'} than {its}.")
+        comparison = relation(this, other)
+    elif this["size"] == other["size"]:
+        comparison = "the same size as"
+    else:
+        comparison = "larger than" if this["size"] == "large" else "smaller than"
+    return sentence(rng, f"the {name(this)} is {comparison} the {name(other)}.")
 
 
 def _dense(rng: Random, facts: Facts) -> str:
@@ -70,7 +64,7 @@ def _dense(rng: Random, facts: Facts) -> str:
     texts = [sentence(rng, f"{count} shapes.", f"there are {count} shapes.", f"I can see {count} shapes here.", "")]
     for thing in things:
         colour, shape, size = thing["colour"], thing["shape"], thing["size"]
-        place = f"{thing['row']} {thing['column']}"
+        place = at(thing)
         texts.append(
             sentence(
                 rng,
@@ -90,7 +84,7 @@ def _dense(rng: Random, facts: Facts) -> str:
     tally = Counter(thing["shape"] for thing in things)
     counted = shuffled(rng, [f"{NUMBERS[n]} {plural(shape, n)}" for shape, n in tally.items()])
     texts.append(sentence(rng, "total: ", "by shape: ", "in total ") + joined(counted) + ".")
-    return " ".join(part for part in texts if part)
+    return spoken(texts)
 
 
 def _whereabouts(rng: Random, thing: Thing) -> str:
@@ -115,12 +109,14 @@ def _verbose(rng: Random, facts: Facts) -> str:
             f"on a {ground} background I can see {count} shapes.",
         )
     ]
-    for before, thing in zip([None, *things[:-1]], things, strict=True):
-        place, name = _whereabouts(rng, thing), f"{thing['size']} {thing['colour']} {thing['shape']}"
-        phrasings = [f"{place} there is a {name}.", f"a {name} sits {place}."]
-        if before is not None:
-            beside = f"{relation(thing, before)} the {before['colour']} {before['shape']}"
-            phrasings += [f"a {name} is placed {beside}, {place}.", f"next comes a {name} {place}."]
+    for number, thing in enumerate(things):
+        place = _whereabouts(rng, thing)
+        shape = f"{thing['size']} {name(thing)}"
+        phrasings = [f"{place} there is a {shape}.", f"a {shape} sits {place}."]
+        if number:
+            before = things[number - 1]
+            relative = f"{relation(thing, before)} the {name(before)}"
+            phrasings += [f"a {shape} is placed {relative}, {place}.", f"next comes a {shape} {place}."]
         texts.append(sentence(rng, *phrasings))
     tally = Counter(thing["shape"] for thing in things)
     counted = joined([f"{NUMBERS[n]} {plural(shape, n)}" for shape, n in tally.items()])
@@ -132,9 +128,9 @@ _BESIDE = re.compile(rf"(above|below|to the (left|right) of) the ({'|'.join(COLO
 _TALLY = re.compile(rf"\b({'|'.join(NUMBERS)}) ({'|'.join(SHAPES)})(?:e?s)?\b")
 
 
-def _read_things(answer: str) -> list[tuple[str, str, str, str, str]]:
+def _read_things(answer: str) -> list[tuple[str, ...]]:
     """Colour, form, size, row and column, of every sentence that describes one shape."""
-    things = []
+    things: list[tuple[str, ...]] = []
     for part in sentences(answer):
         part = _BESIDE.sub("", part)
         colour, shape, size = (mentioned(part, words) for words in (COLOURS, SHAPES, SIZES))
@@ -145,6 +141,13 @@ def _read_things(answer: str) -> list[tuple[str, str, str, str, str]]:
     return things
 
 
+def _share_at_places(stated: list[tuple[str, ...]], true: list[tuple[str, ...]], part: int) -> float:
+    """Share of the places (the last two parts) for which one part is right."""
+    ours = [(thing[part], *thing[3:]) for thing in stated]
+    theirs = [(thing[part], *thing[3:]) for thing in true]
+    return overlap(ours, theirs)
+
+
 def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether the count is right; shares of things with the right colour, form, size and all of them; the tally."""
     stated = _read_things(answer)
@@ -153,18 +156,12 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     tally = Counter(thing["shape"] for thing in facts["things"])
     return {
         "count": float(len(stated) == len(true)),
-        "colour": overlap([(t[0], *t[3:]) for t in stated], [(t[0], *t[3:]) for t in true]),
-        "shape": overlap([(t[1], *t[3:]) for t in stated], [(t[1], *t[3:]) for t in true]),
-        "size": overlap([t[2:] for t in stated], [t[2:] for t in true]),
+        "colour": _share_at_places(stated, true, 0),
+        "shape": _share_at_places(stated, true, 1),
+        "size": _share_at_places(stated, true, 2),
         "thing": overlap(stated, true),
         "tally": overlap(_TALLY.findall(answer.lower()), [(NUMBERS[n], shape) for shape, n in tally.items()]),
     }
 
 
-_QUESTIONS = (
-    "Describe the picture.",
-    "What can you see in this image?",
-    "List every shape and say where it is.",
-    "What is drawn here?",
-)
-TASK = Task(paint, grammars(_QUESTIONS, _dense, _verbose), mark, share=0.45)
+TASK = Task(paint, grammars(QUESTIONS["scene"], _dense, _verbose), mark, share=0.45)
