@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import struct
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from live_server import Live, asks, live, uri
 from media_files import data_uri
 
 HELLO = {"model": "tiny", "messages": asks("Hello"), "max_tokens": 2}
+PLAYLIST = {"type": "video_url", "video_url": data_uri(b"ffconcat version 1.0\nfile /etc/passwd\n", "video/mp4")}
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -58,24 +58,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 100_000}, "or lower max_tokens."),
     ({"suffix": "end"}, "suffix is not supported"),
     ({"guided_regex": "a*"}, "guided_regex is not supported"),
-]
-
-
-def _picture(content: bytes) -> dict[str, Any]:
-    return {"messages": asks("x", data_uri(content))}
-
-
-def _film(content: bytes) -> dict[str, Any]:
-    part = {"type": "video_url", "video_url": {"url": data_uri(content, "video/mp4")}}
-    return {"messages": [{"role": "user", "content": [part]}]}
-
-
-WRONG += [
-    (_picture(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), "accepted format"),
-    (_picture(b"BM" + bytes(8) + struct.pack("<IIiiHH6I", 54, 40, 13_000, 13_000, 1, 24, *[0] * 6)), "pixels"),
-    (_film(b"ffconcat version 1.0\nfile /etc/passwd\n"), "not a video"),
-    (_film(b"v=0\r\ns=x\r\nm=video 45678 RTP/AVP 96\r\n"), "not a video"),
-    (_film(b"#EXTM3U\n#EXTINF:10,\nhttp://127.0.0.1/a.ts\n"), "not a video"),
+    ({"messages": asks("x", data_uri(b"%!PS-Adobe-3.0 EPSF-3.0\n%%EndComments\n"))}, "accepted format"),
+    ({"messages": [{"role": "user", "content": [PLAYLIST]}]}, "not a video"),
     ({"messages": asks("half of a pair: \ud800")}, "not valid"),
 ]
 
