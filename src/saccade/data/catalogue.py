@@ -129,12 +129,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> DataSet:
-    """Return the data set of a name: a ready mapping, one as a paper uses it, a hub id, a folder or a file.
-
-    ``textvqa`` is a ready mapping, ``textvqa@hivis`` the same with what a paper changes (prompt, number of questions,
-    frames, longest answer). Any other name is an id on the hub (``OWNER/NAME``) or a path; ``./textvqa`` is a folder
-    in spite of a mapping of its name. Nothing is read or downloaded here.
-    """
+    """Return the data set of a name: a ready mapping, one as a paper uses it (``gqa@hivis``), a hub id or a path."""
     base, at, paper = name.partition("@")
     if base in _table():
         data = parse(_table()[base], base, f"data set {base}")

@@ -91,7 +91,7 @@ def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mappin
             loaded = loaded[data.split]
         loaded = loaded.to_iterable_dataset() if data.shuffle is None else loaded
     else:
-        name = str(path.parent) if path.is_file() else str(path) if path.is_dir() else data.path
+        name = str(path.resolve().parent) if path.is_file() else str(path) if path.is_dir() else data.path
         files = {data.split: escape(path.name)} if path.is_file() else None
         streaming = data.shuffle is None
         loaded = datasets.load_dataset(name, subset, data_files=files, split=data.split, streaming=streaming)

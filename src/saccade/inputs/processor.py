@@ -97,11 +97,7 @@ class InputProcessor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
-        """Read tokenizer, image and video settings and chat template of a checkpoint.
-
-        Raises:
-            ModelError: When a part is missing or cannot be read.
-        """
+        """Read tokenizer, image and video settings and chat template of a checkpoint."""
         from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
         path = os.fspath(path)

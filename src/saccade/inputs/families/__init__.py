@@ -195,10 +195,7 @@ def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
 
 
 def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
-    """Refuse Hugging Face inputs with images but without the token types that their model needs.
-
-    Qwen2.5-VL and Gemma 3 would accept such inputs and generate wrong answers.
-    """
+    """Refuse images without the token types that their model needs: it would accept them and answer wrongly."""
     family = family_of(config)
     if family.types is None or model_inputs.get(family.types) is not None:
         return
@@ -230,10 +227,7 @@ def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
 
 
 def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
-    """Put one newline in the place of every image or video (the T view of TABED).
-
-    A medium is removed with everything between its placeholders (row breaks, tile tags, timestamps) and its wrappers.
-    """
+    """Put one newline in the place of every medium, with what is between its placeholders and its wrappers (TABED)."""
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     ids: list[int] = []
     end = 0

@@ -276,10 +276,7 @@ class Family(ABC):
         return medium.tensors["pixel_values"].shape[self.join_dim]
 
     def grid(self, medium: Medium) -> Grid | None:
-        """Grid of a medium's tokens; None where they lie on no single grid.
-
-        That of equal squares may have one token more, a newline or a class token.
-        """
+        """Grid of a medium's tokens, which one newline or class token may follow; None without a single grid."""
         if medium.kind == "image" and (self.unpads or "pixel_values" not in medium.tensors):
             return None
         frames = self.tiles(medium) if medium.kind == "image" else medium.tensors["pixel_values_videos"].shape[1]
