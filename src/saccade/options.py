@@ -217,6 +217,16 @@ class SageOptions(Checked):
 
 
 @dataclass(frozen=True)
+class PruningOptions(Checked):
+    """The share of the visual tokens that the drafter keeps (SpecVLM)."""
+
+    keep_images: float = option(1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
+    keep_videos: float = option(1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
+    select: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
+    mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
+
+
+@dataclass(frozen=True)
 class ExactOptions(Checked):
     """Greedy matching or speculative sampling, both lossless."""
 

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Rows = Sequence[int]
+"""Slots of the rows that take part in a step."""
+Emitted = Sequence[Sequence[int]]
+"""Per row the tokens that it emitted."""
+
 
 @dataclass(slots=True)
 class DraftTree:
@@ -60,6 +65,18 @@ class DraftTree:
                 cut[entry.name] = value[start:stop]
         return replace(self, **cut)
 
+    @classmethod
+    def of_nodes(
+        cls, tokens: Tensor, parents: Tensor, order: Tensor, valid: Tensor, max_depth: int, max_children: int
+    ) -> DraftTree:
+        """The trees of the nodes ``order`` ``[B, n]``, parents first, of ``[B, N]`` tokens and parents."""
+        numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        place = torch.zeros_like(parents).scatter_(1, order, numbers)
+        parents = place.gather(1, parents.gather(1, order)).where(valid, 0)
+        ancestors = ancestors_of(parents, max_depth)
+        ancestors[..., 0] &= valid  # padding sees itself alone
+        return cls(tokens.gather(1, order), parents, ancestors.sum(2) - 1, ancestors, valid, max_depth, max_children)
+
     @property
     def size(self) -> int:
         """Nodes per row, root and padding included."""
@@ -75,27 +92,26 @@ class DraftTree:
         return replace(self, **moved)
 
 
+def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
+    """Entries ``[B, n, X]`` of values ``[B, N, X]`` at nodes ``[B, n]``."""
+    return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[2]))
+
+
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
     """Ancestor matrix ``[B, N, N]`` (a node counts as its own ancestor) of ``[B, N]`` parents.
 
     By pointer doubling: from k generations of every node's ancestors follow 2k.
     """
-    count = parents.shape[1]
-    matrix = torch.eye(count, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
+    batch, count = parents.shape
+    itself = torch.eye(count, dtype=torch.bool, device=parents.device)
+    matrix = itself.expand(batch, -1, -1)
     jump, generations = parents, 1  # the ancestor `generations` above; the matrix has all nearer ones
     while True:
-        matrix = matrix | matrix.gather(1, jump[..., None].expand(-1, -1, count))
+        matrix = matrix | at_nodes(matrix, jump)
         generations *= 2
         if generations > max_depth:
             return matrix
         jump = jump.gather(1, jump)
-
-
-def reindexed_parents(parents: Tensor, order: Tensor) -> Tensor:
-    """Parents of the nodes ``order`` ``[B, n]`` (of ``[B, N]`` parents), as places within ``order``."""
-    numbers = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    place = torch.zeros_like(parents).scatter_(1, order, numbers)
-    return place.gather(1, parents.gather(1, order))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from checkpoints import picture, vlm
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.registry import HEAD_KINDS
-from saccade.draft.pruning import PrunedDrafter
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options
 from saccade.methods.compositions import Models
@@ -102,7 +102,7 @@ def test_any_pruning_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: 
     given = {"draft_with": drafts, "tree": tree, **TREE_OPTIONS[tree], **pruning}
     assert tuple(answer(**given).tokens) == plain()
     drafter = build("chain", parts(), **given).drafter
-    assert isinstance(drafter, PrunedDrafter) == bool(pruning)
+    assert isinstance(drafter, EnsembleDrafter) == bool(pruning)
     assert drafter.model is (parts().target if drafts == "self" else parts().draft_model)  # type: ignore[union-attr]
 
 

@@ -32,7 +32,7 @@ from saccade.draft.ensemble.ensemble import EnsembleDrafter, Mixture
 from saccade.draft.ensemble.views import Caption, Multimodal, Pruned, TextOnly, View, pooled
 from saccade.draft.ensemble.weights import Fixed, Grid, InverseError, Random, Weighting
 from saccade.draft.model import ModelDrafter
-from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.pruning import Pruning
 from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree
 from saccade.engine import Engine, Request
@@ -55,7 +55,7 @@ def views(name: str, letters: str) -> list[View]:
         "T": lambda: TextOnly(config, WORDS),
         "C": lambda: Caption(config, WORDS, lambda seen: f"picture {seen.medium.digest[:6]}"),
         "P": lambda: pooled(draft(name)),
-        "R": Pruned,
+        "R": lambda: Pruned(Pruning(0.2, 0.1)),
     }
     return [makers[letter]() for letter in letters]
 
@@ -133,18 +133,6 @@ def test_a_drafter_that_only_reads_takes_the_text_view_too() -> None:
 # --------------------------------------------------------------------------- rows and turns
 
 
-@pytest.mark.parametrize("select", ["uniform", "specvlm"])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_the_pruned_view_alone_is_the_pruned_draft_model(name: str, select: Any) -> None:
-    pruning = Pruning(select, keep_images=0.5)
-    alone = EnsembleDrafter(draft(name), TREES["static"], [Pruned(pruning)])
-    pruned = PrunedDrafter(draft(name), TREES["static"], pruning=pruning)
-    ours, theirs = (
-        assert_equals_generate(Engine(target(name), drafter), name, "images2") for drafter in (alone, pruned)
-    )
-    assert list(map(course, ours)) == list(map(course, theirs))
-
-
 @pytest.mark.parametrize("carry", [True, False])
 @pytest.mark.parametrize("name", ["llava", "llava_next", "qwen2_5_vl"])
 def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: bool) -> None:
@@ -185,8 +173,10 @@ def test_a_longer_neighbour_s_deeper_guesses_teach_a_row_nothing(new: int) -> No
         for _ in method.start(asked[:count], decoding, session).steps:
             pass
         session.drafting.load(0, later, None)
-        learned.append((session.drafting._weights.history.counts([0]), session.drafting._weights.history._sums[0]))
-    assert learned[0][0] == learned[1][0] == [new]
+        learned.append(
+            (session.drafting._weights.history.counts([0]).item(), session.drafting._weights.history._sums[0])
+        )
+    assert learned[0][0] == learned[1][0] == new
     torch.testing.assert_close(learned[0][1], learned[1][1], rtol=1e-5, atol=1e-5)
 
 

@@ -13,6 +13,8 @@ import harness
 import saccade
 from families import FAMILIES, FamilyCase
 from saccade import pocket
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Pruned
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
 from saccade.draft.heads.registry import HEAD_KINDS
@@ -20,7 +22,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.pruning import Pruning
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
@@ -52,7 +54,7 @@ DRAFTERS: dict[str, Callable[[str], Any]] = {
     "sage": lambda name: ModelDrafter(harness.draft(name), SageTree()),
     "lookup": lambda name: PromptLookup(),
     "merged": lambda name: MergedDrafter(ModelDrafter(harness.draft(name), harness.POLICIES["chain"]), PromptLookup(6)),
-    "itself": lambda name: PrunedDrafter(target(name), harness.POLICIES["chain"], pruning=Pruning(keep_images=0.5)),
+    "itself": lambda name: EnsembleDrafter(target(name), harness.POLICIES["chain"], [Pruned(Pruning(keep_images=0.5))]),
     **{kind: lambda name, kind=kind: headed(name, kind) for kind in HEAD_KINDS},
 }
 
@@ -168,7 +170,7 @@ def test_attention_that_a_drafter_reads_of_the_prompt_changes_no_token() -> None
     """It is read from stock modules, whose sums differ."""
     name = "llava"
     pruning = Pruning(keep_images=0.5, select="attention")
-    engine = Engine(target(name), PrunedDrafter(harness.draft(name), harness.POLICIES["chain"], pruning=pruning))
+    engine = Engine(target(name), EnsembleDrafter(harness.draft(name), harness.POLICIES["chain"], [Pruned(pruning)]))
     assert tuple(tuple(together(engine, [row])[0]) for row in prompts(name)) == plain(name)
 
 

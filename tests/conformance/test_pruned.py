@@ -11,7 +11,9 @@ from test_turns import assert_one_shot
 
 from families import FAMILIES
 from harness import answer, assert_equals_generate, draft, prompt, target, tokens
-from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Pruned
+from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
@@ -28,8 +30,8 @@ CASES = [
 @cache
 def engine(name: str, drafter: str, policy: str, select: Any = "specvlm") -> Engine:
     model = target(name) if drafter == "self" else draft(name)
-    pruning = Pruning(select, keep_images=0.5, keep_videos=0.5)
-    return Engine(target(name), PrunedDrafter(model, POLICIES[policy], pruning=pruning))
+    pruning = Pruning(select=select, keep_images=0.5, keep_videos=0.5)
+    return Engine(target(name), EnsembleDrafter(model, POLICIES[policy], [Pruned(pruning)]))
 
 
 @pytest.mark.some_families
@@ -79,7 +81,7 @@ def test_rows_with_and_without_images_share_a_batch(name: str) -> None:
 def test_without_pruning_self_speculation_is_always_right() -> None:
     """Two contexts on the same weights, one of them filled by way of the other's prompt."""
     own = target("qwen3_vl")
-    drafter = PrunedDrafter(own, Chain(4), pruning=Pruning(keep_images=1.0, keep_videos=1.0))
+    drafter = EnsembleDrafter(own, Chain(4), [Pruned(Pruning(keep_images=1.0, keep_videos=1.0))])
     (output,) = assert_equals_generate(Engine(own, drafter), "qwen3_vl", "image", 1, 20)
     assert output.stats.target_passes == 3, "behind the pass that ends the prompt, which gives five tokens too"
     assert output.stats.accepted_tokens == 16

@@ -15,7 +15,7 @@ from harness import course
 from numerals import Numerals
 from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.ensemble.views import Multimodal, TextOnly
+from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import InverseError, Random, Weighting
 from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import build_head
@@ -23,7 +23,7 @@ from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
-from saccade.draft.pruning import PrunedDrafter, Pruning
+from saccade.draft.pruning import Pruning
 from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageTree
@@ -66,7 +66,7 @@ DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
     "random views": lambda name, tree: ensemble(name, TREES[tree], Random()),
     "weighed views": lambda name, tree: ensemble(name, TREES[tree], InverseError()),
     "kangaroo": lambda name, tree: headed(name, "kangaroo", TREES[tree], exit=1),
-    "pruned": lambda name, tree: PrunedDrafter(harness.draft(name), TREES[tree], pruning=Pruning(keep_images=0.5)),
+    "pruned": lambda name, tree: EnsembleDrafter(harness.draft(name), TREES[tree], [Pruned(Pruning(keep_images=0.5))]),
     **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
     "lookup": lambda name, tree: PromptLookup(),
     "merged": lambda name, tree: MergedDrafter(ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)),

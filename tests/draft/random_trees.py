@@ -81,6 +81,14 @@ def draft_tree(rows: Sequence[NaiveTree], q: Tensor | None = None) -> DraftTree:
     )
 
 
+def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftTree:
+    """One chain per row, behind its root."""
+    count = max(map(len, drafts)) + 1
+    rows = [[root, *draft, *[0] * (count - 1 - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
+    lengths = torch.tensor([[len(draft) + 1] for draft in drafts])
+    return DraftTree.chains(torch.tensor(rows), torch.arange(count) < lengths)
+
+
 def judged(judge: Any, tree: DraftTree, scores: Tensor, uniforms: Tensor | None = None) -> Verdict:
     """A judge's verdict on trees of as many rows as there are scores."""
     verdict: Verdict = judge.judge(range(len(scores)), tree, scores, uniforms, ForwardOutput(scores))

@@ -14,8 +14,8 @@ from torch import Tensor
 from families import FAMILIES
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, MixedGrowth, Mixture
-from saccade.draft.ensemble.views import Caption, Multimodal, TextOnly, pooled
-from saccade.draft.ensemble.weights import Fixed, Grid, LabelledBlock, PendingBlocks, Verified, verified_positions
+from saccade.draft.ensemble.views import Caption, Multimodal, TextOnly
+from saccade.draft.ensemble.weights import Block, Grid, Verified, blocks_of, verified_positions
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.engine import Engine, Request
@@ -115,11 +115,6 @@ def test_the_mixture_s_logits_are_finite_where_no_view_sees_a_token() -> None:
     assert torch.allclose(mixed.softmax(-1), torch.tensor([1.0, 0.0, 0.0]))
 
 
-def test_a_half_precision_model_s_views_are_mixed_in_single_precision() -> None:
-    logits = torch.randn(1, 2, 1, VOCAB).bfloat16()
-    assert mixture(logits, torch.full((1, 2), 0.5)).dtype == torch.float32
-
-
 # --------------------------------------------------------------------------- which positions are learned from
 
 
@@ -178,13 +173,13 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
     return found
 
 
-def verified(blocks: dict[int, LabelledBlock]) -> Verified:
-    """Verified positions of some rows' blocks, once the views have run the emitted tokens, perhaps without the last."""
-    logits = [
-        [logits_after([(b, *block.emitted[:t]) for t in range(1, max(len(block.emitted), 2))], i) for i in range(VIEWS)]
-        for b, block in blocks.items()
-    ]
-    return verified_positions([*blocks.values()], logits)
+def verified(blocks: dict[int, Block], emitted: dict[int, list[int]]) -> Verified:
+    """Verified positions of some rows' blocks, once the views have run the emitted tokens but the last."""
+    logits = []
+    for row, tokens in emitted.items():
+        paths = [(row, *tokens[:count]) for count in range(1, max(len(tokens), 2))]
+        logits.append([logits_after(paths, view) for view in range(VIEWS)])
+    return verified_positions([blocks[row] for row in emitted], [*emitted.values()], logits)
 
 
 def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
@@ -199,53 +194,23 @@ def assert_row(seen: Verified, b: int, expected: list[Any]) -> None:
 @pytest.mark.parametrize("larger", [0, 3], ids=["same-vocabulary", "larger-vocabulary"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_accepted_path_and_the_first_rejected_position_teach(policy: str, larger: int) -> None:
-    """At once where a row goes on, and when it is asked again where it has ended; rows that tell nothing never."""
+    """Where a row goes on, and in its next turn, when what was accepted behind the row's end teaches nothing."""
     mixing, tree = grown(POLICIES[policy])
-    size = tree.tokens.shape[1]
-    for step in range(12):
+    for step in range(8):
         generator = torch.Generator().manual_seed(step)
-        scores = torch.randn(BATCH, size, VOCAB + larger, generator=generator)
-        last = torch.randint(0, size, (BATCH,), generator=generator)
+        scores = torch.randn(BATCH, tree.size, VOCAB + larger, generator=generator)
+        last = torch.randint(0, tree.size, (BATCH,), generator=generator)
         depth = tree.depth.expand(BATCH, -1).gather(1, last[:, None])[:, 0]
-        token = torch.randint(0, VOCAB, (BATCH,), generator=generator)
-        verdict = Verdict(path_to(tree, last), depth, token)
+        verdict = Verdict(path_to(tree, last), depth, torch.randint(0, VOCAB, (BATCH,), generator=generator))
         expected = slowly(tree, scores, verdict)
-        emitted = [[label for _, _, label in row] for row in expected]
-        continues = (torch.rand(BATCH, generator=generator) < 0.7).tolist()
-        telling = [row for row in range(BATCH) if row != step % BATCH]
-        pending = PendingBlocks()
-        # The rows that tell, by the places that they have in a batch of more slots.
-        pending.add([10 + row for row in telling], telling, mixing.roots, tree, scores, verdict)
-        at_once = {
-            row: block
-            for row in range(BATCH)
-            if continues[row] and (block := pending.pop(10 + row, emitted[row])) is not None
-        }
-        later = {row: block for row in range(BATCH) if (block := pending.pop(10 + row, None, 9)) is not None}
-        for taken, part in ((at_once, True), (later, False)):
-            assert [*taken] == [row for row in telling if continues[row] == part]
-            if taken:
-                seen = verified(taken)
-                for place, row in enumerate(taken):
-                    assert_row(seen, place, expected[row])
-        assert all(pending.pop(10 + row, None, 9) is None for row in range(BATCH))
-
-
-def test_a_block_that_ends_the_turn_waits_for_the_next() -> None:
-    mixing, tree = grown(Chain(4))
-    scores = torch.randn(BATCH, tree.size, VOCAB)
-    count = torch.tensor([0, 4, 2, 1, 3])
-    verdict = Verdict(path_to(tree, count), count, torch.arange(BATCH))
-    pending = PendingBlocks()
-    pending.add(range(BATCH), range(BATCH), mixing.roots, tree, scores, verdict)
-    pending.forget(4)
-    room = [1, 3, 9, 2]  # what was accepted behind the row's end teaches nothing
-    found = {row: block for row in range(4) if (block := pending.pop(row, None, room[row])) is not None}
-    assert [*found] == [0, 1, 2, 3]
-    assert pending.pop(4, None, 9) is None
-    seen = verified(found)
-    for b, expected in enumerate(slowly(tree, scores, verdict)[:4]):
-        assert_row(seen, b, expected[: room[b]])
+        blocks = blocks_of(range(BATCH), mixing.roots, tree, scores, verdict)
+        for row in range(BATCH):
+            assert blocks[row].accepted() == [label for _, _, label in expected[row]]
+        room = torch.randint(1, 6, (BATCH,), generator=generator).tolist()
+        emitted = {row: blocks[row].accepted()[: room[row]] for row in range(BATCH) if row != step % BATCH}
+        seen = verified(blocks, emitted)
+        for place, row in enumerate(emitted):
+            assert_row(seen, place, expected[row][: room[row]])
 
 
 class _Watched(Grid):
@@ -278,14 +243,6 @@ def test_rows_that_have_ended_add_nothing_to_the_history() -> None:
         assert tokens == output.tokens[: len(tokens)]
 
 
-def test_weights_that_never_change_keep_no_distributions() -> None:
-    views = [Multimodal(), TextOnly(target("llava").config, Numerals())]
-    for weighting, keeps in ((Fixed(), False), (Grid(), True)):
-        drafter = EnsembleDrafter(draft("llava"), Chain(2), views, weighting)
-        session: Any = Engine(target("llava"), drafter).open(1)
-        assert (session.drafting._pending is not None) == keeps
-
-
 def test_the_time_of_captions_can_be_told_from_prefill() -> None:
     view = Caption(target("llava").config, Numerals(), lambda seen: time.sleep(0.05) or "a story")  # type: ignore[func-returns-value]
     engine = Engine(target("llava"), EnsembleDrafter(draft("llava"), Chain(2), [Multimodal(), view]))
@@ -294,13 +251,6 @@ def test_the_time_of_captions_can_be_told_from_prefill() -> None:
     assert session.drafting.captioning_seconds == view.seconds >= 0.05
     generate(engine, prompts("llava", rows=1), session, new=3)
     assert session.drafting.captioning_seconds == 0
-
-
-def test_pictures_that_are_halved_are_no_captions() -> None:
-    model = draft("qwen2_5_vl")
-    engine = Engine(target("qwen2_5_vl"), EnsembleDrafter(model, Chain(2), [Multimodal(), pooled(model)]))
-    (output,) = generate(engine, prompts("qwen2_5_vl", rows=1), new=3)
-    assert output.stats.times.caption == 0
 
 
 def test_an_ensemble_without_views_is_refused() -> None:
@@ -317,41 +267,3 @@ def test_a_caption_longer_than_its_image_finds_room() -> None:
     requests = [Request(prompt) for prompt in split(target.config, case.inputs("images2", rows=2))]
     outputs = Engine(target, drafter).generate(requests, max_new_tokens=24)
     assert [output.tokens for output in outputs] == case.reference("images2", rows=2, n=24)
-
-
-# --------------------------------------------------------------------------- trees of width d
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int) -> None:
-    policy = WidthTree(width, 4)
-    growth = policy.open(BATCH, CPU).begin(range(BATCH), torch.arange(BATCH), TopProposer())
-    beams: list[dict[tuple[int, ...], float]] = [{(): 0.0} for _ in range(BATCH)]
-    every: list[set[tuple[int, ...]]] = [{()} for _ in range(BATCH)]
-    frontier: Any = True
-    while frontier is not None:
-        order = [sorted(beam, key=lambda p, beam=beam: -beam[p]) for beam in beams]  # type: ignore[misc]
-        said = torch.stack([logits_after([(b, *p) for p in order[b]], 0) for b in range(BATCH)])
-        frontier = growth.expand(said)
-        for b in range(BATCH):
-            wider = {
-                (*path, token): beams[b][path] + float(logprob)
-                for path, logits in zip(order[b], said[b], strict=True)
-                for token, logprob in enumerate(logits.log_softmax(-1))
-            }
-            beams[b] = {p: wider[p] for p in sorted(wider, key=lambda p: -wider[p])[:width]}
-            every[b].update(beams[b])
-    tree = growth.tree()
-    assert tree.size == policy.max_nodes == 4 * width + 1
-    for b in range(BATCH):
-        found = set()
-        for node in range(tree.size):
-            path = path_to(tree, torch.full((BATCH,), node))[b, 1 : int(tree.depth[0, node]) + 1]
-            found.add(tuple(tree.tokens[b, path].tolist()))
-        assert found == every[b]
-
-
-def test_a_width_or_depth_below_one_is_refused() -> None:
-    for wrong in ({"width": 0}, {"max_depth": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            WidthTree(**wrong)

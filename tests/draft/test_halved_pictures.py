@@ -12,12 +12,10 @@ from PIL import Image
 
 from checkpoints import picture
 from families import FAMILIES, VISUAL_FAMILIES
-from saccade.draft.ensemble import views
 from saccade.draft.ensemble.views import HalvedPictures
 from saccade.errors import InputError
 from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
-from saccade.inputs.families.qwen_vl import Qwen2VL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inputs"))
 from kits import kit
@@ -27,21 +25,6 @@ RESIZED = [name for name in VISUAL_FAMILIES if family_of(target(name).config).is
 
 def read(name: str, prompt: Prompt) -> Prompt:
     return HalvedPictures(target(name).config).read(prompt)
-
-
-def test_a_later_turn_does_not_halve_its_pictures_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    halved = Qwen2VL.halved
-    monkeypatch.setattr(Qwen2VL, "halved", lambda self, medium: made.append(medium.digest) or halved(self, medium))
-    monkeypatch.setattr(views, "MAX_HALVED", 2)
-    view, given = HalvedPictures(target("qwen2_vl").config), prompts("qwen2_vl")
-    assert view.read(given[0]) == view.read(given[0]) == read("qwen2_vl", given[0])
-    assert len(made) == 2  # one of them is that of `read`, which has a view of its own
-    for prompt in given:
-        view.read(prompt)
-    assert len(made) == len(given) + 1
-    view.read(given[0])
-    assert len(made) == len(given) + 2, "it keeps two"
 
 
 @pytest.mark.parametrize("name", [n for n in RESIZED if not n.startswith("mistral3")])

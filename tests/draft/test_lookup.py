@@ -101,12 +101,6 @@ def test_a_row_that_is_loaded_again_forgets_its_text() -> None:
     assert session.propose([0], [[1]], TopProposer(), 3).size == 1
 
 
-@pytest.mark.parametrize("options", [{"gamma": 0}, {"max_ngram": 0}])
-def test_lookup_of_nothing_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="gamma and max_ngram of at least 1"):
-        PromptLookup(**options)
-
-
 # --------------------------------------------------------------------------- unions of trees
 
 ROWS = 2
@@ -180,9 +174,6 @@ def test_bounds_are_those_of_both_and_nothing_is_drawn() -> None:
     merged = MergedDrafter(PromptLookup(4), PromptLookup(9))
     assert (merged.max_nodes, merged.max_depth, merged.max_children, merged.draws) == (14, 9, 2, False)
     assert MergedDrafter(PromptLookup(4), PromptLookup(9), total=6).max_nodes == 7
-    assert merged.model is None
-    with pytest.raises(ValueError, match="total must be at least 1"):
-        MergedDrafter(PromptLookup(), PromptLookup(), total=0)
 
 
 # --------------------------------------------------------------------------- merged drafters

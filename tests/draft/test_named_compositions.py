@@ -102,6 +102,8 @@ def test_trees_are_put_where_the_options_say() -> None:
         ("lookup-merge", {"merged_total": 0}, "merged_total of method lookup-merge must be at least 1"),
         ("lookup-merge", {"copied": -1}, "copied of method lookup-merge must be at least 0"),
         ("sage", {"d_min": 9}, "depths must rise from d_min over d_max to ceiling"),
+        ("tabed", {"views": "MM"}, "must be one or more letters of MTCPR, each at most once"),
+        ("tabed", {"views": "mt"}, "must be one or more letters of MTCPR"),
         ("spd", {"gamma": 0}, "gamma of method spd must be at least 1"),
     ],
 )
@@ -125,7 +127,7 @@ def test_captions_are_given_as_texts_or_by_a_function(form: str) -> None:
 
 def test_a_caption_that_is_missing_or_a_captioner_that_is_blind_is_refused() -> None:
     loaded = vlm("llava", "llava-draft")
-    with pytest.raises(InputError, match="No caption was given for the image with the digest"):
+    with pytest.raises(InputError, match="has no caption for the image with the digest"):
         loaded.using("tabed", views="MC", captioner={"other": "a cup"}).generate(QUESTION, IMAGES)
     with pytest.raises(MethodError, match="is a language model, which takes no images"):
         loaded.using("tabed", views="MC", captioner=str(ready("llama")))

@@ -25,7 +25,7 @@ from saccade.draft.trees.policy import (
 )
 from saccade.draft.trees.sage import SageTree
 from saccade.tree import TreeShape, ancestors_of
-from saccade.verify.rule import Processing, Uniforms, draw
+from saccade.verify.rule import RowProcessing, Uniforms, draw
 
 VOCAB, BATCH = 7, 3
 ROOTS = torch.tensor([3, 4, 5])
@@ -140,6 +140,27 @@ def test_a_certain_drafter_gives_a_chain_before_anything_else() -> None:
     assert token_paths(tree, 0) == [(), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
+def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int, depth: int, seed: int) -> None:
+    policy, model = WidthTree(width, depth), PathModel(VOCAB, seed)
+    tree = model.grow(policy.begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
+    assert_consistent(tree)
+    assert tree.size == policy.max_nodes == width * depth + 1
+    for row in range(BATCH):
+        beam: dict[Path, float] = {(): 0.0}
+        paths: set[Path] = {()}
+        for _ in range(depth):
+            wider = {
+                (*path, token): score + own
+                for path, score in beam.items()
+                for token, own in enumerate(model.log_probabilities(row, path))
+            }
+            beam = {path: wider[path] for path in sorted(wider, key=lambda path: -wider[path])[:width]}
+            paths.update(beam)
+        assert set(token_paths(tree, row)) == paths
+
+
 @pytest.mark.parametrize("from_level", [0, 1, 2])
 @pytest.mark.parametrize(
     "policy", [StaticTree(), DynamicTree(), WidthTree(), SageTree()], ids=lambda p: type(p).__name__
@@ -178,12 +199,6 @@ def test_settings_that_make_no_tree_are_refused(make: Callable[[], object], mess
         make()
 
 
-def test_only_trees_of_fixed_shape_draw_their_children() -> None:
-    """A form that depends on the tokens would bias the draw."""
-    assert all(policy.can_sample for policy in (Chain(), StaticTree(), ConfidentChain()))
-    assert not any(policy.can_sample for policy in (DynamicTree(), WidthTree(), SageTree()))
-
-
 # --------------------------------------------------------------------------- chains that end behind an unsure guess
 
 
@@ -210,16 +225,6 @@ def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int,
         assert int(tree.valid[row].sum()) == len(path) + 1
     assert tree.size == max(map(len, expected)) + 1 <= policy.max_nodes
     assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
-
-
-def test_a_row_that_is_not_named_keeps_nobody_drafting() -> None:
-    policy, model, going = ConfidentChain(6, 0.4), PathModel(VOCAB, 5), [0, 2]
-    tree = model.grow(policy.begin(going, ROOTS[going], TopProposer()), going)
-    assert_consistent(tree)
-    expected = [naive_confident(model, row, policy) for row in going]
-    assert len(naive_confident(model, 1, policy)) > max(map(len, expected))
-    assert [token_paths(tree, place)[-1] for place in range(2)] == expected
-    assert tree.size == max(map(len, expected)) + 1
 
 
 class Drawing:
@@ -293,7 +298,7 @@ def uniforms(count: int, rows: int = ROWS) -> Uniforms:
 
 def test_ordered_children_have_the_distribution_of_draws_without_replacement() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 0.5])
-    processing = Processing([[TemperatureLogitsWarper(0.7)]])
+    processing = RowProcessing([TemperatureLogitsWarper(0.7)])
     children, q = DrawProposer(processing.warp, uniforms(2)).children(logits.expand(ROWS, 1, 4), 2)
     expected_q = (logits / 0.7).softmax(-1)
     assert q is not None
@@ -310,7 +315,7 @@ def test_ordered_children_have_the_distribution_of_draws_without_replacement() -
 
 def test_tokens_of_probability_zero_are_drawn_only_when_no_others_are_left() -> None:
     """The rest of a fan that is wider than q are not draws at all, which the rule tells by their q of zero."""
-    processing = Processing([[TopKLogitsWarper(2)]])
+    processing = RowProcessing([TopKLogitsWarper(2)])
     logits = torch.tensor([3.0, 1.0, 0.0, 2.0]).expand(200, 1, 4)
     children, q = DrawProposer(processing.warp, uniforms(3, 200)).children(logits, 3)
     assert q is not None
@@ -322,7 +327,7 @@ def test_every_parent_draws_from_its_own_distribution() -> None:
     logits = torch.full((50, 3, 3), -1e9)
     for parent in range(3):
         logits[:, parent, parent] = 0
-    children, _ = DrawProposer(Processing([[]]).warp, uniforms(3, 50)).children(logits, 1)
+    children, _ = DrawProposer(RowProcessing([]).warp, uniforms(3, 50)).children(logits, 1)
     assert children[..., 0].tolist() == [[0, 1, 2]] * 50
 
 

@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import draft, prompts, target
+from pairs import prompts, target
 from torch import Tensor
 
 import families
 from checkpoints import picture, vlm
 from families import FAMILIES, IMAGE, TEXT_FAMILIES, VIDEO, VISUAL_FAMILIES, reset_rope_deltas
-from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import HalvedPictures, PooledFeatures, View, pool, pooled
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain, TopProposer
-from saccade.engine import Engine, Request
 from saccade.errors import MethodError
 from saccade.inputs.families import FAMILIES as REGISTRY
-from saccade.inputs.families import join, media_spans, split, visual_mask
+from saccade.inputs.families import join, split, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
@@ -32,14 +30,11 @@ AVERAGED = [name for name in VISUAL_FAMILIES if name not in RESIZED]
 
 
 def session(name: str, rows: int = 1) -> ModelDraftSession:
-    opened = ModelDraftSession(ModelDrafter(target(name), Chain(2)), rows, Context(target(name), rows))
-    for row in range(rows):
-        opened.reserve(row, 256)
-    return opened
+    return ModelDraftSession(ModelDrafter(target(name), Chain(2)), rows, Context(target(name), rows))
 
 
 def load(view: View, opened: ModelDraftSession, prompt: Prompt, row: int = 0) -> None:
-    view.load(opened, row, prompt, opened.context, None)
+    view.load(opened, row, prompt, 256, opened.context, None)
 
 
 def visuals(name: str, prompt: Prompt) -> int:
@@ -64,20 +59,6 @@ def test_every_visual_family_has_the_view() -> None:
 def test_a_drafter_without_eyes_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(MethodError, match=f"of the family {name}.* leave view P out"):
         pooled(target(name))
-
-
-@pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
-def test_several_media_and_videos_are_pooled_too(name: str, kind: str) -> None:
-    """The model itself refuses another number of features than placeholders."""
-    view, opened = pooled(target(name)), session(name)
-    for prompt in prompts(name, kind):
-        seen = view.read(prompt)
-        if not (seen == prompt and name.startswith("mistral3")):  # which keeps a picture of 2 x 2 tokens
-            assert 0 < visuals(name, seen) < visuals(name, prompt)
-        assert [m.kind for m in seen.media] == [m.kind for m in prompt.media]
-        assert len(media_spans(target(name).config, seen)) == len(seen.media)
-        load(view, opened, seen)
-        assert opened.context.lengths == [len(seen)]
 
 
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
@@ -159,18 +140,6 @@ def _average_by_hand(name: str, stock: Any) -> None:
 # --------------------------------------------------------------------------- the target's tokens
 
 
-@pytest.mark.some_families
-@pytest.mark.singly
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), media_kinds(list(VISUAL_FAMILIES)))
-def test_tokens_are_those_of_plain_decoding(name: str, kind: str, rows: int) -> None:
-    engine = Engine(target(name), EnsembleDrafter(draft(name), Chain(4), [pooled(draft(name))]))
-    asked = [Request(prompt) for prompt in prompts(name, kind, rows)]
-    outputs = engine.generate(asked, max_new_tokens=24)
-    assert [o.tokens for o in outputs] == FAMILIES[name].reference(kind, rows, n=24)
-    assert all(o.stats.drafted_tokens > 0 for o in outputs)
-
-
 @pytest.mark.parametrize("name", ["llava", "qwen"])
 def test_all_views_of_pictures_of_several_sizes_speak_for_the_target(name: str) -> None:
     questions = ["What is it?", "And these two?", "Where?"]
@@ -217,59 +186,6 @@ def _on_grid(features: Tensor) -> Tensor:
     return features.unflatten(1, (int(features.shape[1] ** 0.5), -1))
 
 
-def captured(name: str, prompt: Prompt) -> Tensor:
-    """What comes to the projector without pooling, ``[n, side, side, C]``."""
-    base, found = target(name).model.base_model, []
-    if name == "gemma3":
-        module = base.multi_modal_projector.avg_pool
-        hook = module.register_forward_hook(lambda m, i, out: found.append(out.permute(0, 2, 3, 1)))
-    else:
-        smol = name in ("idefics3", "smolvlm")
-        module = base.connector.modality_projection if smol else base.multi_modal_projector
-        hook = module.register_forward_pre_hook(lambda m, args: found.append(_on_grid(args[0])))
-    session(name).context.load(0, prompt)
-    hook.remove()
-    return found[0]
-
-
-def states(view: View, opened: ModelDraftSession, prompt: Prompt) -> Tensor:
-    """``[S, d]`` what enters the first layer of the draft model while it reads a prompt."""
-    found: list[Any] = []
-    read = opened.context.load
-    opened.context.load = lambda *given: found.append(read(*given)) or found[-1]  # type: ignore[assignment]
-    load(view, opened, prompt)
-    hidden: Tensor = found[0].hidden[0]
-    return hidden
-
-
-def projected(name: str, features: Tensor) -> Tensor:
-    base = target(name).model.base_model
-    if name == "gemma3":
-        projector = base.multi_modal_projector
-        return projector.mm_soft_emb_norm(features) @ projector.mm_input_projection_weight
-    if name in ("idefics3", "smolvlm"):
-        return base.connector.modality_projection(features)
-    return base.multi_modal_projector(features)
-
-
-@pytest.mark.parametrize("name", AVERAGED)
-@torch.no_grad()
-def test_pooled_features_are_the_averages_made_by_hand(name: str) -> None:
-    (prompt,) = prompts(name, rows=1)
-    by_hand = torch.stack([averages(grid) for grid in captured(name, prompt)])  # [n, side', side', C]
-    expected = projected(name, by_hand.flatten(1, 2))
-    view, opened = pooled(target(name)), session(name)
-    seen = view.read(prompt)
-    opened.context.requirements.add_layers(0)  # what enters the first layer
-    entered = states(view, opened, seen)[visual_mask(target(name).config, seen.ids)]
-    if name in ANYRES:  # the tiles follow, unpadded and with newlines
-        assert torch.allclose(entered[: expected.shape[1]], expected[0], atol=1e-5)
-        rest = torch.cdist(entered[expected.shape[1] :], expected[1:].flatten(0, 1)).amin(1)
-        assert (rest < 1e-4).float().mean() > 0.5
-    else:
-        assert torch.allclose(entered, expected.flatten(0, 1), atol=1e-5)
-
-
 def test_an_odd_side_ends_in_averages_of_what_is_there() -> None:
     features = torch.randn(2, 25, 3)
     expected = torch.stack([averages(f.unflatten(0, (5, 5))).flatten(0, 1) for f in features])
@@ -277,26 +193,15 @@ def test_an_odd_side_ends_in_averages_of_what_is_there() -> None:
     assert pool(features).shape == (2, 9, 3)
 
 
-@torch.no_grad()
-def test_a_model_that_keeps_its_class_token_is_pooled_behind_it() -> None:
+def test_a_class_token_stays_before_the_averages() -> None:
+    features = torch.randn(2, 17, 3)
+    by_hand = [averages(f[1:].unflatten(0, (4, 4))).flatten(0, 1) for f in features]
+    assert torch.allclose(pool(features), torch.cat([features[:, :1], torch.stack(by_hand)], 1), atol=1e-6)
     stock = FAMILIES["llava"].model()
     stock.config.vision_feature_select_strategy = "full"
-    keeping = Target(stock)
     pixels = prompts("llava", rows=1)[0].media[0].tensors
     (prompt,) = split(stock.config, {"input_ids": torch.tensor([[1, *[IMAGE] * 17, 20]]), **pixels})
-    view = pooled(keeping)
-    seen = view.read(prompt)
-    assert seen.ids == (1, *[IMAGE] * 5, 20)
-    opened = ModelDraftSession(ModelDrafter(keeping, Chain(2)), 1, Context(keeping, 1))
-    opened.context.requirements.add_layers(0)
-    entered = states(view, opened, seen)
-    tower: list[Tensor] = []
-    projector = stock.base_model.multi_modal_projector
-    projector.register_forward_pre_hook(lambda m, args: tower.append(args[0]))
-    stock(input_ids=torch.tensor([prompt.ids]), **pixels)
-    (features,) = tower
-    by_hand = torch.cat([features[0, :1], averages(features[0, 1:].unflatten(0, (4, 4))).flatten(0, 1)])
-    assert torch.allclose(entered[1:6], projector(by_hand), atol=1e-5)
+    assert pooled(Target(stock)).read(prompt).ids == (1, *[IMAGE] * 5, 20)
 
 
 def test_features_on_no_square_are_refused() -> None:

@@ -17,10 +17,12 @@ from pairs import draft, prompt, target
 from PIL import Image
 
 from families import FAMILIES, IMAGE, VISUAL_FAMILIES
-from saccade.draft.drafter import DraftSession
+from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.ensemble.ensemble import EnsembleDrafter
+from saccade.draft.ensemble.views import Pruned
 from saccade.draft.model import ModelDrafter
-from saccade.draft.pruning import PrunedDrafter, Pruning, frames_of, places_of, resample, spread, two_stages
-from saccade.draft.trees.policy import Chain, TopProposer
+from saccade.draft.pruning import Pruning, frames_of, places_of, resample, spread, two_stages
+from saccade.draft.trees.policy import Chain, TopProposer, TreePolicy
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError, SaccadeWarning
@@ -57,7 +59,7 @@ def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
     prompt = processor.prompt("What?", images=images, videos=[film])
     left = {}
     for images_share, videos_share in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
-        pruning = Pruning("uniform", keep_images=images_share, keep_videos=videos_share)
+        pruning = Pruning(select="uniform", keep_images=images_share, keep_videos=videos_share)
         dropped = set(pruning.dropped(processor.config, prompt))
         left[images_share, videos_share] = [
             sum(place not in dropped for place in places) for places in places_of(processor.config, prompt)
@@ -101,13 +103,6 @@ def test_every_fifth_token_stays_of_an_image_and_every_tenth_of_a_video() -> Non
     assert spread([4, 4, 4], 2) == [6, 10]
 
 
-@pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
-def test_a_share_of_one_keeps_everything(select: Any) -> None:
-    pruning = Pruning(select, keep_images=1.0, keep_videos=1.0)
-    assert pruning.dropped(target("llava").config, prompt("llava", "images2")) == []
-    assert not pruning.needs_attention
-
-
 def test_two_stages_of_the_paper_keep_the_seen_and_spread_the_rest() -> None:
     scores = [0.0, 0.0, 8.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert two_stages(scores, 4, 0.4) == [1, 2, 5, 8]
@@ -126,7 +121,7 @@ def test_every_medium_keeps_its_share_and_all_text_stays(name: str, kind: str) -
     config, whole = target(name).config, prompt(name, kind)
     columns = torch.rand(len(whole), generator=torch.Generator().manual_seed(0))
     for select in ("uniform", "attention", "specvlm"):
-        pruning = Pruning(select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
+        pruning = Pruning(select=select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
         dropped = set(pruning.dropped(config, whole, whole, columns, config))
         for places, medium in zip(places_of(config, whole), whole.media, strict=True):
             assert sum(frames_of(config, medium)) == medium.n_tokens == len(places)
@@ -139,16 +134,16 @@ def test_every_medium_keeps_its_share_and_all_text_stays(name: str, kind: str) -
 
 
 def test_grids_are_those_of_the_families() -> None:
-    found = {}
+    grids = {}
     for name in VISUAL_FAMILIES:
         kind = FAMILIES[name].kinds[-2]  # a video where there is one, else two images
-        found[name] = family_of(target(name).config).grid(prompt(name, kind).media[0])
-    assert found["llava"] == found["gemma3"] == (1, 4, 4)
-    assert found["llava_pixtral"] == found["mistral3"] == (1, 2, 3)
-    assert found["llava_next"] is None
-    assert found["llava_onevision"] == (3, 2, 2)
-    assert found["qwen2_vl"] == found["qwen2_5_vl"] == found["qwen3_vl"] == (2, 2, 3)
-    assert found["idefics3"] == found["smolvlm"] == found["internvl"] == (1, 2, 2)
+        grids[name] = family_of(target(name).config).grid(prompt(name, kind).media[0])
+    assert grids["llava"] == grids["gemma3"] == (1, 4, 4)
+    assert grids["llava_pixtral"] == grids["mistral3"] == (1, 2, 3)
+    assert grids["llava_next"] is None
+    assert grids["llava_onevision"] == (3, 2, 2)
+    assert grids["qwen2_vl"] == grids["qwen2_5_vl"] == grids["qwen3_vl"] == (2, 2, 3)
+    assert grids["idefics3"] == grids["smolvlm"] == grids["internvl"] == (1, 2, 2)
 
 
 def test_scores_are_read_at_the_same_relative_place_of_another_grid() -> None:
@@ -172,7 +167,7 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
     config = target("llava").config
     columns = torch.zeros(18)
     columns[1 + 5 : 1 + 7] = torch.tensor([1.0, 2.0])  # both middle tokens of the second row
-    pruning = Pruning("attention", keep_images=0.5)
+    pruning = Pruning(select="attention", keep_images=0.5)
     dropped = pruning.dropped(config, prompt_of(image(4)), prompt_of(image(16)), columns, config)
     assert dropped == [3, 4]
 
@@ -180,11 +175,11 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
 @pytest.mark.parametrize("other", [prompt_of(image(4), image(4)), prompt_of(image(15))], ids=["count", "grid"])
 def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt) -> None:
     config = target("llava").config
-    pruning, mine = Pruning("specvlm", keep_images=0.5), prompt_of(image(4))
+    pruning, mine = Pruning(select="specvlm", keep_images=0.5), prompt_of(image(4))
     columns = torch.rand(len(other))
     with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
         dropped = pruning.dropped(config, mine, other, columns, config)
-    assert dropped == Pruning("uniform", keep_images=0.5).dropped(config, mine)
+    assert dropped == Pruning(select="uniform", keep_images=0.5).dropped(config, mine)
 
 
 def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
@@ -192,27 +187,13 @@ def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
     config, other = target("llava").config, prompt_of(image(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Pruning().dropped(config, Prompt((1, 2, 3)), other, torch.rand(len(other)), config) == []
+        assert Pruning(0.2).dropped(config, Prompt((1, 2, 3)), other, torch.rand(len(other)), config) == []
 
 
 def test_media_of_unknown_families_stay_whole() -> None:
     config = SimpleNamespace(model_type="newest", vision_config=SimpleNamespace(), image_token_id=IMAGE)
     unknown = Prompt((1, 5, 6), (Medium("image", {}, 0, "x"),))
-    assert Pruning("uniform").dropped(config, unknown) == []
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"select": "best"}, "select must be one of"),
-        ({"keep_images": 0.0}, "keep_images must be a share above 0"),
-        ({"keep_videos": 1.1}, "keep_videos must be a share above 0"),
-        ({"mass": -0.1}, "mass must lie between 0 and 1"),
-    ],
-)
-def test_shares_that_are_none_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Pruning(**wrong)
+    assert Pruning(0.2, select="uniform").dropped(config, unknown) == []
 
 
 # --------------------------------------------------------------------------- pruned drafters
@@ -221,7 +202,11 @@ NAMES = ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 NEW = [[20], [31, 42], [53, 64, 75], [86]]
 
 
-def loaded(drafter: ModelDrafter, name: str, given: Prompt, room: int = 40) -> tuple[Any, Context]:
+def pruned(model: Target, policy: TreePolicy, pruning: Pruning) -> EnsembleDrafter:
+    return EnsembleDrafter(model, policy, [Pruned(pruning)])
+
+
+def loaded(drafter: Drafter, name: str, given: Prompt, room: int = 40) -> tuple[Any, Context]:
     """A session whose row 0 holds a prompt, and the target's context; ``last`` of it is what it has read."""
     context: Any = Context(target(name), 1)
     session = drafter.open(1, context)
@@ -252,9 +237,9 @@ def proposals(session: DraftSession) -> list[DraftTree]:
 @pytest.mark.parametrize("select", ["uniform", "attention", "specvlm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: str, select: Any) -> None:
-    everything = Pruning(select, keep_images=1.0, keep_videos=1.0)
+    everything = Pruning(select=select, keep_images=1.0, keep_videos=1.0)
     for policy in (Chain(3), SageTree()):
-        ours, _ = loaded(PrunedDrafter(draft(name), policy, pruning=everything), name, prompt(name))
+        ours, _ = loaded(pruned(draft(name), policy, everything), name, prompt(name))
         theirs, _ = loaded(ModelDrafter(draft(name), policy), name, prompt(name))
         for one, other in zip(proposals(ours), proposals(theirs), strict=True):
             assert torch.equal(one.tokens, other.tokens)
@@ -265,7 +250,7 @@ def test_without_pruning_it_proposes_what_the_unpruned_drafter_proposes(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> None:
     given = prompt(name)
-    drafter = PrunedDrafter(draft(name), Chain(3), pruning=Pruning(select, keep_images=0.25))
+    drafter = pruned(draft(name), Chain(3), Pruning(select=select, keep_images=0.25))
     words, _ = loaded(drafter, name, prompt(name, "text"))
     assert words.context.lengths == [len(prompt(name, "text"))]
     session, _ = loaded(drafter, name, given)
@@ -273,25 +258,23 @@ def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> 
     kept = max(1, int(0.25 * visual + 0.5))
     assert session.context.lengths == [len(given) - visual + kept]
     room = session.context.cache.capacity(0)
-    assert 0 <= room - (len(given) + 40 - (visual - kept) + session._slack) < QUANTUM
+    assert 0 <= room - (len(given) + 40 - (visual - kept) + session._session._slack) < QUANTUM
     proposals(session)
     assert session.context.cache.capacity(0) == room
 
 
 def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
     for select, expected in (("uniform", False), ("attention", True), ("specvlm", True)):
-        pruning = Pruning(select, keep_images=0.5)  # type: ignore[arg-type]
-        _, context = loaded(PrunedDrafter(draft("llava"), Chain(2), pruning=pruning), "llava", prompt("llava"))
+        pruning = Pruning(select=select, keep_images=0.5)  # type: ignore[arg-type]
+        _, context = loaded(pruned(draft("llava"), Chain(2), pruning), "llava", prompt("llava"))
         assert (context.requirements.attention is not None) == expected
-    _, context = loaded(
-        PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=(-1,))), "llava", prompt("llava")
-    )
+    _, context = loaded(pruned(draft("llava"), Chain(2), Pruning(0.5, layers=(-1,))), "llava", prompt("llava"))
     assert (context.requirements.attention, context.requirements.queries) == ((-1,), "words")
 
 
 def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
     context = Context(target("llava"), 1)
-    drafters = [PrunedDrafter(draft("llava"), Chain(2), pruning=Pruning(layers=n)) for n in (None, None, (-1,))]
+    drafters = [pruned(draft("llava"), Chain(2), Pruning(0.5, layers=n)) for n in (None, None, (-1,))]
     for drafter in drafters[:2]:
         drafter.open(1, context)
     with pytest.raises(ModelError, match="choose the same for all"):
@@ -300,8 +283,8 @@ def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
 
 def test_it_keeps_what_the_target_looks_at() -> None:
     name, given = "qwen2_5_vl", prompt("qwen2_5_vl")
-    pruning = Pruning("attention", keep_images=0.5)
-    session, context = loaded(PrunedDrafter(draft(name), Chain(2), pruning=pruning), name, given)
+    pruning = Pruning(select="attention", keep_images=0.5)
+    session, context = loaded(pruned(draft(name), Chain(2), pruning), name, given)
     columns = context.last.columns  # type: ignore[attr-defined]
     assert columns is not None
     places = visual_mask(target(name).config, given.ids).nonzero()[:, 0]
@@ -314,9 +297,7 @@ def test_it_keeps_what_the_target_looks_at() -> None:
 def test_a_second_turn_keeps_the_gaps_of_the_first(name: str) -> None:
     case, first = FAMILIES[name], prompt(name)
     (longer,) = split(target(name).config, case.continued("image", 0, NEW[2]))
-    session, context = loaded(
-        PrunedDrafter(draft(name), Chain(2), pruning=Pruning(keep_images=0.5)), name, first, room=80
-    )
+    session, context = loaded(pruned(draft(name), Chain(2), Pruning(keep_images=0.5)), name, first, room=80)
     gaps = session.context.dropped(0)
     session.propose([0], [NEW[2]], TopProposer(), 2)
     read = context.load(0, longer)
@@ -331,7 +312,7 @@ def test_another_question_about_the_same_picture_is_pruned_by_its_own_words() ->
     """What an earlier prompt's words had dropped would else stay dropped in what both have in common."""
     name, first = "qwen2_5_vl", prompt("qwen2_5_vl")
     other = Prompt((*first.ids[:-2], 91, 47, 60), first.media)
-    drafter = PrunedDrafter(draft(name), Chain(2), pruning=Pruning("attention", keep_images=0.25))
+    drafter = pruned(draft(name), Chain(2), Pruning(select="attention", keep_images=0.25))
     used, context = loaded(drafter, name, first)
     fresh, _ = loaded(drafter, name, other)
     before = list(used.context.dropped(0))
@@ -354,7 +335,7 @@ def test_self_speculation_looks_once_at_an_image_of_a_later_turn(name: str) -> N
     tower.register_forward_hook(lambda *_: looks.append(1))
     courses = []
     for model in (own, other):  # the other one has the same weights, but looks for itself
-        engine, course = Engine(own, PrunedDrafter(model, Chain(3), pruning=pruning)), []
+        engine, course = Engine(own, pruned(model, Chain(3), pruning)), []
         for count in (6, 7, 8, 9):
             session: Any = engine.open(1)
             starts = noted_starts(session.drafting)

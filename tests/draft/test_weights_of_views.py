@@ -80,11 +80,10 @@ def best_point(distance: str, steps: int) -> Reference:
     return choose
 
 
-def inverse_errors(temperature: float, average: bool) -> Reference:
+def inverse_errors(temperature: float) -> Reference:
     def choose(history: list[Position], views: int) -> Any:
         errors = [sum(kl(p, q[i]) for p, q, _ in history) for i in range(views)]
-        scale = len(history) if average else 1
-        logits = np.array([1 / max(e / scale, ERROR_FLOOR) / temperature for e in errors])
+        logits = np.array([1 / max(e, ERROR_FLOOR) / temperature for e in errors])
         weights = np.exp(logits - logits.max())
         return weights / weights.sum()
 
@@ -105,8 +104,8 @@ CASES: dict[str, tuple[Callable[[int | None], Weighting], Reference]] = {
     "grid-kl": (lambda h: Grid(window=h), best_point("kl", 10)),
     "grid-tv": (lambda h: Grid(distance="tv", window=h), best_point("tv", 10)),
     "grid-match": (lambda h: Grid(distance="match", window=h), best_point("match", 10)),
-    "inverse": (lambda h: InverseError(window=h), inverse_errors(1.0, False)),
-    "inverse-mean": (lambda h: InverseError(0.5, average=True, window=h), inverse_errors(0.5, True)),
+    "inverse": (lambda h: InverseError(window=h), inverse_errors(1.0)),
+    "inverse-warmer": (lambda h: InverseError(20.0, window=h), inverse_errors(20.0)),
     "adaboost": (lambda h: AdaBoost(window=h), boosted(1.0)),
     "adaboost-0": (lambda h: AdaBoost(0.0, window=h), boosted(0.0)),
 }
@@ -133,12 +132,6 @@ def test_weights_are_those_of_the_definition(name: str, views: int, window: int 
                 history.append((p, q, label))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_first_block_has_equal_weights(name: str) -> None:
-    chosen = CASES[name][0](None).open(2, 4, CPU).choose([0, 1])
-    assert torch.equal(chosen, torch.full((2, 4), 0.25))
-
-
 def certain(token: int, others: float = 0.0) -> torch.Tensor:
     q = torch.full((VOCAB,), others / (VOCAB - 1))
     q[token] = 1 - others
@@ -159,19 +152,6 @@ def test_a_view_that_is_never_wrong_or_always_impossible_breaks_nothing(name: st
         assert chosen[0] > chosen[1]
 
 
-def test_the_paper_s_inverse_errors_level_out_and_mean_ones_do_not() -> None:
-    """A sum of errors has no scale: after many positions even a view that is twice as wrong gets half."""
-    p = certain(0, 0.3)[None, None]
-    q = torch.stack([certain(0, 0.5), certain(0, 0.8)])[:, None, None]
-    seen = Verified(p, q, [[0]])
-    summed, mean = InverseError().open(1, 2, CPU), InverseError(average=True).open(1, 2, CPU)
-    for _ in range(400):
-        summed.observe([0], seen)
-        mean.observe([0], seen)
-    assert abs(float(summed.choose([0])[0, 0]) - 0.5) < 0.01
-    assert float(mean.choose([0])[0, 0]) > 0.95
-
-
 @pytest.mark.parametrize("window", [2, None])
 def test_positions_that_nobody_labelled_teach_nothing(window: int | None) -> None:
     (seen, *_) = blocks(2)
@@ -186,7 +166,7 @@ def test_positions_that_nobody_labelled_teach_nothing(window: int | None) -> Non
 
 @pytest.mark.parametrize("window", [2, None])
 def test_a_forgotten_row_starts_anew_and_the_others_go_on(window: int | None) -> None:
-    weights = InverseError(average=True, window=window).open(BATCH, 2, CPU)
+    weights = InverseError(20.0, window=window).open(BATCH, 2, CPU)
     for seen in blocks(2)[:3]:
         weights.observe(range(BATCH), seen)
     before = weights.choose(range(BATCH)).clone()
@@ -243,27 +223,13 @@ def test_random_weights_fill_the_simplex_and_follow_the_prompt_alone() -> None:
     assert torch.allclose(drawn.var(0), torch.full((3,), 1 / 18), atol=0.01)
 
 
-def test_fixed_weights_are_equal_or_as_given() -> None:
-    assert torch.allclose(Fixed().open(2, 3, CPU).choose([1, 0]), torch.full((2, 3), 1 / 3))
+def test_fixed_weights_are_equal_or_those_of_the_user() -> None:
+    assert torch.allclose(make_weighting("static", 3).open(2, 3, CPU).choose([1, 0]), torch.full((2, 3), 1 / 3))
     assert torch.allclose(Fixed((3, 1)).open(1, 2, CPU).choose([0]), torch.tensor([[0.75, 0.25]]))
-    with pytest.raises(ValueError, match="2 weights were given for 3 views"):
-        Fixed((3, 1)).open(1, 3, CPU)
 
 
-def test_names_lead_to_weightings_and_wrong_ones_are_refused() -> None:
+def test_names_lead_to_weightings() -> None:
     assert isinstance(make_weighting("auto", 2), Grid)
     assert isinstance(make_weighting("auto", 4), InverseError)
     assert make_weighting("grid", 2, distance="tv", window=4) == Grid(distance="tv", window=4)
     assert make_weighting("best", 3, window=4) == Grid(1, window=4)
-    assert make_weighting("static", 2) == Fixed()
-    for wrong in (
-        lambda: make_weighting("worst", 2),
-        lambda: Grid(distance="l2"),  # type: ignore[arg-type]
-        lambda: Grid(steps=0),
-        lambda: InverseError(window=0),
-        lambda: InverseError(0.0),
-        lambda: Fixed((0, 0)),
-        lambda: Fixed((2, -1)),
-    ):
-        with pytest.raises(ValueError, match=r"must be|Unknown"):
-            wrong()

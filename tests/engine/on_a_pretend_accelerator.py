@@ -86,7 +86,7 @@ def head(kind: str, place: str) -> Head:
 
 def engine(method: str, place: str, **options: Any) -> Engine:
     if method == "tabed":  # with views that need no tokenizer
-        views: list[Any] = [Multimodal(), Pruned(Pruning("uniform", 0.5, 0.5))]
+        views: list[Any] = [Multimodal(), Pruned(Pruning(0.5, 0.5, "uniform"))]
         return Engine(target(place), EnsembleDrafter(draft_model(place), Chain(3), views))
     model = draft_model(place) if get(method).needs == "draft model" else None
     trained = head(method, place) if method in HEAD_KINDS else None

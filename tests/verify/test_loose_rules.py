@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from random_trees import NaiveTree, draft_tree, trees
+from random_trees import NaiveTree, chains, draft_tree, trees
 from random_trees import judged as judged_by
 
 import saccade
 from families import FAMILIES
-from saccade.draft.lookup import chains
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, StaticTree, branches_of
 from saccade.draft.trees.sage import SageTree
@@ -66,7 +65,7 @@ def states(tree: DraftTree, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]
 
 
 def chain_of(guesses: list[list[int]]) -> DraftTree:
-    return chains([0] * len(guesses), guesses, torch.device("cpu"))
+    return chains([0] * len(guesses), guesses)
 
 
 def judged(rule: Rule, tree: DraftTree, scores: torch.Tensor, uniforms: torch.Tensor | None = None) -> Verdict:
@@ -397,7 +396,7 @@ def relevance(task: str, grammar: Any, number: int, position: Position) -> tuple
     context.cache.reserve(0, len(prompt) + len(guesses) + 1)
     judge = (LVSpec() if position is None else LVSpec(position=position)).open(context)
     judge.read(0, prompt, context.load(0, prompt))
-    tree = chains([root], [guesses], pocket().target.device)
+    tree = chains([root], [guesses])
     reading = context.forward([0], tree.tokens, tree.ancestors, tree.depth)
     decode = pocket().processor.tokenizer.decode
     content = [decode([token]).strip().lower() in CONTENT for token in guesses]

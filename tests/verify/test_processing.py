@@ -45,6 +45,11 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
 }
 
 
+def of_rows(rows: Sequence[Sequence[Any]], ends: Sequence[set[int]] | None = None) -> Processing:
+    """Processors of new rows, and the tokens that end them."""
+    return Processing([RowProcessing(row, end) for row, end in zip(rows, ends or [set()] * len(rows), strict=True)])
+
+
 def naive(tree: NaiveTree, node: int, prefix: list[int], logits: Tensor, processors: list[Any]) -> Tensor:
     scores, ids = logits.clone()[None], torch.tensor([prefix + tree.below_root(node)])
     for processor in processors:
@@ -72,7 +77,7 @@ def plain_decoding_comes_to(
 def test_scores_equal_those_of_each_prefix_on_its_own(rows: list[NaiveTree], names: list[list[str]], seed: int) -> None:
     """Rows have processors of their own, in their own order."""
     processors = [[PROCESSORS[n]() for n in row] for row in names]
-    processing = Processing(processors)
+    processing = of_rows(processors)
     tree = draft_tree(rows)
     logits = torch.randn(3, tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
@@ -95,34 +100,34 @@ def test_scores_equal_those_of_each_prefix_on_its_own(rows: list[NaiveTree], nam
 def test_processors_that_look_at_the_prefix_tell_siblings_apart(name: str, prefix: list[int]) -> None:
     """Otherwise the comparison above would not need trees."""
     tree = draft_tree([NaiveTree((0, 0, 0), (1, 2, 4), (True,) * 3)])
-    scores = Processing([[PROCESSORS[name]()]])(tree, torch.ones(1, 3, VOCAB), [prefix])
+    scores = of_rows([[PROCESSORS[name]()]])(tree, torch.ones(1, 3, VOCAB), [prefix])
     assert not torch.equal(scores[0, 1], scores[0, 2])
 
 
 def test_without_processors_the_logits_pass_through_as_they_are() -> None:
     logits = torch.randn(1, 1, VOCAB, dtype=torch.bfloat16)
     tree = draft_tree([NaiveTree((0,), (1,), (True,))])
-    assert Processing([[]])(tree, logits, [[1]]) is logits
+    assert of_rows([[]])(tree, logits, [[1]]) is logits
 
 
 def test_a_drafter_applies_the_prefix_free_processors_only() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
-    processing = Processing([[PROCESSORS["repetition"](), PROCESSORS["temperature"](), PROCESSORS["top_k"]()]])
+    processing = of_rows([[PROCESSORS["repetition"](), PROCESSORS["temperature"](), PROCESSORS["top_k"]()]])
     expected = hf.TopKLogitsWarper(3)(None, logits.float() / 0.6)
     torch.testing.assert_close(processing.warp(logits), expected, rtol=0.0, atol=0.0)
     assert processing.needs_prefix
-    assert not Processing([[PROCESSORS["temperature"]()]]).needs_prefix
+    assert not of_rows([[PROCESSORS["temperature"]()]]).needs_prefix
 
 
 def test_an_unknown_processor_is_taken_to_look_at_the_prefix() -> None:
-    assert Processing([[lambda ids, scores: scores + ids[:, -1:]]]).needs_prefix
+    assert of_rows([[lambda ids, scores: scores + ids[:, -1:]]]).needs_prefix
 
 
 def test_rows_with_settings_of_their_own_are_warped_each_by_its_own() -> None:
     """Also what a drafter draws from, of which every row has as many lines."""
     rows = [[hf.TemperatureLogitsWarper(t), hf.TopKLogitsWarper(k)] for t, k in ((0.5, 2), (2.0, 3), (0.5, 2))]
     logits = torch.randn(3, 4, VOCAB, generator=torch.Generator().manual_seed(0))
-    warped = Processing(rows).warp(logits.flatten(0, 1)).view(3, 4, VOCAB)
+    warped = of_rows(rows).warp(logits.flatten(0, 1)).view(3, 4, VOCAB)
     for row, (temperature, top) in enumerate(rows):
         expected = top(None, temperature(None, logits[row]))
         torch.testing.assert_close(warped[row], expected, rtol=0.0, atol=0.0)
@@ -176,7 +181,7 @@ def test_no_prefix_behind_a_forbidden_token_an_end_or_without_room_is_shown(
 ) -> None:
     processors = [Forbidding(tokens) for tokens in forbidden]
     tree = draft_tree(rows)
-    Processing([[p] for p in processors], ends)(tree, torch.zeros(2, tree.size, VOCAB), PREFIXES, room)
+    of_rows([[p] for p in processors], ends)(tree, torch.zeros(2, tree.size, VOCAB), PREFIXES, room)
     for row, naive_tree in enumerate(rows):
         said = [naive_tree.below_root(node) for node, valid in enumerate(naive_tree.valid) if valid]
         reached = [
@@ -249,7 +254,7 @@ def test_an_id_that_the_target_cannot_emit_is_passed_over() -> None:
     """Placeholders may have ids behind the last row of the output layer."""
     tree = draft_tree([NaiveTree((0, 0, 0), (1, VOCAB + 2, 2), (True,) * 3)])
     processor = Forbidding(set())
-    Processing([[processor]])(tree, torch.zeros(1, 3, VOCAB), [[3, 1]])
+    of_rows([[processor]])(tree, torch.zeros(1, 3, VOCAB), [[3, 1]])
     assert processor.shown == [[3, 1], [3, 1, 2]]
 
 

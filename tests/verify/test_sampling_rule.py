@@ -15,16 +15,15 @@ import torch
 from enumeration import ManyUniforms, Table, Trial, histogram, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import NaiveTree, draft_tree, judged, trees
+from random_trees import NaiveTree, chains, draft_tree, judged, trees
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from saccade.draft.lookup import chains
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
 from saccade.verify import rule as rules
-from saccade.verify.rule import Processing, Sampling, Verdict
+from saccade.verify.rule import Processing, RowProcessing, Sampling, Verdict
 
 ROWS, VOCAB, LENGTH = 40_000, 4, 3
 LIKELY, UNLIKELY = 1e-3, 1e-9
@@ -103,7 +102,7 @@ class WarpedTable(Table):
 
 def warped_p(name: str, policy: Any, drawn: bool, rule: Any = None) -> float:
     """Scores are raw logits; only the rule's own processing warps p, only the proposer's own warps q."""
-    processing, uniforms = Processing([WARPERS[name]]), ManyUniforms(ROWS)
+    processing, uniforms = Processing([RowProcessing(WARPERS[name])]), ManyUniforms(ROWS)
     proposer: Any = DrawProposer(processing.warp, uniforms) if drawn else TopProposer()  # type: ignore[arg-type]
     expected = WarpedTable(target(), processing)
 
@@ -141,7 +140,7 @@ def test_chains_of_different_lengths_and_none_at_all() -> None:
     generator = torch.Generator().manual_seed(3)
     forms = [[], [1], [2, 0], [3, 3], [0, 1]]
     guesses = [forms[i] for i in torch.randint(5, (ROWS,), generator=generator).tolist()]
-    tree = chains([0] * ROWS, guesses, torch.device("cpu"))
+    tree = chains([0] * ROWS, guesses)
     trial = GivenTrees(target(), target(), None, TopProposer(), Sampling(), ManyUniforms(ROWS), tree)
     assert p_of(trial) > LIKELY
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from torch import Tensor
 
 from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
@@ -12,11 +9,11 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree
+from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 
 
-class DraftSession(Protocol):
+class DraftSession:
     """A drafter's state for rows that come and go; rows are numbered as in the target's context.
 
     Attributes:
@@ -36,7 +33,7 @@ class DraftSession(Protocol):
                 come. The prompt then lacks its last token, which comes as the first root.
         """
 
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
+    def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         """Draft behind the tokens that some rows emitted since their last call.
 
         Args:
@@ -46,10 +43,9 @@ class DraftSession(Protocol):
         Returns:
             One tree per row, in their order.
         """
+        raise NotImplementedError
 
-    def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
-    ) -> None:
+    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         """Take in the outcome of the last proposal for these rows.
 
         Args:
@@ -64,55 +60,38 @@ class DraftSession(Protocol):
 
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Take in a prompt that is not drafted for, in place of `load`; for sessions that read the target's states."""
-        return
 
-    def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
+    def follow(self, rows: Rows, output: ForwardOutput) -> None:
         """Take in a step that was not drafted for these rows, ahead of its commit; nothing by default.
 
         Args:
             output: the target's forward of their last tokens alone, hidden states ``[A, 1, d]``.
         """
-        return
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
         """Prefill about ``budget`` more tokens ahead of `load` and return their number; 0 where that does the rest."""
         return 0
 
-    def signals(self, rows: Sequence[int]) -> list[Signals]:
+    def signals(self, rows: Rows) -> list[Signals]:
         """Numbers that shaped the last drafts of these rows, in their order, for traces."""
         return [{} for _ in rows]
 
 
-class Drafter(Protocol):
-    """Proposes continuations of the target's text."""
+class Drafter:
+    """Proposes continuations of the target's text, in trees of a policy's bounds."""
 
-    @property
-    def model(self) -> Target | None:
-        """Draft model; None without one."""
+    model: Target | None = None  # draft model; None without one
+    num_views = 1  # prompts of every row that the draft model holds
+    early = False  # whether it can draft before the target's prefill is complete
+    max_nodes: int  # per tree, root included
+    max_depth: int  # of a tree
+    max_children: int  # per node
+    draws: bool  # whether its children may be drawn from q when the rule samples
 
-    @property
-    def num_views(self) -> int:
-        """Prompts of every row that the draft model holds."""
-
-    @property
-    def max_nodes(self) -> int:
-        """Upper bound of nodes per tree, root included."""
-
-    @property
-    def max_depth(self) -> int:
-        """Upper bound of a tree's depth."""
-
-    @property
-    def max_children(self) -> int:
-        """Upper bound of children per node."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether its children may be drawn from q when the rule samples."""
-
-    @property
-    def early(self) -> bool:
-        """Whether it can draft before the target's prefill is complete."""
+    def __init__(self, policy: TreePolicy) -> None:
+        self.policy = policy
+        self.max_nodes, self.max_depth = policy.max_nodes, policy.max_depth
+        self.max_children, self.draws = policy.max_children, policy.can_sample
 
     def open(self, rows: int, target: Context) -> DraftSession:
         """Start a session of up to ``rows`` rows.
@@ -121,20 +100,4 @@ class Drafter(Protocol):
             target: the target's context; a drafter that needs its hidden states, attention or embeddings requests
                 them here (``target.requirements``).
         """
-
-
-class TreeDrafter:
-    """Base of drafters whose trees follow a policy and have its bounds.
-
-    Args:
-        policy: which draft tokens are verified.
-    """
-
-    early = False
-    model: Target | None = None
-    num_views = 1
-
-    def __init__(self, policy: TreePolicy) -> None:
-        self.policy = policy
-        self.max_nodes, self.max_depth = policy.max_nodes, policy.max_depth
-        self.max_children, self.draws = policy.max_children, policy.can_sample
+        raise NotImplementedError

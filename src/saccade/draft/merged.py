@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,11 +10,11 @@ from saccade.draft.trees.policy import Proposer, TopProposer
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree, ancestors_of, reindexed_parents
+from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """The union of two drafters' trees under one root.
 
     Children are the likeliest tokens of each drafter, never draws: no one residual rule verifies draws and point masses
@@ -24,8 +22,6 @@ class MergedDrafter:
     """
 
     def __init__(self, first: Drafter, second: Drafter, total: int = 64) -> None:
-        if total < 1:
-            raise ValueError(f"total must be at least 1, not {total}.")
         self.first = first  # any drafter; among one node's children its own are verified first
         self.second = second  # any other
         self.total = total  # most draft tokens that are verified; the deepest are cut first
@@ -34,23 +30,19 @@ class MergedDrafter:
         self.max_children, self.draws = first.max_children + second.max_children, False
         self.model = first.model or second.model
         self.num_views = max(first.num_views, second.num_views)
-
-    @property
-    def early(self) -> bool:
-        return self.first.early and self.second.early
+        self.early = first.early and second.early
 
     def open(self, rows: int, target: Context) -> MergedSession:
-        sessions = self.first.open(rows, target), self.second.open(rows, target)
-        return MergedSession(sessions, self.total, self.max_depth)
+        return MergedSession(self, rows, target)
 
 
 class MergedSession(DraftSession):
     """Two draft sessions over the same rows."""
 
-    def __init__(self, sessions: tuple[DraftSession, DraftSession], total: int, depth: int) -> None:
-        self._sessions = sessions
-        self._total = total
-        self._block = depth + 1  # most tokens of a row at once: more than the shallower session reserves
+    def __init__(self, drafter: MergedDrafter, rows: int, target: Context) -> None:
+        self._sessions = drafter.first.open(rows, target), drafter.second.open(rows, target)
+        self._total = drafter.total
+        self._block = drafter.max_depth + 1  # most tokens of a row at once: more than the shallower session reserves
 
     def reserve(self, row: int, capacity: int) -> None:
         for session in self._sessions:
@@ -62,13 +54,11 @@ class MergedSession(DraftSession):
         self.captioning_seconds = sum(session.captioning_seconds for session in self._sessions)
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
+    def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         first, second = (session.propose(rows, new, TopProposer(), limit) for session in self._sessions)
         return union(first, second.to(first.tokens.device), self._total)
 
-    def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
-    ) -> None:
+    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         for session in self._sessions:
             session.observe(rows, tree, scores, verdict, output)
 
@@ -92,22 +82,11 @@ def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
     depth = torch.cat([first.depth.expand(batch, -1), second.depth.expand(batch, -1)], 1)
     real = torch.cat([first.valid.expand(batch, -1), second.valid & ~is_shared], 1)
     deepest = max(first.max_depth, second.max_depth)
-    count = min(_size(real), total + 1)
     # Stable: a node's parent has a lesser depth, and padding comes last.
-    order = depth.where(real, deepest + 1).argsort(dim=1, stable=True)[:, :count]
-    valid = real.gather(1, order)
-    parents = reindexed_parents(parents, order).where(valid, 0)
-    ancestors = ancestors_of(parents, deepest)
-    ancestors[..., 0] &= valid  # padding sees itself alone
-    return DraftTree(
-        tokens=tokens.gather(1, order),
-        parents=parents,
-        depth=depth.gather(1, order).where(valid, 0),
-        ancestors=ancestors,
-        valid=valid,
-        max_depth=deepest,
-        max_children=first.max_children + second.max_children,
-    )
+    order = depth.where(real, deepest + 1).argsort(dim=1, stable=True)
+    order = order[:, : min(_size(real), total + 1)]
+    children = first.max_children + second.max_children
+    return DraftTree.of_nodes(tokens, parents, order, real.gather(1, order), deepest, children)
 
 
 def _size(real: Tensor) -> int:

@@ -8,18 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import DraftSession, TreeDrafter
+from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.trees.policy import Frontier, Proposer, Signals, Traced, TreePolicy, grow
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult
 from saccade.target_model.forward import ForwardOutput, TokenBlock
-from saccade.tree import DraftTree
+from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 
 
-class ModelDrafter(TreeDrafter):
+class ModelDrafter(Drafter):
     """A draft VLM or LLM."""
 
     early = True
@@ -95,35 +95,29 @@ class ModelDraftSession(DraftSession):
         self._shaping.restart(row)
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
-        logits = self.run_and_commit(rows, new, others=self._target.numbers_of(rows))
+    def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
+        logits = self.run(rows, new, self._target.numbers_of(rows))
         return self.draft(rows, new, logits, proposer, limit)
-
-    def run_and_commit(
-        self,
-        rows: Sequence[int],
-        new: Sequence[Sequence[int]],
-        every: bool = False,
-        others: Sequence[tuple[int, ...]] = (),
-    ) -> list[Tensor]:
-        """Run and commit the tokens that rows emitted; arguments and result as for `run`."""
-        roots = tuple(tokens[-1] for tokens in new)
-        behind = self.context.numbers_of(rows, [len(tokens) for tokens in new])
-        logits = self.run(rows, new, every, [roots, *behind, *others])
-        self.context.commit(rows, [range(len(tokens)) for tokens in new], [self._embeddable(t) for t in new])
-        return logits
 
     def run(
         self,
-        rows: Sequence[int],
-        new: Sequence[Sequence[int]],
-        every: bool = False,
+        rows: Rows,
+        new: Emitted,
         others: Sequence[tuple[int, ...]] = (),
+        *,
+        every: bool = False,
+        commits: bool = True,
     ) -> list[Tensor]:
-        """Run the tokens that rows emitted; their entries stay pending.
+        """Run the tokens that rows emitted, and commit their entries.
+
+        Args:
+            others: integers that are sent to the device with those of this step.
+            every: return logits after every token rather than the last.
 
         Shapes: returns ``[n, V]``.
         """
+        roots = tuple(tokens[-1] for tokens in new)
+        behind = self.context.numbers_of(rows, [len(tokens) for tokens in new])
         groups: dict[int, list[int]] = {}
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
@@ -133,7 +127,7 @@ class ModelDraftSession(DraftSession):
         }
         rows_of = {count: [rows[place] for place in places] for count, places in groups.items()}
         needed = [each for own in rows_of.values() for each in self.context.numbers_of(own)]
-        self._numbers.send([*tokens_of.values(), *needed, *others])
+        self._numbers.send([*tokens_of.values(), *needed, roots, *behind, *others])
         blocks: list[TokenBlock] = []
         for count, own in rows_of.items():
             block = self.context.block(own, self._numbers.get(tokens_of[count]).view(len(own), count))
@@ -142,17 +136,20 @@ class ModelDraftSession(DraftSession):
         for places, output in zip(groups.values(), self.context.run(blocks), strict=True):
             for place, logits in zip(places, self._shared(output.logits), strict=True):
                 logits_of[place] = logits
+        if commits:
+            every_entry = [range(len(tokens)) for tokens in new]
+            self.context.commit(rows, every_entry, [self._embeddable(tokens) for tokens in new])
         return logits_of
 
     def draft(
         self,
-        rows: Sequence[int],
-        new: Sequence[Sequence[int]],
+        rows: Rows,
+        new: Emitted,
         logits: Sequence[Tensor],
         proposer: Proposer,
         limit: int,
     ) -> DraftTree:
-        """Draft behind emitted tokens, from the ``logits`` that `run_and_commit` returned for them."""
+        """Draft behind emitted tokens, from the ``logits`` that `run` returned for them."""
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
         levels: list[tuple[int, int]] = []
@@ -168,12 +165,10 @@ class ModelDraftSession(DraftSession):
         self.context.cache.drop(rows)
         return tree
 
-    def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
-    ) -> None:
+    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         self._shaping.observe(rows, verdict)
 
-    def signals(self, rows: Sequence[int]) -> list[Signals]:
+    def signals(self, rows: Rows) -> list[Signals]:
         """Those of the tree policy."""
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
 
@@ -198,6 +193,7 @@ def is_later_turn(earlier: Prompt, prompt: Prompt) -> bool:
 
     Any other is a new prompt, even if a template makes both begin alike; so is the same prompt again.
     """
-    extends = prompt.ids[: len(earlier)] == earlier.ids and len(prompt) > len(earlier)
-    media = zip(earlier.media, prompt.media, strict=False)  # later turns may bring more
-    return extends and len(prompt.media) >= len(earlier.media) and all(a.digest == b.digest for a, b in media)
+    if len(prompt) <= len(earlier) or prompt.ids[: len(earlier)] != earlier.ids:
+        return False
+    first_media = prompt.media[: len(earlier.media)]  # later turns may bring more
+    return [medium.digest for medium in first_media] == [medium.digest for medium in earlier.media]

@@ -10,38 +10,22 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saccade.draft.model import ModelDrafter, ModelDraftSession
-from saccade.draft.trees.policy import TreePolicy
 from saccade.errors import SaccadeWarning
 from saccade.inputs.families import family_of, media_spans, visual_ids
 from saccade.inputs.families.family import Grid, Medium, Prompt
-from saccade.target_model.adapter import Target
-from saccade.target_model.context import Context, PrefillResult
+from saccade.options import PruningOptions
 
 
 @dataclass(frozen=True)
-class Pruning:
+class Pruning(PruningOptions):
     """Share and choice of the visual tokens that are retained."""
 
-    select: Literal["uniform", "attention", "specvlm"] = "specvlm"  # `uniform`: evenly spread over every frame
-    keep_images: float = 0.2  # share of an image's tokens that is retained
-    keep_videos: float = 0.1  # share of a video's tokens that is retained
-    mass: float = 0.4  # share of the attention for the first stage of `specvlm` (0.4 in its authors' released code)
-    layers: tuple[int, ...] | None = None  # layers of the target whose attention counts, None for all (as there)
-
-    def __post_init__(self) -> None:
-        if self.select not in ("uniform", "attention", "specvlm"):
-            raise ValueError(f"select must be one of uniform, attention, specvlm, not {self.select!r}.")
-        for name, share in (("keep_images", self.keep_images), ("keep_videos", self.keep_videos)):
-            if not 0 < share <= 1:
-                raise ValueError(f"{name} must be a share above 0 and up to 1, not {share}.")
-        if not 0 <= self.mass <= 1:
-            raise ValueError(f"mass must lie between 0 and 1, not {self.mass}.")
+    layers: tuple[int, ...] | None = None  # layers of the target whose attention counts, None for all
 
     @property
     def prunes(self) -> bool:
@@ -172,68 +156,3 @@ def _warn(why: str) -> None:
         SaccadeWarning,
         stacklevel=2,
     )
-
-
-class PrunedDrafter(ModelDrafter):
-    """A draft VLM behind pruned visual tokens (SpecVLM, Ji et al. 2025)."""
-
-    def __init__(
-        self, model: Target, policy: TreePolicy, vocab_size: int | None = None, pruning: Pruning | None = None
-    ) -> None:
-        super().__init__(model, policy, vocab_size)
-        self.pruning = pruning or Pruning()  # choice of the visual tokens that are retained
-        self.early = not self.pruning.needs_attention
-
-    def open(self, rows: int, target: Context) -> PrunedDraftSession:
-        return PrunedDraftSession(self, rows, target)
-
-
-class PrunedDraftSession(ModelDraftSession):
-    """A draft model's KV cache without the pruned tokens, at the original positions."""
-
-    def __init__(self, drafter: PrunedDrafter, rows: int, target: Context) -> None:
-        super().__init__(drafter, rows, target)
-        self._pruning = drafter.pruning
-        self._target = target
-        self._capacity = [0] * rows
-        request_attention(self._pruning, target)
-
-    def reserve(self, row: int, capacity: int) -> None:
-        """Note the capacity; `load` reserves what the pruned prompt needs."""
-        self._capacity[row] = capacity
-
-    def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
-        """Nothing: which tokens are dropped is known of whole prompts alone."""
-        return 0
-
-    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
-        dropped = positions_to_drop(self, row, prompt, self._pruning, self._target, prefill)
-        super().reserve(row, self._capacity[row] - len(dropped))
-        self.load_pruned(row, prompt, dropped)
-
-
-def request_attention(pruning: Pruning, target: Context) -> None:
-    """Request the attention of the target's text tokens where it decides what is retained."""
-    if pruning.needs_attention:
-        target.requirements.add_attention(pruning.layers, "words")
-
-
-def positions_to_drop(
-    session: ModelDraftSession,
-    row: int,
-    prompt: Prompt,
-    pruning: Pruning,
-    target: Context,
-    prefill: PrefillResult | None,
-) -> list[int]:
-    """Choose the positions of a prompt that a row of a draft session drops.
-
-    Entries from an earlier prompt were chosen by that prompt's attention. A later turn of the conversation reuses them;
-    for any other prompt the row is emptied, so that it drafts as a fresh row would.
-    """
-    if pruning.needs_attention and prompt.media and not session.continues(row, prompt):
-        session.context.empty(row)
-    config = session.context.target.config
-    if prefill is None:
-        return pruning.dropped(config, prompt)
-    return pruning.dropped(config, prompt, prefill.prompt, prefill.columns, target.target.config)

@@ -18,8 +18,8 @@ from saccade.processors import PREFIX_FREE, criterion_of_row, is_stateful, name_
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree
-from saccade.verify.rule import Judge, Rows, Verdict
+from saccade.tree import DraftTree, Rows, at_nodes
+from saccade.verify.rule import Judge, Verdict
 
 _PENALTIES = ("RepetitionPenalty", "EncoderRepetitionPenalty", "NoRepeatNGram", "EncoderNoRepeatNGram")
 _READ_IDS = tuple(
@@ -227,8 +227,7 @@ class Recorder:
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         verdict = self._judge.judge(rows, tree, scores, uniforms, output)
-        at = verdict.path[..., None].expand(-1, -1, scores.shape[-1])
-        along = torch.stack([t.gather(1, at).float() for t in (scores, output.logits)], 2)
+        along = torch.stack([at_nodes(t, verdict.path).float() for t in (scores, output.logits)], 2)
         self._latest |= dict(zip(rows, along, strict=True))
         return verdict
 

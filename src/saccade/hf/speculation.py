@@ -15,8 +15,6 @@ from transformers.utils.generic import TransformersKwargs
 
 from saccade import methods
 from saccade.draft.drafter import Drafter
-from saccade.draft.merged import MergedDrafter
-from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.engine.row import check_options
 from saccade.errors import InputError, MethodError, SaccadeError
@@ -182,7 +180,7 @@ class Speculation:
     def _draft_prompts(
         self, engine: Engine, prompts: Sequence[Prompt], assistant_inputs: Mapping[str, Any] | None
     ) -> Sequence[Prompt | None]:
-        drafts = engine.drafter.model if isinstance(engine.drafter, (ModelDrafter, MergedDrafter)) else None
+        drafts = None if engine.drafter is None else engine.drafter.model
         if drafts is None:
             if assistant_inputs is not None:
                 raise InputError(

@@ -26,6 +26,7 @@ from saccade.verify.rule import Rule
 if TYPE_CHECKING:
     from saccade.draft.ensemble.views import Captioner
     from saccade.draft.lookup import PromptLookup
+    from saccade.draft.pruning import Pruning
 
 Values = Mapping[str, Any]
 """Options as `saccade.methods.settings.resolved` returns them."""
@@ -148,9 +149,10 @@ def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values:
     pruning = pruning_of(values)
     if not pruning.prunes:
         return ModelDrafter(model, policy, vocab_size)
-    from saccade.draft.pruning import PrunedDrafter
+    from saccade.draft.ensemble.ensemble import EnsembleDrafter
+    from saccade.draft.ensemble.views import Pruned
 
-    return PrunedDrafter(model, policy, vocab_size, pruning)
+    return EnsembleDrafter(model, policy, [Pruned(pruning)], vocab_size=vocab_size)
 
 
 def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
@@ -182,20 +184,19 @@ def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     return makers[rule](**{name: values[name] for name in RULES[rule]}, special_ids=special_ids)
 
 
-def pruning_of(values: Values) -> Any:
+def pruning_of(values: Values) -> Pruning:
     """Pruning of the drafter's visual tokens."""
     from saccade.draft.pruning import Pruning
 
-    return Pruning(values["select"], values["keep_images"], values["keep_videos"], values["mass"])
+    return Pruning(values["keep_images"], values["keep_videos"], values["select"], values["mass"])
 
 
 def captioner_of(chosen: Any, model: Target, processor: InputProcessor) -> Captioner | None:
     """Captioner of the option `captioner`; None for the draft model itself."""
-    from saccade.draft.ensemble.views import GivenCaptions, PictureCaptions, from_checkpoint
+    from saccade.draft.ensemble.views import from_checkpoint, from_texts, of_pictures
 
     if not chosen:
         return None
     if isinstance(chosen, Mapping):
-        return GivenCaptions(chosen)
-    tell = from_checkpoint(chosen, model.device) if isinstance(chosen, str) else chosen
-    return PictureCaptions(processor, tell)
+        return from_texts(chosen)
+    return of_pictures(processor, from_checkpoint(chosen, model.device) if isinstance(chosen, str) else chosen)

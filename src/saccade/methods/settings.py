@@ -22,6 +22,7 @@ from saccade.options import (
     LVSpecOptions,
     Option,
     PacedOptions,
+    PruningOptions,
     RandomOptions,
     SageOptions,
     StaticOptions,
@@ -100,16 +101,6 @@ class Merging:
 
 
 @dataclass(frozen=True)
-class VisualPruning:
-    """The share of the visual tokens that the drafter keeps (SpecVLM)."""
-
-    keep_images: float = option(1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
-    keep_videos: float = option(1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
-    select: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
-    mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
-
-
-@dataclass(frozen=True)
 class Views:
     """The views of one draft model (TABED)."""
 
@@ -143,7 +134,7 @@ CHOICE_OPTIONS: dict[str, type] = {
     "rule": RuleChoice,
     "copies": Copies,
     "merging": Merging,
-    "pruning": VisualPruning,
+    "pruning": PruningOptions,
     "views": Views,
     "ensemble": Ensemble,
 }

@@ -28,66 +28,69 @@ from saccade.inputs.families.family import Prompt
 from saccade.options import FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree
-from saccade.verify.rule import LOOSE, SHIFTED, STRICT, Rows, StatelessRule, Verdict, draft_nodes, path_to
+from saccade.tree import DraftTree, Rows
+from saccade.verify.rule import LOOSE, SHIFTED, STRICT, StatelessRule, Verdict, draft_nodes, path_to
 
 
-def target_tokens(tree: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's likeliest token after every node, and its own token in the place of every node; both ``[B, N]``."""
-    choice = scores.argmax(-1)
-    return choice, choice.gather(1, tree.parents.expand(choice.shape[0], -1))
+class Comparison:
+    """A tree's draft tokens and the target's own; all ``[B, N]``.
 
-
-def longest_path(
-    tree: DraftTree, choice: Tensor, match: Tensor, loose: Tensor, shifted: Tensor, ends: Tensor | None = None
-) -> Verdict:
-    """The longest path on which every draft token is accepted; of equals the one with the most matches.
-
-    Shapes: choice ``[B, N]``; match ``[B, N]``; loose ``[B, N]``; shifted ``[B, N]``; ends ``[B, N]``.
+    Never loosened are special tokens (end of sequence among them), nodes in whose place the target has one, and tokens
+    that a logits processor forbids or that the target's vocabulary lacks.
     """
-    rejected = ~(match | loose | shifted) | ~draft_nodes(tree)
-    rejected[:, 0] = False
-    accepted = ~(tree.ancestors & rejected[:, None]).any(-1)
-    accepted = accepted if ends is None else accepted & ends
-    matches = (tree.ancestors & match[:, None]).sum(-1)  # at most max_depth
-    node = torch.where(accepted, tree.depth * (tree.max_depth + 1) + matches, -1).argmax(1)
-    count = tree.depth.expand_as(choice).gather(1, node[:, None])[:, 0]
-    path = path_to(tree, node)
-    marks = torch.where(match, STRICT, torch.where(loose, LOOSE, SHIFTED))
-    return Verdict(path, count, choice.gather(1, node[:, None])[:, 0], marks.gather(1, path))
 
+    def __init__(self, tree: DraftTree, scores: Tensor, special_ids: Sequence[int]) -> None:
+        self.tree, self.scores = tree, scores
+        self.choice = scores.argmax(-1)  # the target's likeliest token after every node
+        parents = tree.parents.expand_as(self.choice)
+        self.wanted = self.choice.gather(1, parents)  # in the place of every node
+        self.is_draft = draft_nodes(tree)
+        self.match = self.is_draft & (tree.tokens == self.wanted)
+        ids = _on_device(tuple(special_ids), scores.device)
+        rows = torch.arange(len(scores), device=scores.device)[:, None]
+        last = scores.shape[-1] - 1
+        forbidden = scores[rows, parents, tree.tokens.clamp(max=last)].isneginf()
+        special = torch.isin(tree.tokens, ids) | torch.isin(self.wanted, ids)
+        self.may_loosen = self.is_draft & ~(special | forbidden | (tree.tokens > last))
 
-def lowest_share(values: Tensor, same_branch: Tensor, share: float) -> Tensor:
-    """``[B, N]`` nodes among the floor(share * K) lowest of the K draft tokens on their branches."""
-    here, there = values[:, :, None], values[:, None, :]
-    earlier = torch.ones_like(same_branch[0]).tril(-1)
-    rank = (same_branch & ((there < here) | ((there == here) & earlier))).sum(-1)
-    # The small term keeps 0.7 * 10 from becoming 6.999...
-    return rank < (share * same_branch.sum(-1) + 1e-6).floor()
+    def unsure(self, least: float) -> Tensor:
+        """Nodes in whose place the target's entropy exceeds a share of the largest possible (FLy)."""
+        p = self.scores.float().log_softmax(-1).exp()
+        entropy: Tensor = torch.special.entr(p).sum(-1) / math.log(p.shape[-1])  # after each node
+        return entropy.gather(1, self.tree.parents.expand_as(entropy)) > least
 
+    def lowest_share(self, values: Tensor, share: float) -> Tensor:
+        """Nodes among the floor(share * K) lowest of the K draft tokens on their branches."""
+        branch = self.same_branch()
+        here, there = values[:, :, None], values[:, None, :]
+        earlier = torch.ones_like(branch[0]).tril(-1)
+        lower = (there < here) | ((there == here) & earlier)
+        # The small term keeps 0.7 * 10 from becoming 6.999...
+        return (branch & lower).sum(-1) < (share * branch.sum(-1) + 1e-6).floor()
 
-def same_branch(tree: DraftTree) -> Tensor:
-    """``[B, N, N]`` draft tokens that are a node, above it or below it: in a chain all, in a tree its branches."""
-    return (tree.ancestors | tree.ancestors.mT) & draft_nodes(tree)[:, None]
+    def same_branch(self) -> Tensor:
+        """``[B, N, N]`` draft tokens that are a node, above it or below it: in a chain all, in a tree its branches."""
+        return (self.tree.ancestors | self.tree.ancestors.mT) & self.is_draft[:, None]
 
+    def longest_path(self, loose: Tensor, shifted: Tensor | None = None, ends: Tensor | None = None) -> Verdict:
+        """The longest path on which every draft token is accepted; of equals the one with the most matches.
 
-def always_strict(tree: DraftTree, scores: Tensor, wanted: Tensor, special_ids: Sequence[int]) -> Tensor:
-    """``[B, N]`` nodes that are never loosened: special tokens (end of sequence among them), nodes in whose place the
-    target has one, and tokens that a logits processor forbids or that the target's vocabulary lacks.
-    """
-    ids = _on_device(tuple(special_ids), wanted.device)
-    tokens, parents = tree.tokens.expand_as(wanted), tree.parents.expand_as(wanted)
-    rows = torch.arange(len(wanted), device=wanted.device)[:, None]
-    last = scores.shape[-1] - 1
-    forbidden = (tokens > last) | scores[rows, parents, tokens.clamp(max=last)].isneginf()
-    return torch.isin(tokens, ids) | torch.isin(wanted, ids) | forbidden
-
-
-def unsure(tree: DraftTree, scores: Tensor, least: float) -> Tensor:
-    """``[B, N]`` nodes in whose place the target's entropy exceeds a share of the largest possible (FLy)."""
-    p = scores.float().log_softmax(-1).exp()
-    entropy: Tensor = torch.special.entr(p).sum(-1) / math.log(scores.shape[-1])  # after each node
-    return entropy.gather(1, tree.parents.expand(entropy.shape)) > least
+        Shapes: loose, shifted, ends (nodes at which a path may end) ``[B, N]``.
+        """
+        tree, accepted = self.tree, self.match | loose
+        if shifted is not None:
+            accepted = accepted | shifted
+        rejected = ~(accepted & self.is_draft)
+        rejected[:, 0] = False
+        stands = ~(tree.ancestors & rejected[:, None]).any(-1)
+        stands = stands if ends is None else stands & ends
+        matches = (tree.ancestors & self.match[:, None]).sum(-1)  # at most max_depth
+        rank = tree.depth * (tree.max_depth + 1) + matches
+        node = torch.where(stands, rank, -1).argmax(1, keepdim=True)
+        count = tree.depth.expand_as(self.choice).gather(1, node)[:, 0]
+        path = path_to(tree, node[:, 0])
+        marks = torch.where(self.match, STRICT, torch.where(loose, LOOSE, SHIFTED))
+        return Verdict(path, count, self.choice.gather(1, node)[:, 0], marks.gather(1, path))
 
 
 @lru_cache(maxsize=8)
@@ -112,13 +115,9 @@ class FLy(FLyOptions, StatelessRule):
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
-        choice, wanted = target_tokens(tree, scores)
-        is_draft = draft_nodes(tree)
-        match = is_draft & (tree.tokens == wanted)
-        strict = always_strict(tree, scores, wanted, self.special_ids)
-        loose = is_draft & ~match & unsure(tree, scores, self.entropy) & ~strict
-        ends = _window_complete(tree, match, loose, self.deferred)
-        return longest_path(tree, choice, match, loose, torch.zeros_like(match), ends)
+        compared = Comparison(tree, scores, self.special_ids)
+        loose = compared.may_loosen & ~compared.match & compared.unsure(self.entropy)
+        return compared.longest_path(loose, ends=_window_complete(tree, compared.match, loose, self.deferred))
 
 
 def _window_complete(tree: DraftTree, match: Tensor, loose: Tensor, deferred: int) -> Tensor:
@@ -128,7 +127,8 @@ def _window_complete(tree: DraftTree, match: Tensor, loose: Tensor, deferred: in
     missing = torch.zeros_like(parents)  # matches that a window still lacks
     for _ in range(tree.max_depth):
         above = missing.gather(1, parents)
-        after = torch.where(match, (above - 1).clamp(min=0), torch.where(loose & (above == 0), deferred, never))
+        after_mismatch = torch.where(loose & (above == 0), deferred, never)
+        after = torch.where(match, (above - 1).clamp(min=0), after_mismatch)
         missing = torch.where(tree.depth > 0, after.clamp(max=never), 0)
     return missing == 0
 
@@ -170,7 +170,8 @@ class LVSpecJudge:
         start, states = prefill.start, prefill.hidden[self._layer]
         mask = visual_mask(self._config, prompt.ids)
         places = mask.nonzero()[:, 0].tolist()
-        new = F.normalize(states[mask[start:].to(states.device)].float(), dim=-1)
+        visual = states[mask[start:].to(states.device)]
+        new = F.normalize(visual.float(), dim=-1)
         old_places, old = self._visual[row] or ([], new[:0])
         reused = bisect_left(old_places, start)
         self._visual[row] = (
@@ -182,37 +183,33 @@ class LVSpecJudge:
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
-        choice, wanted = target_tokens(tree, scores)
+        compared = Comparison(tree, scores, self._rule.special_ids)
         if tree.size == 1:
-            return Verdict.without_draft(choice)
-        is_draft = draft_nodes(tree)
-        match = is_draft & (tree.tokens == wanted)
-        strict = always_strict(tree, scores, wanted, self._rule.special_ids)
+            return Verdict.without_draft(compared.choice)
         has_visual = self._gather(rows)[1].any(1)[:, None]
-        may_loosen = is_draft & ~strict & has_visual
+        may_loosen = compared.may_loosen & has_visual
         if self._rule.entropy > 0:
-            may_loosen &= unsure(tree, scores, self._rule.entropy)
-        branch = same_branch(tree)
-        loose = lowest_share(self.relevance(rows, tree, output), branch, self._rule.share) & may_loosen
-        shifted = torch.zeros_like(match)
-        if self._rule.shift:
-            elsewhere = (wanted[:, :, None] == tree.tokens[:, None, :]) & branch
-            shifted = elsewhere.any(-1) & may_loosen
-        return longest_path(tree, choice, match, loose, shifted)
+            may_loosen &= compared.unsure(self._rule.entropy)
+        loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.share) & may_loosen
+        if not self._rule.shift:
+            return compared.longest_path(loose)
+        elsewhere = (compared.wanted[:, :, None] == tree.tokens[:, None, :]) & compared.same_branch()
+        return compared.longest_path(loose, elsewhere.any(-1) & may_loosen)
 
-    def relevance(self, rows: Sequence[int], tree: DraftTree, output: ForwardOutput) -> Tensor:
+    def relevance(self, rows: Rows, tree: DraftTree, output: ForwardOutput) -> Tensor:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
         visual, real = self._gather(rows)
         nodes = F.normalize(output.hidden[self._layer].float(), dim=-1)
         similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [A, N, V]
         best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
         finite = torch.isfinite(best)
-        relevance = best.masked_fill(~finite, 0).sum(-1) / finite.sum(-1).clamp(min=1)
+        total = best.masked_fill(~finite, 0).sum(-1)
+        relevance = total / finite.sum(-1).clamp(min=1)
         if self._rule.space == "embedding" or self._rule.position == "own":
             return relevance
         return relevance.gather(1, tree.parents.expand_as(relevance))
 
-    def _gather(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _gather(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """``[A, V, d]`` normalised states of these rows' visual tokens, and ``[A, V]`` which are no padding."""
         key = tuple(rows)
         if self._gathered is None or self._gathered[0] != key:
@@ -245,10 +242,7 @@ class RandomLoosening(RandomOptions, StatelessRule):
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         assert uniforms is not None
-        choice, wanted = target_tokens(tree, scores)
-        is_draft = draft_nodes(tree)
-        match = is_draft & (tree.tokens == wanted)
-        drawn = uniforms[:, :, 0].gather(1, (tree.depth - 1).clamp(min=0).expand_as(match))  # one per level
-        strict = always_strict(tree, scores, wanted, self.special_ids)
-        loose = lowest_share(drawn, same_branch(tree), self.share) & is_draft & ~strict
-        return longest_path(tree, choice, match, loose, torch.zeros_like(match))
+        compared = Comparison(tree, scores, self.special_ids)
+        level = (tree.depth - 1).clamp(min=0).expand_as(compared.choice)
+        drawn = uniforms[:, :, 0].gather(1, level)  # one per level
+        return compared.longest_path(compared.lowest_share(drawn, self.share) & compared.may_loosen)

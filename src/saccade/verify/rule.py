@@ -8,16 +8,14 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, is_stateful, process
 from saccade.target_model.cache import to_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree
-
-Rows = Sequence[int]
-"""Slots of the rows that take part in a step."""
+from saccade.tree import DraftTree, Rows, at_nodes
 
 STRICT, LOOSE, SHIFTED = range(3)
 """How a draft token was accepted: as the target's own token; by a loose rule; or by position-shift tolerance, because
@@ -116,6 +114,14 @@ def draft_nodes(tree: DraftTree) -> Tensor:
     return is_draft
 
 
+def deepest(tree: DraftTree, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Depth and index ``[B]`` of the deepest node below which and at which all are ``accepted`` ``[B, N]``."""
+    accepted[:, 0] = True
+    stands = (accepted[:, None] | ~tree.ancestors).all(-1)
+    count, node = torch.where(stands, tree.depth, -1).max(1)
+    return count, node
+
+
 class Greedy(StatelessRule):
     """Lossless for greedy decoding: the output is the target's own, token for token."""
 
@@ -128,22 +134,9 @@ class Greedy(StatelessRule):
         choice = scores.max(-1).indices  # [B, N]; argmax is slow in bfloat16 on CPUs
         if tree.size == 1:
             return Verdict.without_draft(choice)
-        if tree.max_children == 1:
-            return _judge_chain(tree, choice)
-        batch = choice.shape[0]
-        matches = (tree.tokens == choice.gather(1, tree.parents.expand(batch, -1))) & tree.valid
-        matches[:, 0] = True
-        accepted = (matches[:, None] | ~tree.ancestors).all(-1)  # [B, N]: every ancestor matches
-        count, node = torch.where(accepted, tree.depth, -1).max(1)
+        wanted = choice.gather(1, tree.parents.expand_as(choice))
+        count, node = deepest(tree, (tree.tokens == wanted) & tree.valid)
         return Verdict(path_to(tree, node), count, choice.gather(1, node[:, None])[:, 0])
-
-
-def _judge_chain(tree: DraftTree, choice: Tensor) -> Verdict:
-    """The same for trees of width one, whose nodes are in the order of their depth."""
-    matches = (tree.tokens[:, 1:] == choice[:, :-1]) & tree.valid[:, 1:]
-    count = matches.cumprod(1).sum(1, keepdim=True)
-    place = torch.arange(tree.size, device=choice.device)
-    return Verdict(torch.where(place <= count, place, 0), count[:, 0], choice.gather(1, count)[:, 0])
 
 
 class Sampling(StatelessRule):
@@ -170,14 +163,11 @@ class Sampling(StatelessRule):
         last = uniforms[:, 0, 0]
         if tree.size == 1:
             return Verdict.without_draft(draw(p[:, 0], last)[:, None])
-        siblings = _Siblings.of(tree)
         choose = _choose_point_masses if tree.q is None else _choose_draws
-        chosen, left = choose(tree, siblings, p, uniforms)
-        chosen[:, 0] = True
-        accepted = (chosen[:, None] | ~tree.ancestors).all(-1)  # [B, N]: so is every ancestor
-        count, node = torch.where(accepted, tree.depth, -1).max(1)
-        lines = torch.arange(len(node), device=node.device)
-        return Verdict(path_to(tree, node), count, draw(left[lines, node], last))
+        chosen, left = choose(tree, _Siblings.of(tree), p, uniforms)
+        count, node = deepest(tree, chosen)
+        rest = at_nodes(left, node[:, None])[:, 0]  # [B, V]
+        return Verdict(path_to(tree, node), count, draw(rest, last))
 
 
 @dataclass(slots=True)
@@ -232,8 +222,9 @@ def _choose_draws(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Ten
     nodes = torch.arange(count, device=p.device)
     is_child = (siblings.parents[:, None] == nodes[:, None]) & siblings.is_draft[:, None]  # [B, N, children]
     levels = (tree.depth + 1).expand(batch, -1).clamp(max=uniforms.shape[1] - 1)  # of every node's children
-    numbers = uniforms.gather(1, levels[..., None].expand(-1, -1, uniforms.shape[2]))  # [B, N, C]
-    left, q = p.flatten(0, 1), _widen(tree.q, vocab).flatten(0, 1)
+    numbers = at_nodes(uniforms, levels)  # [B, N, C]
+    left = p.flatten(0, 1)
+    q = pad(tree.q, (0, vocab - tree.q.shape[2])).flatten(0, 1)  # the drafter's vocabulary may be smaller
     chosen = torch.zeros_like(siblings.is_draft)
     moving = chosen.flatten()
     for rank in range(tree.max_children):
@@ -267,11 +258,6 @@ def _normalise(weights: Tensor, where: Tensor) -> Tensor:
     """Scale rows ``where`` ``[R, 1]`` to sum one, in place; rows of zeros stay."""
     total = weights.sum(-1, keepdim=True)
     return weights.div_(torch.where(where & (total > 0), total, 1.0))
-
-
-def _widen(q: Tensor, vocab: int) -> Tensor:
-    """Zero probability for tokens that the drafter's vocabulary lacks."""
-    return q if q.shape[-1] == vocab else torch.nn.functional.pad(q, (0, vocab - q.shape[-1]))
 
 
 class Uniforms:
@@ -373,15 +359,11 @@ class RowProcessing:
 class Processing:
     """The processors of the rows of one forward."""
 
-    def __init__(self, rows: Sequence[RowProcessing | Sequence[Any]], ends: Sequence[Container[int]] = ()) -> None:
-        ends = ends or [()] * len(rows)
-        self._rows = [
-            row if isinstance(row, RowProcessing) else RowProcessing(row, end)
-            for row, end in zip(rows, ends, strict=True)
-        ]
-        self.needs_prefix = any(row.needs_prefix for row in self._rows)
+    def __init__(self, rows: Sequence[RowProcessing]) -> None:
+        self._rows = rows
+        self.needs_prefix = any(row.needs_prefix for row in rows)
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(rows):
             groups.setdefault(row.settings, []).append(index)
         self._groups = list(groups.values())
 
@@ -415,20 +397,16 @@ class Processing:
         """
         if not any(row.processors for row in self._rows):
             return logits
-        batch, size, vocab = logits.shape
         if not self.needs_prefix:
-            return self.warp(logits.flatten(0, 1)).view(batch, size, vocab)
+            return self.warp(logits.flatten(0, 1)).view_as(logits)
         scores = logits.to(torch.float32, copy=True)  # written to below; the logits stay the caller's
-        below = _tokens_below_root(tree)
-        tokens, children = tree.tokens.tolist(), _children(tree)
+        children = _children(tree)
         for index, row in enumerate(self._rows):
-            if row.needs_prefix:
-                limit = tree.max_depth + 1 if room is None else room[index]
-                if limit:
-                    prefix = prefixes[index]
-                    _process_row(row, prefix, scores[index], below[index], tokens[index], children[index], limit)
-            else:
+            limit = tree.max_depth + 1 if room is None else room[index]
+            if not row.needs_prefix:
                 scores[index] = row.warp(scores[index])
+            elif limit:
+                _process_row(row, prefixes[index], scores[index], children[index], limit)
         return scores
 
 
@@ -436,74 +414,57 @@ def _process_row(
     row: RowProcessing,
     prefix: Sequence[int],
     scores: Tensor,
-    below: Tensor,
-    tokens: list[int],
-    children: list[list[int]],
+    children: Sequence[Sequence[tuple[int, int]]],
     limit: int,
 ) -> None:
-    """Process one row's scores ``[N, V]`` in place, depth by depth down to ``limit`` - 1.
-
-    Shapes: below ``[N, D]``.
-    """
-    root_ids = torch.tensor(list(prefix), device=scores.device)
+    """Process one row's scores ``[N, V]`` in place, depth by depth down to ``limit`` - 1."""
+    device = scores.device
+    root_ids = torch.tensor(list(prefix), device=device)
     nodes, states = [0], [row.states_after(prefix)]
-    for depth in range(limit):
-        at = torch.tensor(nodes, device=scores.device)
-        ids = torch.cat([root_ids.expand(len(nodes), -1), below[at, :depth]], 1)
+    paths: list[list[int]] = [[]]  # tokens from the root (excluded) to every node
+    for _ in range(limit):
+        at = torch.tensor(nodes, device=device)
+        below = torch.tensor(paths, dtype=torch.long, device=device)
+        ids = torch.cat([root_ids.expand(len(nodes), -1), below], 1)
         part = row.scores(ids, scores[at], states)
         scores[at] = part
         drafted = [
-            (place, child, tokens[child])
+            (place, child, token)
             for place, node in enumerate(nodes)
-            for child in children[node]
-            if tokens[child] not in row.ends
+            for child, token in children[node]
+            if token not in row.ends and token < scores.shape[1]
         ]
-        drafted = _not_forbidden(drafted, part)
         if not drafted:
             return
-        states = [row.advance(states[place], token) for place, _, token in drafted]
-        nodes = [node for _, node, _ in drafted]
+        places, _, tokens = (list(column) for column in zip(*drafted, strict=True))
+        # Where the scores forbid everything, greedy decoding still continues with some token.
+        forbidden = part[places, tokens].isneginf() & ~part.amax(1)[places].isneginf()
+        reached = [each for each, is_forbidden in zip(drafted, forbidden.tolist(), strict=True) if not is_forbidden]
+        if not reached:
+            return
+        nodes = [node for _, node, _ in reached]
+        states = [row.advance(states[place], token) for place, _, token in reached]
+        paths = [[*paths[place], token] for place, _, token in reached]
 
 
 def _settings(processor: Any) -> tuple[Any, ...]:
     """Type and attributes of a processor: equal for two that do the same."""
-    values = {name: v.tolist() if isinstance(v, Tensor) else v for name, v in vars(processor).items()}
-    return type(processor), repr(sorted(values.items()))
+    values = vars(processor).items()
+    attributes = sorted((name, v.tolist() if isinstance(v, Tensor) else v) for name, v in values)
+    return type(processor), repr(attributes)
 
 
-def _not_forbidden(drafted: Sequence[tuple[int, int, int]], scores: Tensor) -> list[tuple[int, int, int]]:
-    """Those draft tokens (place of the parent in scores ``[n, V]``, node, token) that the scores do not forbid.
-
-    Where they forbid everything, greedy decoding still continues with some token.
-    """
-    known = [each for each in drafted if each[2] < scores.shape[1]]
-    if not known:
-        return []
-    places, _, tokens = zip(*known, strict=True)
-    at = list(places)
-    forbidden = scores[at, list(tokens)].isneginf() & ~scores.amax(1)[at].isneginf()
-    return [each for each, is_forbidden in zip(known, forbidden.tolist(), strict=True) if not is_forbidden]
-
-
-def _children(tree: DraftTree) -> list[list[list[int]]]:
-    """Children of every row's nodes, on the host, padding nodes left out."""
+def _children(tree: DraftTree) -> list[list[list[tuple[int, int]]]]:
+    """Children of every row's nodes as (node, token), on the host, padding nodes left out."""
     batch, size = tree.tokens.shape
-    parents, valid = (t.expand(batch, -1).tolist() for t in (tree.parents, tree.valid))
-    children: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(batch)]
+    parents = tree.parents.expand(batch, -1).tolist()
+    valid = tree.valid.expand(batch, -1).tolist()
+    tokens = tree.tokens.tolist()
+    children: list[list[list[tuple[int, int]]]] = []
     for row in range(batch):
+        of_row: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         for node in range(1, size):
             if valid[row][node]:
-                children[row][parents[row][node]].append(node)
+                of_row[parents[row][node]].append((node, tokens[row][node]))
+        children.append(of_row)
     return children
-
-
-def _tokens_below_root(tree: DraftTree) -> Tensor:
-    """``[B, N, D]`` tokens on the path from the root (excluded) to every node, then zeros."""
-    batch, size = tree.tokens.shape
-    above = tree.ancestors.expand(batch, -1, -1)
-    depth = tree.depth.expand(batch, -1)[:, None].expand(-1, size, -1)
-    bin_ = tree.max_depth + 1
-    places = torch.where(above, depth, bin_)
-    tokens = tree.tokens[:, None].expand(-1, size, -1)
-    table = tree.tokens.new_zeros(batch, size, bin_ + 1).scatter_(2, places, tokens)
-    return table[:, :, 1:bin_]

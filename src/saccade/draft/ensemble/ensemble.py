@@ -10,29 +10,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.draft.drafter import DraftSession, TreeDrafter
+from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.ensemble.views import View
-from saccade.draft.ensemble.weights import (
-    TINY,
-    LabelledBlock,
-    PendingBlocks,
-    Verified,
-    Weighting,
-    make_weighting,
-    verified_positions,
-)
+from saccade.draft.ensemble.weights import TINY, Block, Weighting, blocks_of, make_weighting, verified_positions
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
-from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, TreePolicy
+from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, Traced, TreePolicy
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
-from saccade.tree import DraftTree
+from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
 
 
-class EnsembleDrafter(TreeDrafter):
+class EnsembleDrafter(Drafter):
     """One draft model with m views of every prompt, drafting from the weighted mean of their distributions.
 
     Views of a row are rows of the draft model's batch, so that a draft step is one forward for any number of views.
@@ -61,7 +53,7 @@ class EnsembleDrafter(TreeDrafter):
         self.model = model  # the adapter of the draft model
         self.views, self.num_views = tuple(views), len(views)  # forms of the prompt
         self.weighting = weighting or make_weighting("auto", len(views))
-        self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)  # as for `ModelDrafter`
+        self.vocab_size = vocab_size  # as for `ModelDrafter`
         self.carry = carry  # retain the views' history from one turn of a conversation to the next
         self.early = all(view.early for view in views)
 
@@ -74,16 +66,15 @@ class EnsembleSession(DraftSession):
 
     def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
         device, views = drafter.model.device, len(drafter.views)
-        self._drafter = drafter
-        self._target = target
+        self._drafter, self._target, self._count = drafter, target, rows
         for view in drafter.views:
             view.open(target)
         self._weights = drafter.weighting.open(rows, views, device)
-        self._pending = PendingBlocks() if drafter.weighting.needs_history and views > 1 else None
+        self._learns = drafter.weighting.needs_history and views > 1
+        self._pending: dict[int, Block] = {}  # by row
         self._mixture = Mixture(drafter.policy, rows, views, device)
         model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
         self._session = ModelDraftSession(model, rows * views, target)
-        self._count = rows
         self._prompts: list[Prompt | None] = [None] * rows
         self._capacity = [0] * rows
         self._length = [0] * rows  # tokens, the prompt's included
@@ -109,13 +100,9 @@ class EnsembleSession(DraftSession):
         for view in range(len(self._drafter.views)):
             self._session.forget(self._slot(view, row))
         self._mixture.forget(row)
-        self._forget_history(row)
-        self._prompts[row], self._has_one_view[row] = None, False
-
-    def _forget_history(self, row: int) -> None:
         self._weights.forget(row)
-        if self._pending is not None:
-            self._pending.forget(row)
+        self._pending.pop(row, None)
+        self._prompts[row], self._has_one_view[row] = None, False
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
@@ -123,10 +110,11 @@ class EnsembleSession(DraftSession):
         continues = earlier is not None and is_later_turn(earlier, prompt)
         if not continues:
             self._mixture.forget(row)
-        if continues and self._drafter.carry:
-            self._observe_last_block(row)
-        else:
-            self._forget_history(row)
+        block = self._pending.pop(row, None)
+        if not (continues and self._drafter.carry):
+            self._weights.forget(row)
+        elif block is not None:
+            self._observe_last_block(row, block)
         self._length[row] = len(prompt)
         self._weights.load(row, prompt.ids)
         views = self._drafter.views
@@ -136,10 +124,9 @@ class EnsembleSession(DraftSession):
         is_text = not any(p.media for p in prompts)
         self._has_one_view[row] = len(prompts) > 1 and is_text and len({p.ids for p in prompts}) == 1
         for view in self._views_of(row):
-            slot, own = self._slot(view, row), prompts[view]
             # A view's prompt may be longer than the original: captions replace placeholders.
-            self._session.reserve(slot, self._capacity[row] + len(own) - len(prompt))
-            views[view].load(self._session, slot, own, self._target, prefill)
+            capacity = self._capacity[row] + len(prompts[view]) - len(prompt)
+            views[view].load(self._session, self._slot(view, row), prompts[view], capacity, self._target, prefill)
 
     def _slot(self, view: int, row: int) -> int:
         return view * self._count + row
@@ -148,40 +135,29 @@ class EnsembleSession(DraftSession):
         return range(1 if self._has_one_view[row] else len(self._drafter.views))
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
+    def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         views = range(len(self._drafter.views))  # (view, place) of all views of these rows, view by view
         pairs = [(view, place) for view in views for place, row in enumerate(rows) if view in self._views_of(row)]
         slots = [self._slot(view, rows[place]) for view, place in pairs]
         emitted = [new[place] for _, place in pairs]
-        blocks = {}
-        for place, row in enumerate(rows):
-            self._length[row] += len(new[place])
+        for row, tokens in zip(rows, new, strict=True):
+            self._length[row] += len(tokens)
             self._room[row] = self._capacity[row] - self._length[row]
-            block = self._pending.pop(row, new[place]) if self._pending is not None else None
-            if block is not None:
-                blocks[place] = block
-        logits = self._session.run_and_commit(slots, emitted, every=bool(blocks))
-        self._observe_blocks(rows, blocks, dict(zip(pairs, logits, strict=True)))
-        self._mixture.weights = self._choose_weights(rows)
+        blocks = {place: self._pending.pop(row) for place, row in enumerate(rows) if row in self._pending}
+        logits = self._session.run(slots, emitted, self._target.numbers_of(rows), every=bool(blocks))
+        if blocks:
+            logits_of = dict(zip(pairs, logits, strict=True))
+            by_view = [[logits_of[view, place] for view in views] for place in blocks]
+            verified = verified_positions([*blocks.values()], [new[place] for place in blocks], by_view)
+            self._weights.observe([rows[place] for place in blocks], verified)
+        if len(views) > 1:
+            self._mixture.weights = self._choose_weights(rows)
         tree = self._session.draft(slots, emitted, logits, proposer, limit)
-        self._roots[rows[0]] = self._mixture.roots
+        if self._learns:
+            self._roots[rows[0]] = self._mixture.roots
         return tree
 
-    def _observe_blocks(
-        self, rows: Sequence[int], blocks: dict[int, LabelledBlock], logits: dict[tuple[int, int], Tensor]
-    ) -> None:
-        """Add verified blocks, by place, to the weights' history.
-
-        Shapes: logits ``[n, V]``.
-        """
-        if not blocks:
-            return
-        views = range(len(self._drafter.views))
-        by_view = [[logits[view, place] for view in views] for place in blocks]
-        verified: Verified = verified_positions([*blocks.values()], by_view)
-        self._weights.observe([rows[place] for place in blocks], verified)
-
-    def _choose_weights(self, rows: Sequence[int]) -> Tensor:
+    def _choose_weights(self, rows: Rows) -> Tensor:
         """``[A, m]`` weights; where a row has one view, the first has all of it."""
         weights = self._weights.choose(rows)
         has_one_view = [self._has_one_view[row] for row in rows]
@@ -192,32 +168,30 @@ class EnsembleSession(DraftSession):
         return torch.where(on_device(has_one_view, weights.device)[:, None], first, weights)
 
     @torch.inference_mode()
-    def observe(
-        self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
-    ) -> None:
+    def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         self._mixture.observe(rows, verdict)
-        roots = self._roots.pop(rows[0])
-        # Views with equal prompts differ by rounding alone: they have no history.
-        places = [place for place, row in enumerate(rows) if not self._has_one_view[row]]
-        if self._pending is not None and places:
-            self._pending.add([rows[place] for place in places], places, roots, tree, scores, verdict)
+        if self._learns:
+            blocks = blocks_of(rows, self._roots.pop(rows[0]), tree, scores, verdict)
+            # Views with equal prompts differ by rounding alone: they have no history.
+            self._pending |= {row: block for row, block in blocks.items() if not self._has_one_view[row]}
 
-    def signals(self, rows: Sequence[int]) -> list[Signals]:
-        """The weights of the views, in their order; of rows that drafted last together."""
-        weights: list[list[float]] = self.weights.tolist()
-        return [{"weights": tuple(own)} for own in weights] if len(weights) == len(rows) else [{} for _ in rows]
+    def signals(self, rows: Rows) -> list[Signals]:
+        """The weights of several views, in their order, of rows that drafted last together; else the policy's."""
+        if len(self._drafter.views) == 1:
+            return self._session.signals(rows)
+        if len(self.weights) != len(rows):
+            return [{} for _ in rows]
+        return [{"weights": tuple(own)} for own in self.weights.tolist()]
 
-    def _observe_last_block(self, row: int) -> None:
+    def _observe_last_block(self, row: int, block: Block) -> None:
         """Add a row's last block of the last turn to the history; the draft model has not run it."""
-        block = self._pending.pop(row, None, self._room[row]) if self._pending is not None else None
-        if block is None:
-            return
-        slots = [self._slot(view, row) for view in range(len(self._drafter.views))]
-        every = [block.scores[:0]] * len(slots)
-        if len(block.emitted) > 1:
-            every = self._session.run(slots, [block.emitted[:-1]] * len(slots), every=True)
+        emitted = block.accepted()[: self._room[row]]
+        logits = [root[:0] for root in block.roots]
+        if len(emitted) > 1:
+            slots = [self._slot(view, row) for view in range(len(self._drafter.views))]
+            logits = self._session.run(slots, [emitted[:-1]] * len(slots), every=True, commits=False)
             self._session.context.cache.drop(slots)
-        self._observe_blocks([row], {0: block}, {(view, 0): logits for view, logits in enumerate(every)})
+        self._weights.observe([row], verified_positions([block], [emitted], [logits]))
 
 
 class Mixture:
@@ -233,21 +207,20 @@ class Mixture:
         self.max_depth, self.max_children = policy.max_depth, policy.max_children
         self.can_sample = policy.can_sample
         self._shaping = policy.open(rows, device)
-        self._rows = rows
-        self._views = views
+        self._rows, self._views = rows, views
         self.weights = torch.full((rows, views), 1 / views, device=device)
         self.roots = torch.zeros(views, rows, 1, 0, device=device)
 
     def open(self, batch: int, device: torch.device) -> Mixture:
         return self
 
-    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
         """Start trees for slots of the draft session: all that take part, view 0 of every row first."""
         own = [slot for slot in rows if slot < self._rows]
         growth = self._shaping.begin(own, roots[: len(own)], proposer)
         return growth if self._views == 1 else MixedGrowth(growth, self, rows, self._rows)
 
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+    def observe(self, rows: Rows, verdict: Verdict) -> None:
         self._shaping.observe(rows, verdict)
 
     def restart(self, row: int) -> None:
@@ -257,74 +230,60 @@ class Mixture:
         """Discard the history of one of the R rows."""
         self._shaping.restart(row)
 
+    def signals(self, rows: Rows) -> list[Signals]:
+        """Those of the mixed policy."""
+        return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
+
 
 class MixedGrowth:
     """One step's trees of A rows."""
 
-    def __init__(self, growth: Growth, mixing: Mixture, slots: Sequence[int], count: int) -> None:
+    def __init__(self, growth: Growth, mixing: Mixture, slots: Rows, count: int) -> None:
         places = {row: place for place, row in enumerate(slot for slot in slots if slot < count)}
-        self._growth = growth
-        self._mixing = mixing
-        self._active = list(slots)
-        self._pairs = [(slot // count, places[slot % count]) for slot in slots]  # (view, place) of active views
+        self._growth, self._mixing = growth, mixing
         self._shares = mixing.weights.t()[:, :, None, None]  # [m, A, 1, 1]
-        self._index, self._places = self._indexed(), self._placed()
-        self._first = True
+        self._is_first = True
+        self._activate(list(slots), [(slot // count, places[slot % count]) for slot in slots])
 
     def expand(self, logits: Tensor) -> Frontier | None:
         """Expand the mixture of ``[P, W, V]`` logits: at first of all slots that take part, then of active ones."""
         q = logits.softmax(-1, torch.float32)
-        views, rows = self._shares.shape[:2]
         every = q if self._index is None else q[self._index]
-        every = every.view(views, rows, *q.shape[1:])
-        if self._first:
+        every = every.view(*self._shares.shape[:2], *q.shape[1:])
+        if self._is_first:
             self._mixing.roots = every
-            self._first = False
+            self._is_first = False
             self._drop_inactive()
         new = self._growth.expand(mixture(every, self._shares))
         if new is None:
             return None
-        tokens, mask = new.tokens, new.attention_mask
-        if self._places is not None:
-            tokens = tokens[self._places]
-            mask = mask if mask is None or len(mask) == 1 else mask[self._places]
-        elif rows == 1:
-            tokens = tokens.expand(len(self._pairs), -1)
-        return Frontier(tokens, mask, new.depth, self._active)
+        mask = new.attention_mask
+        if mask is not None and len(mask) > 1:
+            mask = mask[self._places]
+        return Frontier(new.tokens[self._places], mask, new.depth, self._active)
 
     def tree(self) -> DraftTree:
         return self._growth.tree()
 
     def _drop_inactive(self) -> None:
         """Run only active views from here on; on an accelerator all continue, which saves a synchronisation."""
-        weights = self._mixing.weights
-        if weights.device.type != "cpu":
-            return
-        shares = weights.tolist()
-        chosen = [i for i, (view, place) in enumerate(self._pairs) if shares[place][view] > 0]
-        if len(chosen) < len(self._pairs):
-            self._active = [self._active[i] for i in chosen]
-            self._pairs = [self._pairs[i] for i in chosen]
-            self._index, self._places = self._indexed(), self._placed()
+        if self._shares.device.type == "cpu":
+            shares = self._mixing.weights.tolist()
+            chosen = [i for i, (view, place) in enumerate(self._pairs) if shares[place][view] > 0]
+            if len(chosen) < len(self._pairs):
+                self._activate([self._active[i] for i in chosen], [self._pairs[i] for i in chosen])
 
-    def _placed(self) -> Tensor | None:
-        """Places of the active pairs' rows; None where there is one row."""
-        if self._shares.shape[1] == 1:
-            return None
-        return on_device([place for _, place in self._pairs], self._shares.device)
-
-    def _indexed(self) -> Tensor | None:
-        """``[m * A]`` index of the active pair that represents each view of each row; None where all run in order.
-
-        An inactive view has no weight, so any other of the row represents it.
-        """
+    def _activate(self, slots: Rows, pairs: Sequence[tuple[int, int]]) -> None:
+        """Run slots from here on, each one a view of the row at a place."""
+        self._active, self._pairs = slots, pairs
+        self._places = on_device([place for _, place in pairs], self._shares.device)
+        # Of every view of every row, the pair that represents it; an inactive one has no weight, so any of the row can.
+        numbers = {pair: i for i, pair in enumerate(pairs)}
+        substitute = {place: i for i, (_, place) in reversed(list(enumerate(pairs)))}
         views, rows = self._shares.shape[:2]
-        places = {pair: i for i, pair in enumerate(self._pairs)}
-        substitute = {place: i for i, (_, place) in reversed(list(enumerate(self._pairs)))}
-        index = [places.get((view, place), substitute[place]) for view in range(views) for place in range(rows)]
-        if index == list(range(len(self._pairs))):
-            return None
-        return on_device(index, self._shares.device)
+        index = [numbers.get((view, place), substitute[place]) for view in range(views) for place in range(rows)]
+        in_order = index == list(range(len(pairs)))
+        self._index = None if in_order else on_device(index, self._shares.device)
 
 
 def mixture(q: Tensor, shares: Tensor) -> Tensor:

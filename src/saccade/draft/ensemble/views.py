@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from saccade.draft.model import ModelDraftSession
-from saccade.draft.pruning import Pruning, places_of, positions_to_drop, request_attention
+from saccade.draft.pruning import Pruning, places_of
 from saccade.errors import InputError, MethodError, ModelError
 from saccade.inputs.families import family_of, spans_with_wrappers, visual_ids, without_media
 from saccade.inputs.families.family import Medium, PoolPoint, Prompt, half, side_of
@@ -32,28 +31,103 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 
 
-class View(ABC):
-    """One form of a prompt; by default it is prefilled as any other prompt."""
+class View:
+    """One form of a prompt; by default the prompt itself, prefilled as any other."""
 
-    name = ""  # the paper's letter
     seconds = 0.0  # time spent on captions so far
     early = True  # whether it can be loaded before the target's prefill
 
-    def open(self, target: Context) -> None:  # noqa: B027
+    def open(self, target: Context) -> None:
         """Start a session; a view that needs the target's attention requests it here."""
 
-    @abstractmethod
     def read(self, prompt: Prompt) -> Prompt:
         """Return the draft model's form of the prompt."""
+        return prompt
 
     def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        capacity: int,
+        target: Context,
+        prefill: PrefillResult | None,
     ) -> None:
-        """Prefill a row of the draft session with the prompt that `read` returned."""
+        """Prefill a row of the draft session with the prompt that `read` returned, for ``capacity`` tokens in all."""
+        session.reserve(row, capacity)
         session.load(row, prompt, prefill)
 
 
-@dataclass(frozen=True, slots=True)
+def make_views(
+    names: str,
+    model: Target,
+    processor: InputProcessor,
+    captioner: Captioner | None = None,
+    pruning: Pruning | None = None,
+    config: Any = None,
+) -> list[View]:
+    """Make the views of one draft model from their letters, as in ``MTCP``."""
+    config, tokenizer = config or processor.config, processor.tokenizer
+    makers: dict[str, Callable[[], View]] = {
+        "M": Multimodal,
+        "T": lambda: TextOnly(config, tokenizer),
+        "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor), model.device),
+        "P": lambda: pooled(model),
+        "R": lambda: Pruned(pruning or Pruning()),
+    }
+    if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
+        raise MethodError(f"The views {names!r} must be one or more letters of {''.join(makers)}, each at most once.")
+    return [makers[name]() for name in names]
+
+
+class Multimodal(View):
+    """M: the prompt unchanged."""
+
+
+class TextOnly(View):
+    """T: one newline in place of every image or video (Gagrani et al. 2024)."""
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        self._config, self._tokenizer = config, tokenizer
+
+    def read(self, prompt: Prompt) -> Prompt:
+        return without_media(self._config, self._tokenizer, prompt) if prompt.media else prompt
+
+
+class Pruned(View):
+    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025)."""
+
+    def __init__(self, pruning: Pruning) -> None:
+        self._pruning = pruning
+        self.early = not pruning.needs_attention
+
+    def open(self, target: Context) -> None:
+        if self._pruning.needs_attention:
+            target.requirements.add_attention(self._pruning.layers, "words")
+
+    def load(
+        self,
+        session: ModelDraftSession,
+        row: int,
+        prompt: Prompt,
+        capacity: int,
+        target: Context,
+        prefill: PrefillResult | None,
+    ) -> None:
+        # Entries from an earlier prompt were chosen by that prompt's attention. A later turn of the conversation reuses
+        # them; for any other prompt the row is emptied, so that it drafts as a fresh row would.
+        if self._pruning.needs_attention and prompt.media and not session.continues(row, prompt):
+            session.context.empty(row)
+        reading = () if prefill is None else (prefill.prompt, prefill.columns, target.target.config)
+        dropped = self._pruning.dropped(session.context.target.config, prompt, *reading)
+        session.reserve(row, capacity - len(dropped))
+        session.load_pruned(row, prompt, dropped)
+
+
+# -- captions ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class PromptMedium:
     """An image or a video in a prompt."""
 
@@ -76,20 +150,17 @@ class PromptMedium:
 
 Captioner = Callable[[PromptMedium], str]
 """Short caption of an image or a video."""
+CAPTION_TOKENS = 32
+"""Most tokens of a caption that a model generates."""
 
 
 class Caption(View):
     """C: ``image: `` and a caption in the place of every image (``video: `` for a video)."""
 
-    name = "C"
-
     def __init__(self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._captioner = captioner
-        self._device = device
+        self._config, self._tokenizer = config, tokenizer
+        self._captioner, self._device = captioner, device
         self.captions: dict[str, str] = {}  # by the digest of the image or video
-        self.seconds = 0.0  # spent on captions so far
 
     def read(self, prompt: Prompt) -> Prompt:
         if not prompt.media:
@@ -120,26 +191,17 @@ class Caption(View):
 class OwnCaptions:
     """Greedy captions by a VLM that Saccade runs, such as the draft model itself."""
 
-    def __init__(
-        self,
-        model: Target,
-        processor: InputProcessor,
-        max_new_tokens: int = 32,
-        question: str = "Describe the {kind} in one sentence.",
-    ) -> None:
-        self._model = model
-        self._processor = processor
-        self._max_new_tokens = max_new_tokens
-        self._question = question
+    def __init__(self, model: Target, processor: InputProcessor) -> None:
+        self._model, self._processor = model, processor
 
     def prompt(self, shown: PromptMedium) -> Prompt:
         """The caption's prompt: that of an empty picture, with the media in its place."""
-        question = self._question.format(kind=shown.kind)
         if shown.kind == "image":
-            empty = self._processor.prompt(question, images=[Image.new("RGB", (32, 32))])
+            empty = self._processor.prompt(_question("image"), images=[Image.new("RGB", (32, 32))])
         else:
             count = len(shown.media) if shown.medium.frame else 4
-            empty = self._processor.prompt(question, videos=[np.zeros((count, 32, 32, 3), np.uint8)])
+            blank = np.zeros((count, 32, 32, 3), np.uint8)
+            empty = self._processor.prompt(_question("video"), videos=[blank])
         spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
         start, stop = spans[0][0], spans[-1][1]
         return Prompt((*empty.ids[:start], *shown.ids, *empty.ids[stop:]), shown.media)
@@ -149,17 +211,17 @@ class OwnCaptions:
 
     def of_picture(self, image: Image.Image) -> str:
         """The caption of a picture, which this VLM's own processor prepares."""
-        return self._answer(self._processor.prompt(self._question.format(kind="image"), images=[image]))
+        return self._answer(self._processor.prompt(_question("image"), images=[image]))
 
     @torch.inference_mode()
     def _answer(self, prompt: Prompt) -> str:
         context = Context(self._model, 1)
-        context.cache.reserve(0, len(prompt) + self._max_new_tokens)
+        context.cache.reserve(0, len(prompt) + CAPTION_TOKENS)
         logits = context.load(0, prompt).logits
         assert logits is not None
         token = int(logits.argmax())
         answer: list[int] = []
-        while token not in self._processor.eos_token_ids and len(answer) < self._max_new_tokens:
+        while token not in self._processor.eos_token_ids and len(answer) < CAPTION_TOKENS:
             answer.append(token)
             output = context.forward([0], torch.tensor([[token]], device=self._model.device))
             context.commit([0], [[0]], [[token]])
@@ -167,75 +229,63 @@ class OwnCaptions:
         return self._processor.decode(answer)
 
 
-class PictureCaptions:
-    """Captions by any function of a PIL image: BLIP, Florence-2, or one's own."""
-
-    def __init__(self, processor: InputProcessor, caption: Callable[[Image.Image], str]) -> None:
-        self._processor = processor
-        self._caption = caption
-
-    def __call__(self, shown: PromptMedium) -> str:
-        return self._caption(picture(self._processor, shown.medium))
+def _question(kind: str) -> str:
+    return f"Describe the {kind} in one sentence."
 
 
-class GivenCaptions:
-    """Captions given in advance."""
+def of_pictures(processor: InputProcessor, caption: Callable[[Image.Image], str]) -> Captioner:
+    """Captions by any function of a PIL image."""
+    return lambda shown: caption(picture(processor, shown.medium))
 
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
 
-    def __call__(self, shown: PromptMedium) -> str:
+def from_texts(texts: Mapping[str, str]) -> Captioner:
+    """Captions that the user wrote, by media digest."""
+
+    def caption(shown: PromptMedium) -> str:
         digest = " ".join(part.partition("/")[0] for part in shown.digest.split())  # without salts
-        if digest not in self._texts:
+        if digest not in texts:
             raise InputError(
-                f"No caption was given for the {shown.kind} with the digest {digest}; add it to captioner, or "
-                "let a checkpoint or the draft model caption."
+                f"The option captioner has no caption for the {shown.kind} with the digest {digest}; add it, or let a "
+                "checkpoint or the draft model caption."
             )
-        return self._texts[digest]
+        return texts[digest]
+
+    return caption
 
 
 @lru_cache(maxsize=1)
 def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], str]:
-    """A function from pictures to captions: a VLM of a known family, or any image-to-text model of transformers.
+    """Captions by a VLM of a known family, or any image-to-text model of transformers (BLIP, GIT, Florence-2).
 
     The last one stays loaded.
     """
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText, AutoProcessor
 
     config = check_checkpoint(path)
-    if visual_ids(config):
-        model = load_model(path, device_map=None if device.type == "cpu" else device)
-        return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
+    text = family_of(config).caption_prompt
+    is_vlm = text is None and bool(visual_ids(config))
+    if not is_vlm and type(config) not in AutoModelForImageTextToText._model_mapping:
         raise ModelError(
             f"The captioner {path} is a language model, which takes no images; give an image-to-text model."
         )
-    return CheckpointCaptions(path, device=device)
-
-
-class CheckpointCaptions:
-    """A captioning checkpoint of transformers (BLIP, BLIP-2, GIT, Florence-2) as a function from images to words."""
-
-    def __init__(self, path: str, max_new_tokens: int = 32, device: str | torch.device | None = None) -> None:
-        from transformers import AutoProcessor
-
-        self._model = load_model(path, device_map=device).eval()
-        try:
-            self._processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as problem:
-            raise ModelError(f"The captioner {path} has no usable processor: {problem}") from problem
-        self._max_new_tokens = max_new_tokens
+    model = load_model(path, device_map=None if device.type == "cpu" else device)
+    if is_vlm:
+        return OwnCaptions(adapt(model), InputProcessor.load(path)).of_picture
+    try:
+        processor: Any = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as problem:
+        raise ModelError(f"The captioner {path} has no usable processor: {problem}") from problem
 
     @torch.inference_mode()
-    def __call__(self, image: Image.Image) -> str:
-        text = family_of(self._model.config).caption_prompt
-        task = {} if text is None else {"text": text}
-        inputs = self._processor(images=image, return_tensors="pt", **task)
+    def caption(image: Image.Image) -> str:
+        inputs = processor(images=image, return_tensors="pt", **({} if text is None else {"text": text}))
         for name, value in inputs.items():
-            dtype = self._model.dtype if value.is_floating_point() else None
-            inputs[name] = value.to(device=self._model.device, dtype=dtype)
-        ids = self._model.generate(**inputs, max_new_tokens=self._max_new_tokens, do_sample=False, num_beams=1)
-        return str(self._processor.batch_decode(ids, skip_special_tokens=True)[0])
+            dtype = model.dtype if value.is_floating_point() else None
+            inputs[name] = value.to(device=model.device, dtype=dtype)
+        ids = model.generate(**inputs, max_new_tokens=CAPTION_TOKENS, do_sample=False, num_beams=1)
+        return str(processor.batch_decode(ids, skip_special_tokens=True)[0])
+
+    return caption
 
 
 def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
@@ -246,8 +296,7 @@ def picture(processor: InputProcessor, medium: Medium) -> Image.Image:
     return Image.fromarray(values.round().to(torch.uint8).permute(1, 2, 0).numpy())
 
 
-MAX_HALVED = 16
-"""Number of halved pictures cached for later turns."""
+# -- pooled visual tokens ----------------------------------------------------------------------------------
 
 
 def pooled(model: Target) -> View:
@@ -263,7 +312,27 @@ def pooled(model: Target) -> View:
     )
 
 
-class HalvedPictures(View):
+class _FewerTokens(View):
+    """P: a prompt whose media have fewer visual tokens."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def read(self, prompt: Prompt) -> Prompt:
+        dropped: set[int] = set()
+        media = []
+        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
+            small, surplus = self._smaller(places, medium)
+            dropped.update(surplus)
+            media.append(small)
+        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
+
+    def _smaller(self, places: list[int], medium: Medium) -> tuple[Medium, Iterator[int]]:
+        """The smaller form of a medium, and the positions that it does not need."""
+        raise NotImplementedError
+
+
+class HalvedPictures(_FewerTokens):
     """P for families that take pictures of any size (Qwen-VL, Pixtral): every picture at half its resolution.
 
     The number of features follows from the picture's size, so this corresponds to the paper's 2x2 averages in a form
@@ -272,28 +341,9 @@ class HalvedPictures(View):
     timestamps.
     """
 
-    name = "P"
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        self._halved: dict[str, Medium] = {}  # the last `MAX_HALVED`, by the digest of the whole picture
-
-    def read(self, prompt: Prompt) -> Prompt:
-        dropped: set[int] = set()
-        media = []
-        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
-            small = self._half(medium)
-            dropped.update(self._surplus(places, medium, small))
-            media.append(small)
-        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
-
-    def _half(self, medium: Medium) -> Medium:
-        """The medium at half its resolution, cached because every turn of a conversation repeats its pictures."""
-        small = self._halved.pop(medium.digest, None) or family_of(self._config).halved(medium)
-        self._halved[medium.digest] = small
-        if len(self._halved) > MAX_HALVED:
-            del self._halved[next(iter(self._halved))]
-        return small
+    def _smaller(self, places: list[int], medium: Medium) -> tuple[Medium, Iterator[int]]:
+        small = family_of(self._config).halved(medium)
+        return small, self._surplus(places, medium, small)
 
     def _surplus(self, places: list[int], medium: Medium, small: Medium) -> Iterator[int]:
         """Positions of placeholders and row breaks that the smaller medium does not need."""
@@ -311,19 +361,16 @@ class HalvedPictures(View):
             end = line[-1] + 1
 
 
-class PooledFeatures(View):
+class PooledFeatures(_FewerTokens):
     """P for families whose towers take squares of one size: features averaged 2x2 just before the projector.
 
     A side with an odd number of features is closed by averages of fewer; a class token stays. Where the projector
     itself averages (Gemma 3), this is a second average behind its own.
     """
 
-    name = "P"
-
     def __init__(self, model: Target, point: PoolPoint) -> None:
-        self._model = model
-        self._point = point
-        self._config: Any = model.config
+        super().__init__(model.config)
+        self._model, self._point = model, point
         self._patch: int | None = None
         if family_of(model.config).unpads:
             vision = model.config.vision_config
@@ -337,29 +384,21 @@ class PooledFeatures(View):
             self._config = copy.deepcopy(model.config)
             self._config.vision_config.patch_size = self._patch
 
-    def read(self, prompt: Prompt) -> Prompt:
-        dropped: set[int] = set()
-        media = []
-        for places, medium in zip(places_of(self._config, prompt), prompt.media, strict=True):
-            grid, left = self._sizes(medium)
-            dropped.update(place for n, place in enumerate(places) if n % grid >= left)
-            media.append(replace(medium, n_tokens=medium.n_tokens // grid * left))
-        return Prompt(tuple(t for i, t in enumerate(prompt.ids) if i not in dropped), tuple(media))
-
-    def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
-    ) -> None:
+    def load(self, session: ModelDraftSession, *arguments: Any) -> None:
         with self._pooling():
-            session.load(row, prompt, prefill)
+            super().load(session, *arguments)
 
-    def _sizes(self, medium: Medium) -> tuple[int, int]:
-        """Number of placeholders of one grid of a medium, and of those that remain."""
+    def _smaller(self, places: list[int], medium: Medium) -> tuple[Medium, Iterator[int]]:
         family = family_of(self._config)
+        grid = medium.n_tokens  # placeholders of one grid, and those that remain
         if self._patch is not None:
-            return medium.n_tokens, family.count(medium.kind, medium.tensors)
-        tiles = family.tiles(medium)
-        side, others = _square(medium.n_tokens // tiles)
-        return medium.n_tokens // tiles, half(side) ** 2 + others
+            left = family.count(medium.kind, medium.tensors)
+        else:
+            grid //= family.tiles(medium)
+            side, others = _square(grid)
+            left = half(side) ** 2 + others
+        small = replace(medium, n_tokens=medium.n_tokens // grid * left)
+        return small, (place for number, place in enumerate(places) if number % grid >= left)
 
     @contextmanager
     def _pooling(self) -> Iterator[None]:
@@ -388,7 +427,8 @@ def pool(features: Tensor) -> Tensor:
     """
     side, others = _square(features.shape[1])
     grid = features[:, others:].transpose(1, 2).unflatten(2, (side, side))
-    return torch.cat([features[:, :others], _averaged(grid).flatten(2).transpose(1, 2)], 1)
+    averages = _averaged(grid).flatten(2).transpose(1, 2)
+    return torch.cat([features[:, :others], averages], 1)
 
 
 def _averaged(grid: Tensor) -> Tensor:
@@ -403,71 +443,3 @@ def _square(tokens: int) -> tuple[int, int]:
     if others > 1:
         raise MethodError(f"An image of {tokens} visual tokens is not on a square grid; leave view P out.")
     return side, others
-
-
-def make_views(
-    names: str,
-    model: Target,
-    processor: InputProcessor,
-    captioner: Captioner | None = None,
-    pruning: Pruning | None = None,
-    config: Any = None,
-) -> list[View]:
-    """Make the views of one draft model from their letters, as in ``MTCP``."""
-    config, tokenizer = config or processor.config, processor.tokenizer
-    makers: dict[str, Callable[[], View]] = {
-        "M": Multimodal,
-        "T": lambda: TextOnly(config, tokenizer),
-        "C": lambda: Caption(config, tokenizer, captioner or OwnCaptions(model, processor), model.device),
-        "P": lambda: pooled(model),
-        "R": lambda: Pruned(pruning),
-    }
-    if not names or len(set(names)) < len(names) or not set(names) <= set(makers):
-        raise MethodError(f"The views {names!r} must be one or more letters of {''.join(makers)}, each at most once.")
-    return [makers[name]() for name in names]
-
-
-class Multimodal(View):
-    """M: the prompt unchanged."""
-
-    name = "M"
-
-    def read(self, prompt: Prompt) -> Prompt:
-        return prompt
-
-
-class TextOnly(View):
-    """T: one newline in place of every image or video (Gagrani et al. 2024)."""
-
-    name = "T"
-
-    def __init__(self, config: Any, tokenizer: Any) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-
-    def read(self, prompt: Prompt) -> Prompt:
-        if not prompt.media:
-            return prompt
-        return without_media(self._config, self._tokenizer, prompt)
-
-
-class Pruned(View):
-    """R: visual tokens pruned by the target's attention, at their original positions (SpecVLM, Ji et al. 2025)."""
-
-    name = "R"
-
-    def __init__(self, pruning: Pruning | None = None) -> None:
-        self._pruning = pruning or Pruning()
-        self.early = not self._pruning.needs_attention
-
-    def open(self, target: Context) -> None:
-        request_attention(self._pruning, target)
-
-    def read(self, prompt: Prompt) -> Prompt:
-        return prompt
-
-    def load(
-        self, session: ModelDraftSession, row: int, prompt: Prompt, target: Context, prefill: PrefillResult | None
-    ) -> None:
-        dropped = positions_to_drop(session, row, prompt, self._pruning, target, prefill)
-        session.load_pruned(row, prompt, dropped)

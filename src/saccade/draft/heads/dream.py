@@ -88,7 +88,7 @@ class Dream(Head):
     def pruning(self) -> Pruning:
         """Choice of the visual tokens with entries."""
         keep = self.config.options["keep"]
-        return Pruning("attention", keep_images=keep, keep_videos=keep, layers=(-1,))
+        return Pruning(keep, keep, "attention", layers=(-1,))
 
     def forward(
         self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0, over: Placement | None = None

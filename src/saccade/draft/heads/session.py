@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.drafter import DraftSession, TreeDrafter
+from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.heads.block import FusedHead, Placement
 from saccade.draft.heads.config import TargetShape, check_fit
 from saccade.draft.heads.head import Head, read_at
@@ -24,8 +24,8 @@ from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, MaskPlan
 from saccade.target_model.selfcheck import LogitMap, logit_map
-from saccade.tree import DraftTree
-from saccade.verify.rule import Rows, Verdict
+from saccade.tree import DraftTree, Rows, at_nodes
+from saccade.verify.rule import Verdict
 
 CHUNK = 1024
 """Prompt entries per forward; bounds the attention mask."""
@@ -37,7 +37,7 @@ LEAST = 0.1
 """Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
 
 
-class HeadDrafter(TreeDrafter):
+class HeadDrafter(Drafter):
     """Drafter of a head and the target that it was trained for.
 
     A head for another target, with norms, layers or positions read wrongly, or with another prompt format, drafts
@@ -195,7 +195,7 @@ class HeadDraftSession(DraftSession):
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
         states = self._states(output)  # [A, N, F]
-        along = states.gather(1, verdict.path[..., None].expand(-1, -1, states.shape[2]))  # [A, D + 1, F]
+        along = at_nodes(states, verdict.path)  # [A, D + 1, F]
         along = self._head.fuse(along)  # [A, D + 1, d]
         # States beyond the accepted tokens are overwritten before they are read.
         for place, row in enumerate(rows):
@@ -286,7 +286,7 @@ class HeadDraftSession(DraftSession):
         if min(counts) == width:
             return hidden[:, -1:]
         last = self._numbers.get(counts) - 1
-        return hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))
+        return at_nodes(hidden, last[:, None])
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from saccade.options import BranchesOptions, ChainOptions, ConfidentOptions
 from saccade.target_model.cache import on_device, to_device
-from saccade.tree import DraftTree, TreeShape, ancestors_of
+from saccade.tree import DraftTree, Rows, TreeShape, ancestors_of, at_nodes
 from saccade.verify.rule import Uniforms, Verdict, Warp, draw
 
 
@@ -26,7 +25,7 @@ class Frontier:
     # entries before it and itself
     attention_mask: Tensor | None
     depth: int  # of the frontier below the root (host integer)
-    rows: Sequence[int] | None = None  # rows of the draft model that run them, where several run for one tree
+    rows: Rows | None = None  # rows of the draft model that run them, where several run for one tree
 
 
 class Growth(Protocol):
@@ -45,10 +44,10 @@ class Growth(Protocol):
 class PolicySession(Protocol):
     """A tree policy's state for the rows of one session."""
 
-    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
         """Start this step's trees of some rows below ``roots`` ``[A]``."""
 
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+    def observe(self, rows: Rows, verdict: Verdict) -> None:
         """Take in the accepted lengths of these rows' last trees, for policies that adapt."""
 
     def restart(self, row: int) -> None:
@@ -63,7 +62,7 @@ Signals = dict[str, tuple[float, ...]]
 class Traced(Protocol):
     """A session of a policy or a drafter that can say what shaped its drafts."""
 
-    def signals(self, rows: Sequence[int]) -> list[Signals]:
+    def signals(self, rows: Rows) -> list[Signals]:
         """Numbers behind the last drafts of these rows, in their order."""
 
 
@@ -113,7 +112,7 @@ class StatelessPolicy:
     def open(self, batch: int, device: torch.device) -> Self:
         return self
 
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+    def observe(self, rows: Rows, verdict: Verdict) -> None:
         """Earlier trees do not matter."""
 
     def restart(self, row: int) -> None:
@@ -126,9 +125,8 @@ def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
     Shapes: mask ``[B, W, F]``; above ``[B, W']``.
     """
     batch, width = above.shape
-    inherited = mask.gather(1, above[..., None].expand(-1, -1, mask.shape[2]))
     itself = torch.eye(width, dtype=torch.bool, device=mask.device).expand(batch, -1, -1)
-    return torch.cat([inherited, itself], 2)
+    return torch.cat([at_nodes(mask, above), itself], 2)
 
 
 class Proposer(Protocol):
@@ -180,15 +178,15 @@ SPECVLM_TREE = tuple(tuple(map(int, path)) for path in _SPECVLM_PATHS.split())
 """The 25-node tree of SpecVLM (4, 8, 8, 3, 2 nodes per level), as paths of child ranks."""
 
 
-class FixedShape(StatelessPolicy, ABC):
+class FixedShape(StatelessPolicy):
     """Base of policies whose trees all have one shape, so that children may be drawn."""
 
     can_sample = True
 
     @property
-    @abstractmethod
     def shape(self) -> TreeShape:
         """The shape of every tree."""
+        raise NotImplementedError
 
     @property
     def max_nodes(self) -> int:
@@ -196,7 +194,7 @@ class FixedShape(StatelessPolicy, ABC):
 
     @property
     def max_run(self) -> int:
-        return sum(len(level.run) for level in self.plan("cpu").levels)
+        return len({path[:-1] for path in self.shape.paths if len(path) > 1})
 
     @property
     def max_depth(self) -> int:
@@ -206,19 +204,8 @@ class FixedShape(StatelessPolicy, ABC):
     def max_children(self) -> int:
         return self.shape.max_children
 
-    @cached_property
-    def _plans(self) -> dict[str, _Plan]:
-        return {}
-
-    def plan(self, device: torch.device | str) -> _Plan:
-        """Return the shape's constants on a device, made once."""
-        key = str(device)
-        if key not in self._plans:
-            self._plans[key] = _Plan.of(self.shape, torch.device(device))
-        return self._plans[key]
-
-    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
-        return _StaticGrowth(self.plan(roots.device), roots, proposer)
+    def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
+        return _StaticGrowth(_plan(self.shape, roots.device), roots, proposer)
 
 
 @dataclass(frozen=True)
@@ -256,108 +243,94 @@ class _Level:
 
     width: int  # children proposed per expanded parent
     pick: Tensor  # `[n]` which of the `W * width` candidates become nodes
-    run: list[int]  # places, within the new nodes, of those that have children themselves
-    run_index: Tensor  # the same on the device
-    run_nodes: Tensor  # their node indices, on the device
+    run: Tensor  # `[W']` places, within the new nodes, of those that have children themselves
+    run_nodes: Tensor  # `[W']` their node indices
     attention_mask: Tensor | None  # `[1, W', F + W']` of the next frontier
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Constants of a shape on one device; the tensors are those of `DraftTree`."""
-
-    levels: tuple[_Level, ...]
-    parents: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    valid: Tensor
-    max_children: int
-
-    @classmethod
-    def of(cls, shape: TreeShape, device: torch.device) -> _Plan:
-        nodes = [(), *shape.paths]
-        index = {path: i for i, path in enumerate(nodes)}
-        parents = torch.tensor([shape.parents])
-        matrix = ancestors_of(parents, shape.max_depth)
-        has_children = {p[:-1] for p in shape.paths}
-        frontier: list[tuple[int, ...]] = [()]
-        ran: list[int] = []
-        levels = []
-        for depth in range(1, shape.max_depth + 1):
-            new = [p for p in shape.paths if len(p) == depth]
-            width = max(p[-1] for p in new) + 1
-            pick = [frontier.index(p[:-1]) * width + p[-1] for p in new]
-            run = [i for i, p in enumerate(new) if p in has_children]
-            frontier = [new[i] for i in run]
-            run_nodes = [index[p] for p in frontier]
-            ran += run_nodes
-            mask = matrix[:, run_nodes][:, :, ran]
-            levels.append(
-                _Level(
-                    width=width,
-                    pick=on_device(pick, device),
-                    run=run,
-                    run_index=to_device(torch.tensor(run, dtype=torch.long), device),
-                    run_nodes=to_device(torch.tensor(run_nodes, dtype=torch.long), device),
-                    attention_mask=None if bool(mask.all()) else to_device(mask, device),
-                )
+@lru_cache(maxsize=64)
+def _plan(shape: TreeShape, device: torch.device) -> tuple[DraftTree, tuple[_Level, ...]]:
+    """Constants of a shape on a device: a tree without tokens, and its levels."""
+    nodes = [(), *shape.paths]
+    index = {path: i for i, path in enumerate(nodes)}
+    parents = torch.tensor([shape.parents])
+    matrix = ancestors_of(parents, shape.max_depth)
+    has_children = {p[:-1] for p in shape.paths}
+    frontier: list[tuple[int, ...]] = [()]
+    ran: list[int] = []
+    levels = []
+    for depth in range(1, shape.max_depth + 1):
+        new = [p for p in shape.paths if len(p) == depth]
+        width = max(p[-1] for p in new) + 1
+        pick = [frontier.index(p[:-1]) * width + p[-1] for p in new]
+        run = [i for i, p in enumerate(new) if p in has_children]
+        frontier = [new[i] for i in run]
+        run_nodes = [index[p] for p in frontier]
+        ran += run_nodes
+        mask = matrix[:, run_nodes][:, :, ran]
+        levels.append(
+            _Level(
+                width=width,
+                pick=on_device(pick, device),
+                run=to_device(torch.tensor(run, dtype=torch.long), device),
+                run_nodes=to_device(torch.tensor(run_nodes, dtype=torch.long), device),
+                attention_mask=None if bool(mask.all()) else to_device(mask, device),
             )
-        return cls(
-            levels=tuple(levels),
-            parents=to_device(parents, device),
-            depth=on_device([[len(p) for p in nodes]], device),
-            ancestors=to_device(matrix, device),
-            valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
-            max_children=shape.max_children,
         )
+    tree = DraftTree(
+        tokens=torch.zeros(1, len(nodes), dtype=torch.long, device=device),
+        parents=to_device(parents, device),
+        depth=on_device([[len(p) for p in nodes]], device),
+        ancestors=to_device(matrix, device),
+        valid=torch.ones(1, len(nodes), dtype=torch.bool, device=device),
+        max_depth=shape.max_depth,
+        max_children=shape.max_children,
+    )
+    return tree, tuple(levels)
 
 
 class _StaticGrowth:
-    def __init__(self, plan: _Plan, roots: Tensor, proposer: Proposer) -> None:
-        self._plan = plan
+    def __init__(self, plan: tuple[DraftTree, tuple[_Level, ...]], roots: Tensor, proposer: Proposer) -> None:
+        self._shape, self._levels = plan
         self._proposer = proposer
         self._tokens = [roots[:, None]]
         self._q: list[tuple[Tensor, Tensor]] = []  # (node indices, [B, W, V] distributions)
-        self._depth = 0
         self._expanding = torch.zeros(1, dtype=torch.long, device=roots.device)
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        level = self._plan.levels[self._depth]
+        depth = len(self._tokens)
+        level = self._levels[depth - 1]
         candidates, q = self._proposer.children(logits, level.width)  # [B, W, width]
         if q is not None:
             self._q.append((self._expanding, q))
         is_chain = level.width == 1 and len(level.pick) == 1
         new = candidates[:, 0] if is_chain else candidates.flatten(1)[:, level.pick]
         self._tokens.append(new)
-        self._depth += 1
-        if not level.run:
+        if not len(level.run):
             return None
         self._expanding = level.run_nodes
-        tokens = new if len(level.run) == new.shape[1] else new[:, level.run_index]
-        return Frontier(tokens, level.attention_mask, self._depth)
+        tokens = new if len(level.run) == new.shape[1] else new[:, level.run]
+        return Frontier(tokens, level.attention_mask, depth)
 
     def tree(self) -> DraftTree:
-        plan, tokens = self._plan, torch.cat(self._tokens, 1)
-        count = tokens.shape[1]  # fewer than the plan's where growth stopped early
+        shape, tokens = self._shape, torch.cat(self._tokens, 1)
+        count = tokens.shape[1]  # fewer than the shape's where growth stopped early
+        q = None
+        if self._q:
+            first = self._q[0][1]
+            q = first.new_zeros(first.shape[0], count, first.shape[2])
+            for nodes, values in self._q:
+                q[:, nodes] = values
         return DraftTree(
             tokens=tokens,
-            parents=plan.parents[:, :count],
-            depth=plan.depth[:, :count],
-            ancestors=plan.ancestors[:, :count, :count],
-            valid=plan.valid[:, :count],
-            max_depth=self._depth,
-            max_children=plan.max_children,
-            q=self._gather_q(count),
+            parents=shape.parents[:, :count],
+            depth=shape.depth[:, :count],
+            ancestors=shape.ancestors[:, :count, :count],
+            valid=shape.valid[:, :count],
+            max_depth=len(self._tokens) - 1,
+            max_children=shape.max_children,
+            q=q,
         )
-
-    def _gather_q(self, count: int) -> Tensor | None:
-        if not self._q:
-            return None
-        first = self._q[0][1]
-        q = first.new_zeros(first.shape[0], count, first.shape[2])
-        for nodes, values in self._q:
-            q[:, nodes] = values
-        return q
 
 
 @dataclass(frozen=True)
@@ -370,37 +343,28 @@ class ConfidentChain(ConfidentOptions, Chain):
     tokens stays exact.
     """
 
-    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> ConfidentGrowth:
-        return ConfidentGrowth(self, roots, proposer)
+    def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
+        return _ConfidentGrowth(super().begin(rows, roots, proposer), roots, self.confidence)
 
 
-class ConfidentGrowth:
-    """One step's chains."""
+class _ConfidentGrowth:
+    """Chains that grow while any row is confident."""
 
-    def __init__(self, policy: ConfidentChain, roots: Tensor, proposer: Proposer) -> None:
-        self._policy, self._proposer = policy, proposer
-        self._tokens = [roots[:, None]]
+    def __init__(self, chain: Growth, roots: Tensor, least: float) -> None:
+        self._chain, self._least = chain, least
         self._continues = torch.ones_like(roots, dtype=torch.bool)[:, None]  # [B, 1] rows still drafting
         self._valid = [self._continues]
-        self._q: list[Tensor] = []
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        tokens, q = self._proposer.children(logits, 1)  # [B, 1, 1]
-        self._tokens.append(tokens[:, 0])
+        frontier = self._chain.expand(logits)
         self._valid.append(self._continues)
-        if q is not None:
-            self._q.append(q)
-        depth = len(self._tokens) - 1
-        if depth == self._policy.gamma:
-            return None
-        if self._policy.confidence:
-            confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
-            self._continues = self._continues & (confidence >= self._policy.confidence)
-            # One host sync per draft token: stopping once no row is confident any more saves forwards.
-            if not self._continues.any():
-                return None
-        return Frontier(self._tokens[-1], None, depth)
+        if frontier is None or not self._least:
+            return frontier
+        confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
+        self._continues = self._continues & (confidence >= self._least)
+        # One host sync per draft token: stopping once no row is confident any more saves forwards.
+        return frontier if self._continues.any() else None
 
     def tree(self) -> DraftTree:
-        q = torch.cat([*self._q, torch.zeros_like(self._q[0])], 1) if self._q else None  # a last node has no children
-        return DraftTree.chains(torch.cat(self._tokens, 1), torch.cat(self._valid, 1), q)
+        tree = self._chain.tree()
+        return DraftTree.chains(tree.tokens, torch.cat(self._valid, 1), tree.q)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from saccade.draft.trees.policy import SPECVLM_TREE, Frontier, Growth, Proposer,
 from saccade.errors import MethodError
 from saccade.options import SageOptions
 from saccade.target_model.cache import on_device
-from saccade.tree import DraftTree, TreeShape, ancestors_of, reindexed_parents
+from saccade.tree import DraftTree, Rows, TreeShape, at_nodes
 from saccade.verify.rule import Verdict
 
 START = 0.5
@@ -58,7 +59,12 @@ class SageTree(SageOptions):
     @property
     def max_run(self) -> int:
         """Sum of every level's widest frontier; a step runs a fraction of it."""
-        return sum(level.run for level in bounds_of(self, self._deepest, starting=True))
+        # Widths fall and depths rise with the confidence: one end of each interval bounds each.
+        trees = [_start_bounds(self.start)]
+        for step in range(64):
+            width, depth = self.width_at(step / 64), self.depth_at((step + 1) / 64, self._deepest)
+            trees.append(_bounds(self, width, depth))
+        return sum(level.run for level in _largest(trees))
 
     @property
     def max_depth(self) -> int:
@@ -99,43 +105,49 @@ class SageTree(SageOptions):
         return min(max(1 - entropy / math.log(len(top)), 0.0), 1.0)
 
 
-_STEPS = 64
-"""Intervals of confidence over which sizes are bounded."""
+@dataclass(frozen=True, slots=True)
+class LevelBounds:
+    """Upper bounds of one level, per row."""
+
+    children: int  # per expanded node
+    nodes: int  # on the level
+    run: int  # of these, nodes that are expanded in turn
 
 
-@cache
-def bounds_of(policy: SageTree, deepest: int, starting: bool) -> tuple[LevelBounds, ...]:
-    """Bounds of every level's size at any confidence."""
-    count = max(deepest, policy.start.max_depth if starting else 0)
-    levels = [LevelBounds(1, 0, 0) for _ in range(count)]
-    for step in range(_STEPS):
-        # Widths fall and depths rise with the confidence: one end of the interval bounds each.
-        width = policy.width_at(step / _STEPS)
-        depth = policy.depth_at((step + 1) / _STEPS, deepest)
-        for level, bounds in enumerate(_adaptive_bounds(policy, width, depth)):
-            levels[level] = levels[level].or_larger(bounds)
-    if starting:
-        parents = {path[:-1] for path in policy.start.paths}
-        for level in range(policy.start.max_depth):
-            paths = [path for path in policy.start.paths if len(path) == level + 1]
-            bounds = LevelBounds(max(p[-1] for p in paths) + 1, len(paths), len(parents & set(paths)))
-            levels[level] = levels[level].or_larger(bounds)
-    return tuple(levels)
+def _largest(trees: Sequence[Sequence[LevelBounds]]) -> list[LevelBounds]:
+    """Bounds of every level of several trees."""
+    levels = []
+    for same in zip_longest(*trees, fillvalue=LevelBounds(1, 0, 0)):
+        children = max(bound.children for bound in same)
+        nodes = max(bound.nodes for bound in same)
+        levels.append(LevelBounds(children, nodes, max(bound.run for bound in same)))
+    return levels
 
 
-def _adaptive_bounds(policy: SageTree, width: float, depth: float) -> Iterator[LevelBounds]:
-    """Bounds of every level of an adaptive tree, for a width at the root and a depth."""
-    run, last = 1, rounded(depth)
+def _bounds(policy: SageTree, width: float, depth: float) -> list[LevelBounds]:
+    """Bounds of every level of adaptive trees of at most this width at the root and this depth."""
+    levels, run, last = [], 1, rounded(depth)
     for level in range(1, last + 1):
         children = rounded(width) if level == 1 else rounded(width / level * 1.5)
         nodes = min(run * children, policy.total)
+        run = 0 if level == last else nodes
         # Probabilities of one level's paths add up to one at most.
         if policy.probability == "path":
             nodes = max(1, min(nodes, _at_most(policy.threshold * level / depth)))
-        run = 0 if level == last else nodes
-        if run and policy.probability == "path":
-            run = min(run, _at_most(policy.threshold * (level + 1) / depth))
-        yield LevelBounds(children, nodes, run)
+            run = min(run, nodes, _at_most(policy.threshold * (level + 1) / depth))
+        levels.append(LevelBounds(children, nodes, run))
+    return levels
+
+
+def _start_bounds(shape: TreeShape) -> list[LevelBounds]:
+    """Sizes of the levels of the static first tree."""
+    parents = {path[:-1] for path in shape.paths}
+    levels = []
+    for depth in range(1, shape.max_depth + 1):
+        paths = {path for path in shape.paths if len(path) == depth}
+        children = max(path[-1] for path in paths) + 1
+        levels.append(LevelBounds(children, len(paths), len(parents & paths)))
+    return levels
 
 
 def _at_most(threshold: float) -> int:
@@ -168,45 +180,56 @@ class SageSession:
     """
 
     def __init__(self, policy: SageTree, rows: int, device: torch.device) -> None:
-        self.policy = policy
-        self._device = device
-        self._constants = GrowthConstants(policy, device)
+        self.policy, self.device = policy, device
         self._rows = [self._fresh() for _ in range(rows)]
         # By rows of a step: the k largest probabilities after every node run, and the index of every node's own.
-        self._tops: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.tops: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def _fresh(self) -> _Row:
         return _Row(deque(maxlen=max(self.policy.window, 1)), self.policy.d_max)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """``[C]`` rank r passes a width w if ``ranks[r] <= w``: r is below w rounded half up, at least 1, exactly if
+        r = 0 or r + 1/2 <= w."""
+        ranks = torch.arange(self.policy.max_children, device=self.device) + 0.5
+        ranks[:1] = 0.0
+        return ranks
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """``[]`` score of a candidate that is no node."""
+        return torch.full((), -1.0, device=self.device)
+
+    @cached_property
+    def start_nodes(self) -> Tensor:
+        """``[nodes + 1, C]`` node of the static first tree by parent and rank, 0 (the root) where it has none."""
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(self.policy.start.paths)}
+        ranks = range(self.policy.max_children)
+        return on_device([[index.get((*path, rank), 0) for rank in ranks] for path in index], self.device)
 
     def restart(self, row: int) -> None:
         """Discard the row's history; its next tree is the static first one."""
         self._rows[row] = self._fresh()
 
-    def begin(self, rows: Sequence[int], roots: Tensor, proposer: Proposer) -> Growth:
+    def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
         for row in rows:
             self._catch_up(self._rows[row])
-        self._tops = {key: tops for key, tops in self._tops.items() if not set(key) & set(rows)}
+        self.tops = {key: tops for key, tops in self.tops.items() if not set(key) & set(rows)}
+        return SageGrowth(self, tuple(rows), roots)
 
-        def record(tops: Tensor, sources: Tensor) -> None:
-            self._tops[tuple(rows)] = tops, sources
-
-        measures_accepted = self.policy.alpha_of == "accepted"
-        choose = partial(self._shape, rows)
-        return SageGrowth(self._constants, roots, choose, record if measures_accepted else None)
-
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
+    def observe(self, rows: Rows, verdict: Verdict) -> None:
         accepted = _Transfer(verdict.count)
         for place, row in enumerate(rows):
             self._rows[row].accepted = accepted, place
-        recorded = self._tops.pop(tuple(rows), None)
+        recorded = self.tops.pop(tuple(rows), None)
         if recorded is None:
             return
         tops, sources = recorded
         last = verdict.path.gather(1, verdict.count[:, None]).to(sources.device, non_blocking=True)
-        entry = sources.gather(1, last)[..., None].expand(-1, -1, tops.shape[2])
-        self._measure(rows, _Transfer(tops.gather(1, entry)[:, 0]))
+        self._measure(rows, at_nodes(tops, sources.gather(1, last))[:, 0])
 
-    def signals(self, rows: Sequence[int]) -> list[Signals]:
+    def signals(self, rows: Rows) -> list[Signals]:
         """The confidence measured at each row's last step, alpha (Eq. 9)."""
         signals: list[Signals] = []
         for row in (self._rows[row] for row in rows):
@@ -215,43 +238,43 @@ class SageSession:
             signals.append({"confidence": (alpha,)})
         return signals
 
-    def _shape(self, rows: Sequence[int], top: Tensor) -> StepShape:
-        """The shape of this step's trees, given the k largest probabilities after the roots ``[A, k]``."""
+    def shape(self, rows: Rows, top: Tensor) -> StepShape:
+        """The shape of this step's trees, from the k largest probabilities after the roots ``[A, k]``."""
         if not self.policy.lookahead:
-            self._measure(rows, _Transfer(top))
+            self._measure(rows, top)
             for row in rows:
                 self._catch_up(self._rows[row])
         shape = self._shape_of([self._rows[row] for row in rows])
         for row in rows:
             self._rows[row].starting = False
         if self.policy.lookahead and self.policy.alpha_of == "root":
-            self._measure(rows, _Transfer(top))
+            self._measure(rows, top)
         return shape
 
     def _shape_of(self, rows: Sequence[_Row]) -> StepShape:
         policy = self.policy
-        starting = any(row.starting for row in rows)
-        bounds = bounds_of(policy, max(row.deepest for row in rows), starting)
         depths = [policy.depth_at(row.confidence, row.deepest) for row in rows]
         widths = [policy.width_at(row.confidence) for row in rows]
-        count = max(
-            policy.start.max_depth if row.starting else rounded(depth) for row, depth in zip(rows, depths, strict=True)
-        )
-        levels = range(1, count + 1)
-        limits = [
-            [policy.threshold * level / d if level <= math.floor(d + 0.5) else UNREACHABLE for d in depths]
-            for level in levels
+        starting = [row.starting for row in rows]
+        trees = [] if all(starting) else [_bounds(policy, max(widths), max(depths))]
+        if any(starting):
+            trees.append(_start_bounds(policy.start))
+        levels = _largest(trees)
+        numbers = range(1, len(levels) + 1)
+        thresholds = [
+            [policy.threshold * level / depth if level <= math.floor(depth + 0.5) else UNREACHABLE for depth in depths]
+            for level in numbers
         ]
-        by_level = [[width / level for width in widths] for level in levels]
-        first = [[float(row.starting) for row in rows]] * count
+        by_level = [[width / level for width in widths] for level in numbers]
+        first = [[float(row.starting) for row in rows]] * len(levels)
         # One transfer for all three.
-        width, threshold, is_first = on_device([by_level, limits, first], self._device)[..., None]
-        is_starting = is_first[0] > 0 if starting else None
-        return StepShape(bounds[:count], max(widths), width, threshold, limits, is_starting)
+        width, threshold, is_first = on_device([by_level, thresholds, first], self.device)[..., None]
+        return StepShape(levels, width, threshold, is_first[0] > 0 if any(starting) else None)
 
-    def _measure(self, rows: Sequence[int], tops: _Transfer) -> None:
+    def _measure(self, rows: Rows, tops: Tensor) -> None:
+        transfer = _Transfer(tops)
         for place, row in enumerate(rows):
-            self._rows[row].top = tops, place
+            self._rows[row].top = transfer, place
 
     def _catch_up(self, row: _Row) -> None:
         """Apply the pending results of the row's last step."""
@@ -298,60 +321,13 @@ UNREACHABLE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class LevelBounds:
-    """Upper bounds of one level, per row."""
-
-    children: int  # per expanded node
-    nodes: int  # on the level
-    run: int  # of these, nodes that are expanded in turn
-
-    def or_larger(self, other: LevelBounds) -> LevelBounds:
-        return LevelBounds(max(self.children, other.children), max(self.nodes, other.nodes), max(self.run, other.run))
-
-
-@dataclass(frozen=True, slots=True)
 class StepShape:
     """The shape of one step's trees, by row and level."""
 
-    levels: tuple[LevelBounds, ...]  # bounds, as many as the deepest row's tree may have
-    widest: float  # largest `W(alpha)` of a row
+    levels: Sequence[LevelBounds]  # as many as the deepest row's tree may have
     width: Tensor  # `[L, B, 1]` each row's `W(alpha)` (Eq. 11), divided by the level
     threshold: Tensor  # `[L, B, 1]` probability that a node must exceed
-    limits: list[list[float]]  # the same on the host, by level and row
     starting: Tensor | None  # `[B, 1]` rows that grow their static first tree, None when no row does
-
-
-@dataclass
-class GrowthConstants:
-    """What all growths of a session share."""
-
-    policy: SageTree
-    device: torch.device  # of the drafter
-
-    def __post_init__(self) -> None:
-        self.max_children = self.policy.max_children
-        # Whether a node's probability is that of its whole path; its own otherwise.
-        self.by_path = self.policy.probability == "path"
-
-    @cached_property
-    def ranks(self) -> Tensor:
-        """``[C]`` rank r passes a width w if ``ranks[r] <= w``: r is below w rounded half up, at least 1, exactly if
-        r = 0 or r + 1/2 <= w."""
-        ranks = torch.arange(self.max_children, device=self.device) + 0.5
-        ranks[:1] = 0.0
-        return ranks
-
-    @cached_property
-    def padding(self) -> Tensor:
-        """``[]`` score of a candidate that is no node."""
-        return torch.full((), -1.0, device=self.device)
-
-    @cached_property
-    def start_nodes(self) -> Tensor:
-        """``[nodes + 1, C]`` node of the static first tree by parent and rank, 0 (the root) where it has none."""
-        index = {(): 0} | {path: i + 1 for i, path in enumerate(self.policy.start.paths)}
-        table = [[index.get((*p, rank), 0) for rank in range(self.max_children)] for p in index]
-        return on_device(table, self.device)
 
 
 @dataclass(slots=True)
@@ -370,18 +346,13 @@ class SageGrowth:
     A level's candidates are scored by the probability of their path, -1 for rejected ones, so that everywhere the best
     come first and padding last; below a rejected one every path is negative and is rejected, too. On a CPU sizes are
     read off the scores; an accelerator gets the bounds instead of a synchronisation.
-    Shapes: roots ``[B]``; choose_shape ``[B, k]``; record ``[B, E, k]``.
     """
 
-    def __init__(
-        self,
-        constants: GrowthConstants,
-        roots: Tensor,
-        choose_shape: Callable[[Tensor], StepShape],
-        record: Callable[[Tensor, Tensor], None] | None,
-    ) -> None:
+    def __init__(self, session: SageSession, rows: tuple[int, ...], roots: Tensor) -> None:
         batch, device = roots.shape[0], roots.device
-        self._constants, self._choose_shape, self._record = constants, choose_shape, record
+        self._session, self._rows = session, rows
+        self._by_path = session.policy.probability == "path"  # a node's probability is that of its path, or its own
+        self._records = session.policy.alpha_of == "accepted"
         self._shape: StepShape | None = None
         self._exact = device.type == "cpu"
         self._level = 0
@@ -392,7 +363,6 @@ class SageGrowth:
         self._parents = [nodes]
         self._scores = [certain + 1]  # the root comes first
         self._size = 1  # nodes so far
-        self._real = [1] * batch  # of them, those that are no padding; on the host where sizes are exact
         self._tops: list[Tensor] = []
         self._sources = [nodes]
         self._ran = 0
@@ -405,133 +375,98 @@ class SageGrowth:
         path = own * self._frontier.path[..., None]  # [B, F, C]
         passes, start = self._passing(shape, own, path)
         bound = shape.levels[self._level - 1]
-        candidates = torch.where(passes, path, self._constants.padding).flatten(1)
-        scores, picked = candidates.topk(min(bound.nodes, candidates.shape[1]), -1)
-        rows = scores.tolist() if self._exact else None
-        if rows is not None:
-            real = [sum(score >= 0 for score in row) for row in rows]
-            self._real = [before + new for before, new in zip(self._real, real, strict=True)]
-            scores, picked = scores[:, : max(real)], picked[:, : max(real)]
+        candidates = torch.where(passes, path, self._session.padding).flatten(1)
+        count = self._most(passes.flatten(1), min(bound.nodes, candidates.shape[1]))
+        scores, picked = candidates.topk(count, -1)
         above = picked // own.shape[2]  # the parents' places in the frontier
         new = tokens.flatten(1).gather(1, picked)
-        first, self._size = self._size, self._size + new.shape[1]
+        first, self._size = self._size, self._size + count
         self._tokens.append(new)
         self._parents.append(self._frontier.nodes.gather(1, above))
         self._scores.append(scores)
-        if self._record is not None:
+        if self._records:
             self._sources.append(self._ran + above)
             self._ran += own.shape[1]
-        count = scores.shape[1]
         if self._level == len(shape.levels) or count == 0:
             return None
 
-        chosen: Tensor | None = None  # without static trees every row expands its first nodes
-        if start is None:
-            width = min(self._num_expandable(shape, rows, bound), count)
-        else:
-            start = start.flatten(1).gather(1, picked)
-            expandable = self._expandable(shape, scores, start)
-            width = min(int(expandable.sum(1).max()) if self._exact else bound.run, count)
-            chosen = expandable.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
+        start = None if start is None else start.flatten(1).gather(1, picked)
+        expandable = self._expandable(shape, scores, start)
+        width = self._most(expandable, min(bound.run, count))
         if width == 0:
             return None
-
-        def expanded(values: Tensor) -> Tensor:
-            return values[:, :width] if chosen is None else values.gather(1, chosen)
-
+        # Without static trees every row expands its first nodes.
         order = torch.arange(width, device=scores.device).expand(len(scores), -1)
-        places = order if chosen is None else chosen
-        if self._record is not None:
+        places = order
+        if start is not None:
+            places = expandable.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
+        if self._records:
             self._sources[-1] = self._sources[-1].scatter(1, places, self._ran + order)
-        likely = expanded(scores)
+        likely = scores.gather(1, places)
         self._frontier = _Expanding(
             nodes=first + places,
             path=likely,
-            own=likely if self._constants.by_path else expanded(own.flatten(1).gather(1, picked)),
-            start=None if start is None else expanded(start),
+            own=likely if self._by_path else own.flatten(1).gather(1, picked.gather(1, places)),
+            start=None if start is None else start.gather(1, places),
         )
-        self._mask = extend_mask(self._mask, expanded(above))
-        return Frontier(expanded(new), self._mask, self._level)
+        self._mask = extend_mask(self._mask, above.gather(1, places))
+        return Frontier(new.gather(1, places), self._mask, self._level)
 
     def tree(self) -> DraftTree:
-        tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
-        count = min(max(self._real) if self._exact else self._size, self._constants.policy.max_nodes)
         # Stable: of equal scores the earlier node wins, so no child precedes its parent.
         scores, order = torch.cat(self._scores, 1).sort(dim=1, descending=True, stable=True)
+        count = self._most(scores >= 0, min(self._size, self._session.policy.max_nodes))
         order, valid = order[:, :count], scores[:, :count] >= 0  # root first
-        new_parents = reindexed_parents(parents, order).where(valid, 0)
+        if self._records:
+            tops, sources = torch.cat(self._tops, 1), torch.cat(self._sources, 1)
+            self._session.tops[self._rows] = tops, sources.gather(1, order)
+        tokens, parents = torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
         levels = len(self._tokens) - 1
-        ancestors = ancestors_of(new_parents, levels)
-        ancestors[..., 0] &= valid  # padding sees itself alone
-        if self._record is not None:
-            self._record(torch.cat(self._tops, 1), torch.cat(self._sources, 1).gather(1, order))
-        return DraftTree(
-            tokens=tokens.gather(1, order),
-            parents=new_parents,
-            depth=ancestors.sum(2) - 1,
-            ancestors=ancestors,
-            valid=valid,
-            max_depth=levels,
-            max_children=self._constants.max_children,
-        )
+        return DraftTree.of_nodes(tokens, parents, order, valid, levels, self._session.policy.max_children)
+
+    def _most(self, nodes: Tensor, bound: int) -> int:
+        """Most of the nodes ``[B, n]`` in any row, at most ``bound``; the bound itself on an accelerator."""
+        return min(int(nodes.sum(1).max()), bound) if self._exact else bound
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens ``[B, F, C]`` and their probabilities, best first; at the root they also decide this step's shape."""
-        probabilities, k = logits.softmax(-1, torch.float32), self._constants.policy.k
-        wanted = self._constants.max_children if self._shape is None else self._most_children(self._shape)
-        measured = self._shape is None or self._record is not None
-        own, tokens = probabilities.topk(min(max(wanted, k) if measured else wanted, logits.shape[2]), -1)
+        probabilities, k = logits.softmax(-1, torch.float32), self._session.policy.k
+        shape = self._shape
+        count = self._session.policy.max_children if shape is None else shape.levels[self._level - 1].children
+        measured = max(count, k) if shape is None or self._records else count
+        own, tokens = probabilities.topk(min(measured, logits.shape[2]), -1)
         own = own.nan_to_num()  # a drafter's NaN would come before every number in `tree`, the root's score included
-        if self._record is not None:
+        if self._records:
             self._tops.append(own[..., :k])
-        if self._shape is None:
-            self._shape = self._choose_shape(own[:, 0, :k])
-            wanted = self._most_children(self._shape)
-        return tokens[..., :wanted], own[..., :wanted]
-
-    def _most_children(self, shape: StepShape) -> int:
-        """Most children that a node of this level can have, its parent's probability being 1 at most."""
-        bound = shape.levels[self._level - 1].children
-        if shape.starting is not None:
-            return bound
-        scale = 1.0 if self._level == 1 else 1.5 / self._level
-        return min(bound, max(1, int(shape.widest * scale + 0.5)))
+        if shape is None:
+            self._shape = self._session.shape(self._rows, own[:, 0, :k])
+            count = self._shape.levels[0].children
+        return tokens[..., :count], own[..., :count]
 
     def _passing(self, shape: StepShape, own: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None]:
         """Candidates that become nodes ``[B, F, C]``, and their nodes in the static first tree."""
-        constants, frontier = self._constants, self._frontier
+        frontier = self._frontier
         width = shape.width[self._level - 1]
         if self._level > 1:
             width = width * (0.5 + frontier.own)  # Eq. 12
-        probability = path if constants.by_path else own
-        passes = constants.ranks[: own.shape[2]] <= width[..., None]
+        probability = path if self._by_path else own
+        passes = self._session.ranks[: own.shape[2]] <= width[..., None]
         passes &= probability > shape.threshold[self._level - 1][..., None]
         if self._level == 1:
             passes[..., 0] = True  # the best child of the root, however unlikely
         has_parent = (frontier.path >= 0)[..., None]
-        if not constants.by_path:
-            passes &= has_parent
+        passes &= has_parent
         if shape.starting is None or frontier.start is None:
             return passes, None
-        start = constants.start_nodes[frontier.start][..., : own.shape[2]]
+        start = self._session.start_nodes[frontier.start][..., : own.shape[2]]
         return torch.where(shape.starting[..., None], (start > 0) & has_parent, passes), start
 
-    def _num_expandable(self, shape: StepShape, rows: list[list[float]] | None, bound: LevelBounds) -> int:
-        """Most nodes of this level that may have children, in any row; ``rows`` are the scores on the host."""
-        if rows is None:
-            return bound.run
-        limits = shape.limits[self._level]
-        if self._constants.by_path:  # no child's path is likelier than its parent's
-            return max(sum(score > limit for score in row) for row, limit in zip(rows, limits, strict=True))
-        return max(
-            sum(score >= 0 for score in row) * (limit < UNREACHABLE) for row, limit in zip(rows, limits, strict=True)
-        )
-
-    def _expandable(self, shape: StepShape, scores: Tensor, start: Tensor) -> Tensor:
-        """Nodes of this level ``[B, n]`` that may have children, where some rows grow their static first tree."""
+    def _expandable(self, shape: StepShape, scores: Tensor, start: Tensor | None) -> Tensor:
+        """Nodes of this level ``[B, n]`` that may have children."""
         threshold = shape.threshold[self._level]
-        by_path = self._constants.by_path
-        adaptive = scores > threshold if by_path else (scores >= 0) & (threshold < UNREACHABLE)
-        assert shape.starting is not None
-        has_children = (self._constants.start_nodes > 0).any(1)
+        # No child's path is likelier than its parent's.
+        adaptive = scores > threshold if self._by_path else (scores >= 0) & (threshold < UNREACHABLE)
+        if shape.starting is None or start is None:
+            return adaptive
+        has_children = (self._session.start_nodes > 0).any(1)
         return torch.where(shape.starting, has_children[start] & (scores >= 0), adaptive)
