@@ -75,7 +75,8 @@ class DraftTree:
         parents = place.gather(1, parents.gather(1, order)).where(valid, 0)
         ancestors = ancestors_of(parents, max_depth)
         ancestors[..., 0] &= valid  # padding sees itself alone
-        return cls(tokens.gather(1, order), parents, ancestors.sum(2) - 1, ancestors, valid, max_depth, max_children)
+        depth = ancestors.sum(2) - 1
+        return cls(tokens.gather(1, order), parents, depth, ancestors, valid, max_depth, max_children)
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from families import FAMILIES
 from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter, MixedGrowth, Mixture
 from saccade.draft.ensemble.views import Caption, Multimodal, TextOnly
-from saccade.draft.ensemble.weights import Block, Grid, Verified, blocks_of, verified_positions
+from saccade.draft.ensemble.weights import Grid, Verified, VerifiedBlock, blocks_of, verified_positions
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, StaticTree, TopProposer
 from saccade.engine import Engine, Request
@@ -173,7 +173,7 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
     return found
 
 
-def verified(blocks: dict[int, Block], emitted: dict[int, list[int]]) -> Verified:
+def verified(blocks: dict[int, VerifiedBlock], emitted: dict[int, list[int]]) -> Verified:
     """Verified positions of some rows' blocks, once the views have run the emitted tokens but the last."""
     logits = []
     for row, tokens in emitted.items():

@@ -79,7 +79,8 @@ def union(first: DraftTree, second: DraftTree, total: int) -> DraftTree:
     place = torch.where(is_shared, same.int().argmax(2), behind)  # of second's nodes in the concatenation
     tokens = torch.cat([first.tokens, second.tokens], 1)
     parents = torch.cat([above_first, place.gather(1, above_second)], 1)
-    depth = torch.cat([first.depth.expand(batch, -1), second.depth.expand(batch, -1)], 1)
+    depths = first.depth.expand(batch, -1), second.depth.expand(batch, -1)
+    depth = torch.cat(depths, 1)
     real = torch.cat([first.valid.expand(batch, -1), second.valid & ~is_shared], 1)
     deepest = max(first.max_depth, second.max_depth)
     # Stable: a node's parent has a lesser depth, and padding comes last.

@@ -32,7 +32,7 @@ from saccade.tree import DraftTree, Rows
 from saccade.verify.rule import LOOSE, SHIFTED, STRICT, StatelessRule, Verdict, draft_nodes, path_to
 
 
-class Comparison:
+class TreeComparison:
     """A tree's draft tokens and the target's own; all ``[B, N]``.
 
     Never loosened are special tokens (end of sequence among them), nodes in whose place the target has one, and tokens
@@ -66,7 +66,8 @@ class Comparison:
         earlier = torch.ones_like(branch[0]).tril(-1)
         lower = (there < here) | ((there == here) & earlier)
         # The small term keeps 0.7 * 10 from becoming 6.999...
-        return (branch & lower).sum(-1) < (share * branch.sum(-1) + 1e-6).floor()
+        most = (share * branch.sum(-1) + 1e-6).floor()
+        return (branch & lower).sum(-1) < most
 
     def same_branch(self) -> Tensor:
         """``[B, N, N]`` draft tokens that are a node, above it or below it: in a chain all, in a tree its branches."""
@@ -115,7 +116,7 @@ class FLy(FLyOptions, StatelessRule):
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
-        compared = Comparison(tree, scores, self.special_ids)
+        compared = TreeComparison(tree, scores, self.special_ids)
         loose = compared.may_loosen & ~compared.match & compared.unsure(self.entropy)
         return compared.longest_path(loose, ends=_window_complete(tree, compared.match, loose, self.deferred))
 
@@ -183,7 +184,7 @@ class LVSpecJudge:
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
-        compared = Comparison(tree, scores, self._rule.special_ids)
+        compared = TreeComparison(tree, scores, self._rule.special_ids)
         if tree.size == 1:
             return Verdict.without_draft(compared.choice)
         has_visual = self._gather(rows)[1].any(1)[:, None]
@@ -193,8 +194,9 @@ class LVSpecJudge:
         loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.share) & may_loosen
         if not self._rule.shift:
             return compared.longest_path(loose)
-        elsewhere = (compared.wanted[:, :, None] == tree.tokens[:, None, :]) & compared.same_branch()
-        return compared.longest_path(loose, elsewhere.any(-1) & may_loosen)
+        same = compared.wanted[:, :, None] == tree.tokens[:, None, :]
+        elsewhere = (same & compared.same_branch()).any(-1)
+        return compared.longest_path(loose, elsewhere & may_loosen)
 
     def relevance(self, rows: Rows, tree: DraftTree, output: ForwardOutput) -> Tensor:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
@@ -242,7 +244,7 @@ class RandomLoosening(RandomOptions, StatelessRule):
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
         assert uniforms is not None
-        compared = Comparison(tree, scores, self.special_ids)
+        compared = TreeComparison(tree, scores, self.special_ids)
         level = (tree.depth - 1).clamp(min=0).expand_as(compared.choice)
         drawn = uniforms[:, :, 0].gather(1, level)  # one per level
         return compared.longest_path(compared.lowest_share(drawn, self.share) & compared.may_loosen)

@@ -100,7 +100,8 @@ class StatelessRule:
 def path_to(tree: DraftTree, node: Tensor) -> Tensor:
     """``[B, D + 1]`` node indices from the root to ``node`` ``[B]``, then zeros."""
     batch, count = tree.tokens.shape
-    above = tree.ancestors.expand(batch, -1, -1)[torch.arange(batch, device=node.device), node]  # [B, N]
+    rows = torch.arange(batch, device=node.device)
+    above = tree.ancestors.expand(batch, -1, -1)[rows, node]  # [B, N]
     bin_ = tree.max_depth + 1  # nodes off the path go to a column that is cut off
     places = torch.where(above, tree.depth, bin_)
     nodes = torch.arange(count, device=node.device).expand(batch, -1)
@@ -136,7 +137,8 @@ class Greedy(StatelessRule):
             return Verdict.without_draft(choice)
         wanted = choice.gather(1, tree.parents.expand_as(choice))
         count, node = deepest(tree, (tree.tokens == wanted) & tree.valid)
-        return Verdict(path_to(tree, node), count, choice.gather(1, node[:, None])[:, 0])
+        token = choice.gather(1, node[:, None])[:, 0]
+        return Verdict(path_to(tree, node), count, token)
 
 
 class Sampling(StatelessRule):
@@ -201,7 +203,8 @@ def _choose_point_masses(tree: DraftTree, siblings: _Siblings, p: Tensor, unifor
     """
     batch, _, vocab = p.shape
     places = siblings.parents * vocab + tree.tokens  # of every node's token in its parent's distribution
-    repeated = (siblings.earlier & (places[:, :, None] == places[:, None])).any(-1)
+    same = places[:, :, None] == places[:, None]
+    repeated = (siblings.earlier & same).any(-1)
     by_node = p.view(batch, -1)
     mass = torch.where(siblings.is_draft & ~repeated, by_node.gather(1, places), 0.0)  # [B, N]
     # The root and padding nodes, whose places mean nothing, leave p as it is.
@@ -221,8 +224,8 @@ def _choose_draws(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Ten
     batch, count, vocab = p.shape
     nodes = torch.arange(count, device=p.device)
     is_child = (siblings.parents[:, None] == nodes[:, None]) & siblings.is_draft[:, None]  # [B, N, children]
-    levels = (tree.depth + 1).expand(batch, -1).clamp(max=uniforms.shape[1] - 1)  # of every node's children
-    numbers = at_nodes(uniforms, levels)  # [B, N, C]
+    level = (tree.depth + 1).clamp(max=uniforms.shape[1] - 1)  # of every node's children
+    numbers = at_nodes(uniforms, level.expand(batch, -1))  # [B, N, C]
     left = p.flatten(0, 1)
     q = pad(tree.q, (0, vocab - tree.q.shape[2])).flatten(0, 1)  # the drafter's vocabulary may be smaller
     chosen = torch.zeros_like(siblings.is_draft)
@@ -277,8 +280,10 @@ class Uniforms:
     ) -> None:
         levels, width = judging
         own = levels * width
-        drawn = torch.stack([torch.rand(own + drafting, generator=g, dtype=torch.float64) for g in generators])
-        values = to_device(drawn.to(torch.float32).clamp_(max=1 - 2**-24), device)
+        count = own + drafting
+        drawn = torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in generators])
+        below_one = drawn.to(torch.float32).clamp_(max=1 - 2**-24)
+        values = to_device(below_one, device)
         self.judging = values[:, :own].view(-1, levels, width)
         self._drafting = values[:, own:]
         self._used = 0
@@ -302,7 +307,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     wanted = uniform[:, None] * total  # below the total, because uniform is at most 1 - 2**-24
     index = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=weights.shape[1] - 1)
     # A parallel sum may not be monotone in its last bits; the likeliest token replaces one of weight zero.
-    index = torch.where(weights.gather(1, index) > 0, index, weights.argmax(-1, keepdim=True))
+    likeliest = weights.argmax(-1, keepdim=True)
+    index = torch.where(weights.gather(1, index) > 0, index, likeliest)
     return index[:, 0]
 
 

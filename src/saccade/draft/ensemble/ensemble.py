@@ -6,13 +6,14 @@ The mixture of the views' distributions is a tree policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.ensemble.views import View
-from saccade.draft.ensemble.weights import TINY, Block, Weighting, blocks_of, make_weighting, verified_positions
+from saccade.draft.ensemble.weights import TINY, VerifiedBlock, Weighting, blocks_of, make_weighting, verified_positions
 from saccade.draft.model import ModelDrafter, ModelDraftSession, is_later_turn
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, Signals, Traced, TreePolicy
 from saccade.inputs.families.family import Prompt
@@ -71,7 +72,7 @@ class EnsembleSession(DraftSession):
             view.open(target)
         self._weights = drafter.weighting.open(rows, views, device)
         self._learns = drafter.weighting.needs_history and views > 1
-        self._pending: dict[int, Block] = {}  # by row
+        self._pending: dict[int, VerifiedBlock] = {}  # by row
         self._mixture = Mixture(drafter.policy, rows, views, device)
         model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
         self._session = ModelDraftSession(model, rows * views, target)
@@ -125,8 +126,9 @@ class EnsembleSession(DraftSession):
         self._has_one_view[row] = len(prompts) > 1 and is_text and len({p.ids for p in prompts}) == 1
         for view in self._views_of(row):
             # A view's prompt may be longer than the original: captions replace placeholders.
-            capacity = self._capacity[row] + len(prompts[view]) - len(prompt)
-            views[view].load(self._session, self._slot(view, row), prompts[view], capacity, self._target, prefill)
+            own = prompts[view]
+            capacity = self._capacity[row] + len(own) - len(prompt)
+            views[view].load(self._session, self._slot(view, row), own, capacity, self._target, prefill)
 
     def _slot(self, view: int, row: int) -> int:
         return view * self._count + row
@@ -136,8 +138,9 @@ class EnsembleSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        views = range(len(self._drafter.views))  # (view, place) of all views of these rows, view by view
-        pairs = [(view, place) for view in views for place, row in enumerate(rows) if view in self._views_of(row)]
+        views = range(len(self._drafter.views))
+        every = product(views, range(len(rows)))  # (view, place), view by view
+        pairs = [(view, place) for view, place in every if view in self._views_of(rows[place])]
         slots = [self._slot(view, rows[place]) for view, place in pairs]
         emitted = [new[place] for _, place in pairs]
         for row, tokens in zip(rows, new, strict=True):
@@ -183,7 +186,7 @@ class EnsembleSession(DraftSession):
             return [{} for _ in rows]
         return [{"weights": tuple(own)} for own in self.weights.tolist()]
 
-    def _observe_last_block(self, row: int, block: Block) -> None:
+    def _observe_last_block(self, row: int, block: VerifiedBlock) -> None:
         """Add a row's last block of the last turn to the history; the draft model has not run it."""
         emitted = block.accepted()[: self._room[row]]
         logits = [root[:0] for root in block.roots]
@@ -281,7 +284,8 @@ class MixedGrowth:
         numbers = {pair: i for i, pair in enumerate(pairs)}
         substitute = {place: i for i, (_, place) in reversed(list(enumerate(pairs)))}
         views, rows = self._shares.shape[:2]
-        index = [numbers.get((view, place), substitute[place]) for view in range(views) for place in range(rows)]
+        every = product(range(views), range(rows))
+        index = [numbers.get((view, place), substitute[place]) for view, place in every]
         in_order = index == list(range(len(pairs)))
         self._index = None if in_order else on_device(index, self._shares.device)
 

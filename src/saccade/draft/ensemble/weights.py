@@ -86,7 +86,8 @@ class Grid:
 
         def measure(verified: Verified) -> Tensor:
             at_once = max(1, _MOST_VALUES // verified.p.numel())
-            return torch.cat([self._gains(verified, part) for part in grid.split(at_once)], -1).flatten(2)
+            gains = [self._gains(verified, part) for part in grid.split(at_once)]
+            return torch.cat(gains, -1).flatten(2)
 
         def decide(total: Tensor, counts: Tensor) -> Tensor:
             gain = total[:, : len(grid)]
@@ -314,7 +315,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class VerifiedBlock:
     """A row's verified block: its positions are after the root, and after every emitted token but the last.
 
     At the start of the row's next block the draft model runs the emitted tokens through every view anyway, and a view's
@@ -333,7 +334,7 @@ class Block:
         return [*self.tokens[1 : int(self.count) + 1].tolist(), int(self.last)]
 
 
-def blocks_of(rows: Rows, roots: Tensor, tree: DraftTree, scores: Tensor, verdict: Verdict) -> dict[int, Block]:
+def blocks_of(rows: Rows, roots: Tensor, tree: DraftTree, scores: Tensor, verdict: Verdict) -> dict[int, VerifiedBlock]:
     """Verified blocks by row.
 
     Shapes: roots ``[m, A, 1, V]``; scores ``[A, N, V]``.
@@ -343,12 +344,14 @@ def blocks_of(rows: Rows, roots: Tensor, tree: DraftTree, scores: Tensor, verdic
         scores = at_nodes(scores, verdict.path)
         tokens = tokens.gather(1, verdict.path)
     return {
-        row: Block(roots[:, place], scores[place], tokens[place], verdict.count[place], verdict.token[place])
+        row: VerifiedBlock(roots[:, place], scores[place], tokens[place], verdict.count[place], verdict.token[place])
         for place, row in enumerate(rows)
     }
 
 
-def verified_positions(blocks: Sequence[Block], emitted: Emitted, logits: Sequence[Sequence[Tensor]]) -> Verified:
+def verified_positions(
+    blocks: Sequence[VerifiedBlock], emitted: Emitted, logits: Sequence[Sequence[Tensor]]
+) -> Verified:
     """The positions of some rows' blocks, once the draft model has run the emitted tokens but the last.
 
     Shapes: logits ``[n, V]``.

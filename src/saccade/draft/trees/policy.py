@@ -125,8 +125,8 @@ def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
     Shapes: mask ``[B, W, F]``; above ``[B, W']``.
     """
     batch, width = above.shape
-    itself = torch.eye(width, dtype=torch.bool, device=mask.device).expand(batch, -1, -1)
-    return torch.cat([at_nodes(mask, above), itself], 2)
+    itself = torch.eye(width, dtype=torch.bool, device=mask.device)
+    return torch.cat([at_nodes(mask, above), itself.expand(batch, -1, -1)], 2)
 
 
 class Proposer(Protocol):
@@ -225,7 +225,8 @@ class StaticTree(FixedShape):
 def branches_of(branches: int, gamma: int) -> StaticTree:
     """A tree of ``branches`` chains of ``gamma`` draft tokens that branch at the root."""
     BranchesOptions(branches, gamma)
-    return StaticTree([(branch, *(0,) * below) for branch in range(branches) for below in range(gamma)])
+    paths = [(branch, *(0,) * below) for branch in range(branches) for below in range(gamma)]
+    return StaticTree(paths)
 
 
 @dataclass(frozen=True)

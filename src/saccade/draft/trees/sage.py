@@ -226,8 +226,9 @@ class SageSession:
         if recorded is None:
             return
         tops, sources = recorded
-        last = verdict.path.gather(1, verdict.count[:, None]).to(sources.device, non_blocking=True)
-        self._measure(rows, at_nodes(tops, sources.gather(1, last))[:, 0])
+        last = verdict.path.gather(1, verdict.count[:, None])
+        entry = sources.gather(1, last.to(sources.device, non_blocking=True))
+        self._measure(rows, at_nodes(tops, entry)[:, 0])
 
     def signals(self, rows: Rows) -> list[Signals]:
         """The confidence measured at each row's last step, alpha (Eq. 9)."""
@@ -399,7 +400,8 @@ class SageGrowth:
         order = torch.arange(width, device=scores.device).expand(len(scores), -1)
         places = order
         if start is not None:
-            places = expandable.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
+            expandable_first = expandable.int().sort(dim=1, descending=True, stable=True).indices
+            places = expandable_first[:, :width]
         if self._records:
             self._sources[-1] = self._sources[-1].scatter(1, places, self._ran + order)
         likely = scores.gather(1, places)
