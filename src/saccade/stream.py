@@ -106,7 +106,7 @@ class Stream:
                 yield replace(step, text=piece)
         finally:
             if self._streamer is not None:
-                self._streamer.end()  # or its reader in another thread would wait for ever
+                self._streamer.end()  # or its reader in another thread would wait without end
 
     def cancel(self) -> None:
         """End the generation; the tokens so far remain."""

@@ -336,7 +336,7 @@ class VLM:
         Args:
             max_rows: rows that run at once; further requests wait in order.
             kv_memory: bytes of keys and values (see `RunningBatch`); by default half of what is free.
-            prefill_chunk: prompt tokens prefilled per step beside the other rows; images are never cut.
+            prefill_chunk: prompt tokens prefilled per step next to the other rows; images are never cut.
             media_cache: bytes of image and video features that are cached by digest.
             trace: attach the verified tree to every chunk.
         """

@@ -70,7 +70,7 @@ def reference(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
     return reference_greedy(CASES[name].model(), inputs, count)[0]
 
 
-def asked(*prompts: list[int]) -> list[Request]:
+def requests_of(*prompts: list[int]) -> list[Request]:
     return [Request(Prompt(tuple(p))) for p in prompts]
 
 
@@ -82,17 +82,17 @@ def test_rows_that_fill_the_context_equal_generate_whatever_is_guessed_beyond(na
     rows = [words(25), words(30, seed=1), words(12, seed=2)]
     for some in (rows, rows[:1], rows[2:]):
         count = CONTEXT - max(map(len, some))
-        outputs = engine.generate(asked(*some), max_new_tokens=count)
+        outputs = engine.generate(requests_of(*some), max_new_tokens=count)
         assert [o.tokens for o in outputs] == [reference(name, tuple(p), count) for p in some]
 
 
 @pytest.mark.parametrize("policy", ["chain", "static"])
 def test_a_draft_model_of_a_smaller_context_guesses_badly_behind_it_and_refuses_prompts_beyond_it(policy: str) -> None:
     engine, prompt = Engine(adapt(CASES["roomy"].model()), drafter("learned", policy)), words(25)
-    (output,) = engine.generate(asked(prompt), max_new_tokens=60)
+    (output,) = engine.generate(requests_of(prompt), max_new_tokens=60)
     assert output.tokens == reference("roomy", tuple(prompt), 60)
     with pytest.raises(InputError, match=r"draft model's prompt has 60 tokens .* context is 48"):
-        engine.generate(asked(words(60)), max_new_tokens=5)
+        engine.generate(requests_of(words(60)), max_new_tokens=5)
 
 
 @POLICY
@@ -104,7 +104,7 @@ def test_rows_on_either_side_of_a_longrope_turn_equal_generate(policy: str, leng
     target = adapt(CASES["longrope"].model())
     assert target.is_lean
     rows = [words(n, seed) for seed, n in enumerate(lengths)]
-    outputs = Engine(target, drafter("longrope", policy)).generate(asked(*rows), max_new_tokens=count)
+    outputs = Engine(target, drafter("longrope", policy)).generate(requests_of(*rows), max_new_tokens=count)
     assert [o.tokens for o in outputs] == [reference("longrope", tuple(p), count) for p in rows]
 
 
@@ -112,21 +112,21 @@ def test_rows_on_either_side_of_a_longrope_turn_equal_generate(policy: str, leng
 def test_a_row_that_crosses_a_longrope_turn_is_refused(length: int, new: int) -> None:
     engine = Engine(adapt(CASES["longrope"].model()))
     with pytest.raises(InputError, match=r"longrope.* changes behind 40 tokens"):
-        engine.generate(asked(words(length)), max_new_tokens=new)
+        engine.generate(requests_of(words(length)), max_new_tokens=new)
 
 
 @POLICY
-def test_a_conversation_that_passes_a_longrope_turn_is_read_anew(policy: str) -> None:
+def test_a_conversation_that_passes_a_longrope_turn_is_prefilled_again(policy: str) -> None:
     engine = Engine(adapt(CASES["longrope"].model()), drafter("longrope", policy))
     session = engine.open()
     text: list[int] = words(12)
     for more, count, reuses in (([], 10, False), (words(6, 1), 8, True), (words(9, 2), 20, False)):
         text += more
-        output = engine.generate(asked(text), session=session, max_new_tokens=count)[0]
+        output = engine.generate(requests_of(text), session=session, max_new_tokens=count)[0]
         assert output.tokens == reference("longrope", tuple(text), count)
         assert bool(output.stats.reused_tokens) == reuses
         text += output.tokens
-    output = engine.generate(asked(text[:20]), session=session, max_new_tokens=15)[0]  # and back
+    output = engine.generate(requests_of(text[:20]), session=session, max_new_tokens=15)[0]  # and back
     assert output.tokens == reference("longrope", tuple(text[:20]), 15)
     assert not output.stats.reused_tokens
 

@@ -50,9 +50,9 @@ def test_a_long_prompt_is_read_beside_rows_that_go_on(method: str, chunk: int, m
     second = add(batch, prompts()[1], n=20)
     forwards, before = Forwards(batch, monkeypatch), len(first.output)
     while not second.output:
-        said = len(first.output)
+        before_step = len(first.output)
         batch.step()
-        assert len(first.output) > said or first.done  # nobody waits for a prompt
+        assert len(first.output) > before_step or first.done  # nobody waits for a prompt
     reading = -(-len(prompts()[1]) // chunk)
     assert sum(count == 2 for count in forwards.rows) == reading
     assert len(forwards.passes) <= reading + 1  # a long draft prompt has a step of its own

@@ -314,7 +314,7 @@ class ChunkSizes:
         self._last = self._offered = 0
 
     def size(self, rows: int) -> int:
-        """Return the tokens of a chunk beside some decoding rows; 0 where a step without one is measured first."""
+        """Return the tokens of a chunk next to some decoding rows; 0 where a step without one is measured first."""
         if not rows or self._extra == inf:
             return self.most
         step = self._step(rows)

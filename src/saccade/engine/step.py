@@ -262,7 +262,7 @@ class StepRunner:
         return groups
 
     def _draft_lengths(self, rows: Sequence[Row], do_sample: bool, others: int) -> dict[int, int]:
-        """Most draft tokens of rows in this step, by id; 0 for none. ``others``: rows beside them without a drafter."""
+        """Most draft tokens of rows in this step, by id; 0 for none. ``others``: further rows without a drafter."""
         drafter, pacer = self._state.drafter, self._state.pacer
         if not rows:
             return {}

@@ -136,7 +136,7 @@ def get(name: str) -> Method:
 
 
 def default(has_draft_model: bool, chosen: Iterable[str] = ()) -> str:
-    """Return the default method; ``given``: names of options, some of which need a draft tree in every step."""
+    """Return the default method; ``chosen``: names of options, some of which need a draft tree in every step."""
     if not has_draft_model:
         return "prompt-lookup"
     return "chain" if {"draft_with", "tree", "rule", "copied", "views"} & set(chosen) else "auto"
