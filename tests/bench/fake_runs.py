@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from saccade.bench.records import FILE, Header, LineFile, Record, RecordedRun
 from saccade.output import Stats, Times
@@ -105,6 +105,19 @@ class Clock:
         """One answer later."""
         self._speed = 0.95 * self._speed + self._rng.gauss(0, self._drift * (1 - 0.95**2) ** 0.5)
 
+    def times(self, stats: Stats, way: Way, factor: float) -> Times:
+        """Seconds for what was counted."""
+        self.tick()
+        times = Times(
+            vision=self.seconds(VISION_SECONDS) * factor,
+            prefill=self.seconds(PREFILL_SECONDS) * factor,
+            draft_prefill=self.seconds(0.01) * factor if way.level_seconds > 0.001 else 0.0,
+            draft=self.seconds(way.level_seconds * way.depth * stats.target_passes) * factor,
+            verify=self.seconds(PASS_SECONDS * stats.target_passes + NODE_SECONDS * stats.drafted_tokens) * factor,
+        )
+        times.total = (times.vision + times.prefill + times.draft_prefill + times.draft + times.verify) * 1.02
+        return times
+
     def seconds(self, mean: float) -> float:
         interrupted = 1 + self._rng.expovariate(4) if self._rng.random() < 0.03 else 1.0
         noisy: float = mean * 2.718281828 ** (self._speed + self._rng.gauss(0, self._noise)) * interrupted
@@ -154,7 +167,7 @@ def answer(prompt: Prompt, method: str, repeat: int, clock: Clock, factor: float
         stats.accepted_tokens += accepted
     stats.new_tokens = len(tokens)
     stats.accepted_histogram = histogram
-    stats.times = times(stats, way, clock, factor)
+    stats.times = clock.times(stats, way, factor)
     pieces = [piece(t) for t in tokens]
     if prompt.hostile:
         pieces[0] = HOSTILE
@@ -182,20 +195,6 @@ def answer(prompt: Prompt, method: str, repeat: int, clock: Clock, factor: float
     )
 
 
-def times(stats: Stats, way: Way, clock: Clock, factor: float) -> Times:
-    """Seconds for what was counted."""
-    clock.tick()
-    found = Times(
-        vision=clock.seconds(VISION_SECONDS) * factor,
-        prefill=clock.seconds(PREFILL_SECONDS) * factor,
-        draft_prefill=clock.seconds(0.01) * factor if way.level_seconds > 0.001 else 0.0,
-        draft=clock.seconds(way.level_seconds * way.depth * stats.target_passes) * factor,
-        verify=clock.seconds(PASS_SECONDS * stats.target_passes + NODE_SECONDS * stats.drafted_tokens) * factor,
-    )
-    found.total = (found.vision + found.prefill + found.draft_prefill + found.draft + found.verify) * 1.02
-    return found
-
-
 def draft_tree(rng: Random, root: int, path: list[int], way: Way) -> dict[str, Any]:
     """A tree with the accepted tokens on its first branch and others beside and below them."""
     tokens, parents, levels = [root], [0], [[0]]
@@ -221,16 +220,9 @@ def piece(token: int) -> str:
 
 
 def picture(name: str) -> Image.Image:
-    """A small scene."""
+    """A picture of one colour."""
     rng = Random(f"picture/{name}")
-    image = Image.new("RGB", (96, 96), (238, 236, 228))
-    pen = ImageDraw.Draw(image)
-    for _ in range(4):
-        x, y, size = rng.randrange(70), rng.randrange(70), rng.randrange(14, 26)
-        colour = (rng.randrange(220), rng.randrange(220), rng.randrange(220))
-        draw = rng.choice([pen.ellipse, pen.rectangle])
-        draw((x, y, x + size, y + size), fill=colour)
-    return image
+    return Image.new("RGB", (96, 96), (rng.randrange(220), rng.randrange(220), rng.randrange(220)))
 
 
 def header(methods: Sequence[str], prompts: int, repeats: int) -> Header:

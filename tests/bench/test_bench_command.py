@@ -45,9 +45,14 @@ def test_without_a_suite_all_are_listed(invoke: Invoke) -> None:
     assert "All kinds of heads at equal node counts" in result.stdout
 
 
-def test_a_plan_shows_what_would_run_and_runs_nothing(invoke: Invoke, tmp_path: Path) -> None:
-    result = invoke("--suite", "heads", "--plan")
+def test_a_plan_shows_what_would_run_and_runs_nothing(
+    invoke: Invoke, vlm: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(screen, "load_models", lambda *_, **options: loaded.update(options) or vlm)
+    result = invoke("--suite", "heads", "--plan", "--head", "a=b", "--head", "c")
     assert result.exit_code == 0, result.output
+    assert loaded["heads"] == {"a": "b", "c": "c"}
     assert "Mirrors DREAM, Table 1" in result.stdout
     assert "Method " in result.stdout
     assert "Missing: " in result.stdout
@@ -65,11 +70,8 @@ def test_quick_ends_with_a_table_and_where_the_run_lies(invoke: Invoke, tmp_path
     run = read(tmp_path / "runs" / "quick")
     assert len(run.records) == 5
     assert run.header.places["command"].startswith("saccade")
-
-
-def test_json_holds_every_method(invoke: Invoke) -> None:
-    found = json.loads(invoke("--suite", "quick", "--methods", "chain", "--json").stdout)
-    assert set(found["methods"]) == {"plain", "chain"}
+    found = json.loads(invoke("--suite", "quick", "--json").stdout)  # which is complete
+    assert set(found["methods"]) == {r.method for r in run.records}
     assert found["methods"]["chain"]["block_efficiency"]["value"] >= 1
     assert found["run"] == "runs/quick"
 

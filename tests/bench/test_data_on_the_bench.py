@@ -92,6 +92,7 @@ def test_turns_of_a_file_are_a_chat_with_the_models_own_answers(vlm: saccade.VLM
     alone = vlm.using("plain").generate(messages, max_new_tokens=12)
     assert plain["spec-81.2"].tokens == list(alone.tokens)
     assert all(r.equal for r in run.records if r.method == "chain")
+    assert all(r.stats["reused_tokens"] > 0 for r in run.records if r.task.endswith("turn 2"))
 
 
 def test_a_data_set_is_read_scored_and_resumed(invoke: Invoke, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.head import Head, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
-from tools.results import catalogue
 from tools.results.paper_tables import predicted, step_times
 
 METHODS: list[Any] = [
@@ -153,30 +151,3 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
     ):
         with pytest.raises(MethodError, match=message):
             prepare(suite(methods=[entry]), headed)
-
-
-def test_a_plan_says_which_head(headed: saccade.VLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import typer
-    from typer.testing import CliRunner
-
-    from saccade.cli import screen
-    from saccade.cli.bench import bench
-    from saccade.cli.option_groups import spread
-
-    asked: dict[str, Any] = {}
-
-    def load_models(*_: Any, **options: Any) -> saccade.VLM:
-        asked.update(options)
-        return headed
-
-    monkeypatch.setattr(screen, "load_models", load_models)
-    monkeypatch.setenv("COLUMNS", "200")
-    app = typer.Typer()
-    app.command()(spread(bench))
-    words = f"--per-task 1 -n 4 --tasks scene --plan --head a=b --head c --suite {catalogue.SUITES / 'hivis-1.toml'}"
-    result = CliRunner().invoke(app, words.split())
-    assert result.exit_code == 0, result.output
-    assert asked["heads"] == {"a": "b", "c": "c"}
-    assert "Method text-only: eagle2" in result.stdout
-    assert "head=text-only" in result.stdout
-    assert "Missing: Method visual-and-text: No head is named 'eagle2'" in result.stdout

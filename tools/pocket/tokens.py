@@ -11,23 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
+from saccade.pocket import words
 from saccade.pocket.film import FPS
 from saccade.pocket.labels import IMAGE_SIZE
 from saccade.pocket.sample import IMAGE_MARK, WORLD, Sample
-from saccade.pocket.words import (
-    COLOURS,
-    COLUMNS,
-    DAYS,
-    GOODS,
-    NAMES,
-    NUMBERS,
-    ORDINALS,
-    ROWS,
-    SHAPES,
-    SIZES,
-    TOWNS,
-    plural,
-)
 from tools.pocket.batches import PATCHES, SPECIAL_TOKENS, training_samples
 from tools.pocket.recipe import Recipe
 
@@ -59,9 +46,10 @@ def train_tokenizer(recipe: Recipe) -> Tokenizer:
 
 def content_weights(tokenizer: Tokenizer, vocabulary: int, weight: float) -> torch.Tensor:
     """Loss weights `[vocabulary]`: `weight` for words that state a fact of the picture, 1 for all others."""
-    content = {*COLOURS, *COLUMNS, *GOODS, *NUMBERS, *ORDINALS, *ROWS, *SIZES, *_RELATIONS}
-    content |= {word.lower() for word in (*DAYS, *NAMES, *TOWNS)} | set(_CHANGES)
-    content |= {plural(shape, count) for shape in SHAPES for count in (1, 2)}
+    closed = (words.COLOURS, words.COLUMNS, words.GOODS, words.NUMBERS, words.ORDINALS, words.ROWS, words.SIZES)
+    content = {*_RELATIONS, *_CHANGES, *(word for group in closed for word in group)}
+    content |= {word.lower() for word in (*words.DAYS, *words.NAMES, *words.TOWNS)}
+    content |= {words.plural(shape, count) for shape in words.SHAPES for count in (1, 2)}
     weights = torch.ones(vocabulary)
     for number in range(tokenizer.get_vocab_size()):
         word = tokenizer.decode([number]).strip().lower()

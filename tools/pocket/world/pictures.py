@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -206,16 +207,6 @@ def _title(kind: str, of: Facts) -> str:
     return f"a note from {of['from']} to {of['to']}"
 
 
-def _caption_dense(rng: Random, facts: Facts) -> str:
-    listed = joined(shuffled(rng, _parts(**facts)))
-    return wordings("caption")(rng, "dense", whole=_title(**facts), listed=listed)
-
-
-def _caption_verbose(rng: Random, facts: Facts) -> str:
-    opening = wordings("caption")(rng, "full", whole=_title(**facts))
-    return f"{opening} In it there are {joined(_parts(**facts))}."
-
-
 _KINDS = {
     "scene": r"\bshapes on\b",
     "chart": r"\bbar chart\b",
@@ -261,7 +252,18 @@ def mark_caption(answer: str, facts: Facts) -> dict[str, float]:
     return {"kind": float(_named_kinds(answer) == [facts["kind"]]), "content": content}
 
 
-CAPTION = Task(paint_any, grammars((CAPTION_PROMPT,), _caption_dense, _caption_verbose), mark_caption, share=0.1)
+def _caption(phrase: str, closing: str, rng: Random, facts: Facts) -> str:
+    parts = _parts(**facts)
+    listed = joined(parts if closing else shuffled(rng, parts))
+    return wordings("caption")(rng, phrase, whole=_title(**facts), listed=listed) + closing.format(listed)
+
+
+CAPTION = Task(
+    paint_any,
+    grammars((CAPTION_PROMPT,), partial(_caption, "dense", ""), partial(_caption, "full", " In it there are {}.")),
+    mark_caption,
+    share=0.1,
+)
 
 # -- album: captions of five pictures of any kind ------------------------------------------------------------
 #
@@ -350,10 +352,6 @@ def _quoted(facts: Facts) -> str:
     return f'"{", ".join(facts["quote"])}"'
 
 
-def _report_question(rng: Random, facts: Facts) -> str:
-    return wordings("report")(rng, "question", form=facts["form"], quote=_quoted(facts))
-
-
 def _line(number: int, item: Item) -> str:
     what = (
         f"{item['word']} for {NUMBERS[item['price']]} {plural('dollar', item['price'])}"
@@ -381,14 +379,6 @@ def _written(facts: Facts, remarks: list[str]) -> str:
     quote = f"The text that goes with it, word by word, is {_quoted(facts)}."
     listed = f"What the picture shows, line by line: {lines}; and that is the end of the list."
     return " ".join([f"{HEADS[form]}.", remarks[0], quote, remarks[1], listed, f"{FEET[form]}."])
-
-
-def _report_dense(rng: Random, facts: Facts) -> str:
-    return _written(facts, [_remark(rng, item) for item in rng.sample(facts["items"], REMARKS)])
-
-
-def _report_verbose(rng: Random, facts: Facts) -> str:
-    return _written(facts, [_plain_remark(item) for item in facts["items"][:REMARKS]])
 
 
 _QUOTE = re.compile(r'"([^"]*)"')
@@ -424,5 +414,13 @@ def mark_report(answer: str, facts: Facts) -> dict[str, float]:
 
 
 REPORT = Task(
-    paint_report, grammars(_report_question, _report_dense, _report_verbose), mark_report, share=0.0, longest=384
+    paint_report,
+    grammars(
+        lambda rng, facts: wordings("report")(rng, "question", form=facts["form"], quote=_quoted(facts)),
+        lambda rng, facts: _written(facts, [_remark(rng, item) for item in rng.sample(facts["items"], REMARKS)]),
+        lambda rng, facts: _written(facts, [_plain_remark(item) for item in facts["items"][:REMARKS]]),
+    ),
+    mark_report,
+    share=0.0,
+    longest=384,
 )

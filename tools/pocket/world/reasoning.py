@@ -327,11 +327,10 @@ def _arithmetic_dense(rng: Random, facts: Facts) -> str:
 
 
 def _arithmetic_verbose(rng: Random, facts: Facts) -> str:
-    parts = [f"Let me count the {facts['what']}s step by step."]
-    for kind, words in _steps(facts):
-        word = "less" if kind == "lose" else "more"
-        parts.append("There are {old} first, then {by} {word}, and that makes {now}.".format(word=word, **words))
-    return " ".join([*parts, f"So the answer to the question is {NUMBERS[facts['steps'][-1]['now']]}."])
+    words = [{**numbers, "word": "less" if kind == "lose" else "more"} for kind, numbers in _steps(facts)]
+    steps = ["There are {old} first, then {by} {word}, and that makes {now}.".format(**each) for each in words]
+    end = f"So the answer to the question is {NUMBERS[facts['steps'][-1]['now']]}."
+    return " ".join([f"Let me count the {facts['what']}s step by step.", *steps, end])
 
 
 def mark_arithmetic(answer: str, facts: Facts) -> dict[str, float]:
@@ -356,6 +355,7 @@ ARITHMETIC = Task(
 
 # -- knowledge: three of a few dozen facts about the real world, without a picture ---------------------------
 
+_knowledge = wordings("knowledge")
 _KNOWN: dict[str, dict[str, str]] = PHRASES["known"]
 """Kind -> subject -> value."""
 
@@ -366,19 +366,7 @@ def paint_knowledge(rng: Random) -> Media:
 
 
 def _fact(rng: Random, kind: str, subject: str, prefix: str = "") -> str:
-    return wordings("knowledge")(rng, prefix + kind, subject=subject, a=a(subject), value=_KNOWN[kind][subject])
-
-
-def _knowledge_question(rng: Random, facts: Facts) -> str:
-    return " ".join(_fact(rng, kind, subject, "ask_") for kind, subject in facts["asked"])
-
-
-def _knowledge_dense(rng: Random, facts: Facts) -> str:
-    return " ".join(_fact(rng, *pair) for pair in shuffled(rng, list(facts["asked"])))
-
-
-def _knowledge_verbose(rng: Random, facts: Facts) -> str:
-    return " ".join([wordings("knowledge")(rng, "opening"), *(_fact(rng, *pair) for pair in facts["asked"])])
+    return _knowledge(rng, prefix + kind, subject=subject, a=a(subject), value=_KNOWN[kind][subject])
 
 
 _TOPICS = {**_KNOWN, "legs": ("legs",), "corners": ("corners",), "day": ("after",)}
@@ -406,7 +394,12 @@ def mark_knowledge(answer: str, facts: Facts) -> dict[str, float]:
 
 KNOWLEDGE = Task(
     paint_knowledge,
-    grammars(_knowledge_question, _knowledge_dense, _knowledge_verbose, _earlier),
+    grammars(
+        lambda rng, facts: " ".join(_fact(rng, *pair, prefix="ask_") for pair in facts["asked"]),
+        lambda rng, facts: " ".join(_fact(rng, *pair) for pair in shuffled(rng, list(facts["asked"]))),
+        lambda rng, facts: " ".join([_knowledge(rng, "opening"), *(_fact(rng, *pair) for pair in facts["asked"])]),
+        _earlier,
+    ),
     mark_knowledge,
     share=0.05,
 )

@@ -51,11 +51,6 @@ def _kinds(facts: Facts, count: int) -> str:
     return " ".join([*words, plural(kind.get("shape", "shape"), count)])
 
 
-def count_question(rng: Random, facts: Facts) -> str:
-    """Question for the number of shapes of a kind."""
-    return _count(rng, "question", kinds=_kinds(facts, 2))
-
-
 def total(rng: Random, facts: Facts) -> str:
     """A sentence on the number alone."""
     count = len(facts["counted"])
@@ -127,11 +122,6 @@ def paint_existence(rng: Random) -> Picture:
     kin = [thing for thing in things if thing["colour"] == colour or thing["shape"] == shape]
     facts = {"colour": colour, "shape": shape, "present": present, "reason": kin if len(kin) >= 2 else things}
     return _picture(background, things, facts)
-
-
-def existence_question(rng: Random, facts: Facts) -> str:
-    """Question whether a shape is there."""
-    return _existence(rng, "question", what=a(name(dict(facts))))
 
 
 def verdict(rng: Random, facts: Facts) -> str:
@@ -317,18 +307,34 @@ def _prose_verbose(rng: Random, facts: Facts) -> str:
     return " ".join(["Let me say what I can see in this picture.", *map(plainly_on_shape, facts["things"]), ASIDES[-1]])
 
 
-def _prose_question(rng: Random, facts: Facts) -> str:
-    return wordings("prose")(rng, "question")
-
-
 _NUMBER = rf"(?i)\b({'|'.join(NUMBERS)})\b"
-COUNT = Task(paint_count, grammars(count_question, _count_dense, _count_verbose), mark_count, 0.1, _NUMBER)
+COUNT = Task(
+    paint_count,
+    grammars(
+        lambda rng, facts: _count(rng, "question", kinds=_kinds(facts, 2)),
+        _count_dense,
+        _count_verbose,
+    ),
+    mark_count,
+    share=0.1,
+    decisive=_NUMBER,
+)
 EXISTENCE = Task(
     paint_existence,
-    grammars(existence_question, _existence_dense, _existence_verbose),
+    grammars(
+        lambda rng, facts: _existence(rng, "question", what=a(name(dict(facts)))),
+        _existence_dense,
+        _existence_verbose,
+    ),
     mark_existence,
     share=0.1,
     decisive=r"(?i)\b(yes|no)\b",
 )
 DETAIL = Task(paint_detail, grammars(_detail_question, _detail_dense, _detail_verbose), mark_detail, share=0.1)
-PROSE = Task(paint_prose, grammars(_prose_question, _prose_dense, _prose_verbose), mark_shapes, share=0.0, longest=384)
+PROSE = Task(
+    paint_prose,
+    grammars(lambda rng, facts: wordings("prose")(rng, "question"), _prose_dense, _prose_verbose),
+    mark_shapes,
+    share=0.0,
+    longest=384,
+)
