@@ -395,7 +395,7 @@ def mark_knowledge(answer: str, facts: Facts) -> dict[str, float]:
 KNOWLEDGE = Task(
     paint_knowledge,
     grammars(
-        lambda rng, facts: " ".join(_fact(rng, *pair, prefix="ask_") for pair in facts["asked"]),
+        lambda rng, facts: " ".join(_fact(rng, kind, what, "ask_") for kind, what in facts["asked"]),
         lambda rng, facts: " ".join(_fact(rng, *pair) for pair in shuffled(rng, list(facts["asked"]))),
         lambda rng, facts: " ".join([_knowledge(rng, "opening"), *(_fact(rng, *pair) for pair in facts["asked"])]),
         _earlier,
