@@ -47,22 +47,13 @@ def acceptance_of_length(length: float, gamma: int) -> float:
     return high if length else 0.0
 
 
-def free_verification(tokens: int) -> float:
-    """Verification cost 1 at any number of tokens: a pass over several costs as much as one over one.
-
-    TABED's approximation (Section 3, and Remark 1: within 5 % up to gamma 7 on its hardware).
-    """
-    return 1.0
-
-
 def cost_curve(points: Mapping[int, float]) -> VerifyCost:
     """A verification cost from measured points, linear between them.
 
     One token costs 1 by definition. Past the last point the last slope continues, but never falls.
     """
-    known = {1: 1.0}
-    for tokens, cost in points.items():
-        known[_count("number of tokens", tokens, 1)] = _positive("verification cost", cost)
+    counted = {_count("number of tokens", n, 1): _positive("verification cost", cost) for n, cost in points.items()}
+    known = {1: 1.0, **counted}
     if known[1] != 1:
         raise ValueError(f"A pass over one token costs 1 by definition, not {known[1]}.")
     places = sorted(known)
@@ -76,6 +67,11 @@ def cost_curve(points: Mapping[int, float]) -> VerifyCost:
         return known[b] + (max(slope, 0.0) if tokens > b else slope) * (tokens - b)
 
     return cost_of
+
+
+FREE = cost_curve({})
+"""Verification cost 1 at any number of tokens: TABED's approximation (Section 3, and Remark 1: within 5 % up to gamma 7
+on its hardware)."""
 
 
 def speedup(block_efficiency: float, draft_passes: int, draft_cost: float, *, verify_cost: float = 1.0) -> float:
@@ -107,7 +103,7 @@ class BestGamma:
 
 
 def best_gamma(
-    acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = free_verification, longest: int = 32
+    acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32
 ) -> BestGamma:
     """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
 
@@ -139,7 +135,7 @@ class Prediction:
 
 
 def predict(
-    acceptance: float, gamma: int, draft_cost: float, *, verify_cost: VerifyCost = free_verification, longest: int = 32
+    acceptance: float, gamma: int, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32
 ) -> Prediction:
     """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best."""
     length = accepted_length(acceptance, _count("draft length gamma", gamma, 1))

@@ -15,7 +15,7 @@ from tools.results.claims import compare
 
 def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0, **settings: Any) -> RecordedRun:
     """A made-up run whose suite has these claims; dynamic-tree accepts more than chain, chain more than lookup."""
-    made = make_run(prompts=24, **settings)
+    made = make_run(prompts=24, methods=("plain", "chain", "dynamic-tree", "prompt-lookup", "lvspec"), **settings)
     levels = [[level if isinstance(level, list) else [level] for level in order] for order in orders]
     found = [{"order": order, "by": by, "least": least} for order in levels]
     return replace(made, header=replace(made.header, config={**made.header.config, "claims": found, "mirrors": "X, T"}))
@@ -103,7 +103,7 @@ def test_curves_are_compared_where_both_reach() -> None:
     """Curves of known shape: one is 10 % above the other at any speed, so that neither points nor range matter."""
 
     def point(label: str, accepted: int, score: float) -> list[Record]:
-        made = records(make_run(prompts=12), "chain")
+        made = records(make_run(prompts=12, methods=("plain", "chain")), "chain")
         kept = {"accepted_histogram": [0, 10], "new_tokens": 10 * accepted + 1}
         return [
             replace(r, method=label, stats={**r.stats, **kept}, scores={"fact": score * (1 + 0.01 * int(r.repeat))})

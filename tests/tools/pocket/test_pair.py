@@ -14,7 +14,7 @@ from saccade.pocket import Sample, draft_path, draw, head_paths, score, target_p
 from tools.pocket import accuracy as pocket_accuracy
 
 FOLDERS = {"target": target_path(), "draft": draft_path()}
-HELD_OUT = range(90_000, 90_012)
+HELD_OUT = range(90_000, 90_008)
 READ = [
     ("scene", "colour"),
     ("scene", "tally"),
@@ -31,7 +31,7 @@ READ = [
         ]
     ),
 ]
-"""Facts that the target's card has well above chance; twelve pictures leave room for luck."""
+"""Facts that the target's card has well above chance; eight pictures leave room for luck."""
 
 
 @pytest.fixture(scope="module")
