@@ -102,9 +102,7 @@ class BestGamma:
     speedup: float  # expected at that gamma
 
 
-def best_gamma(
-    acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32
-) -> BestGamma:
+def best_gamma(acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32) -> BestGamma:
     """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
 
     (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, not 8.)
