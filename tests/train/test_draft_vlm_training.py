@@ -93,7 +93,7 @@ def source(name: str, count: int = 20) -> Listed:
 def recipe(lm: str | Path = "2x32", **settings: Any) -> Recipe:
     small = {
         "head.lm": str(lm), "batch_size": 4, "micro_batch": 2, "log_every": 1, "validation_samples": 2,
-        "stage1.steps": 4, "stage1.warmup": 0, "stage2.steps": 14, "stage2.warmup": 0, "stage2.rate": 3e-3,
+        "stage1.steps": 4, "stage1.warmup": 0, "stage2.steps": 10, "stage2.warmup": 0, "stage2.rate": 3e-3,
     }  # fmt: skip
     return read_recipe("draft-vlm").with_settings({**small, **settings})
 

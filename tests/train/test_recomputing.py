@@ -74,7 +74,9 @@ def test_a_drafter_learns_the_same_bits_from_recomputed_activations(kind: str, p
         assert torch.equal(weight, again[name]), name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EACH if kind.values[0] not in ("medusa", "hydra")])
+@pytest.mark.parametrize(
+    "kind", ["eagle2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("hivis", "dream", "draft"))]
+)
 def test_recomputed_activations_are_not_kept(kind: str, tmp_path: Path) -> None:
     plain, again = (held(trainer(kind, tmp_path / str(on), recompute=on), 0) for on in (False, True))
     assert again < 0.7 * plain

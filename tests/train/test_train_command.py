@@ -92,7 +92,7 @@ def test_too_few_and_bad_lines_are_counted_and_named(shell: Shell, data: Path) -
 @pytest.mark.parametrize(
     ("kind", "every", "expected"),
     [
-        ("hivis", 0, []),
+        pytest.param("hivis", 0, [], marks=pytest.mark.slow),
         ("hivis", 3, ["--from", "stage1.steps=0"]),
         ("draft-vlm", 2, ["--from"]),
     ],

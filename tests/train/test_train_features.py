@@ -189,7 +189,7 @@ def test_hivis_keeps_the_states_of_text_and_nothing_of_pictures() -> None:
     assert whole.bytes_of(pictured) == (tokens + tokens - text) * width + marks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["hivis", "dream", "medusa"])
 def test_logits_in_chunks_give_the_same_loss_and_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = head("llava", kind)
     given = feeder(own)
@@ -200,9 +200,9 @@ def test_logits_in_chunks_give_the_same_loss_and_gradients(kind: str, monkeypatc
     assert_same_gradients(cut[1], whole[1])
 
 
-SHARING: dict[str, Any] = {"hivis": {}, "eagle2": {}, "vispec": {}, "medusa": {}, "blind": {"text_only": True}}
+SHARING: dict[str, Any] = {"hivis": {}, "eagle2": {}, "medusa": {}, "blind": {"text_only": True}}
 """Heads that read the target's last layer, and nothing that depends on the head; the first reads least."""
-APART: dict[str, Any] = {"eagle3": {}, "kangaroo": {}, "dream": {}, "dream-whole": {"keep": 1.0}}
+APART: dict[str, Any] = {"kangaroo": {}, "dream": {}, "dream-whole": {"keep": 1.0}}
 """Heads that read otherwise."""
 
 
@@ -210,7 +210,7 @@ def trained(name: str, out: Path, features: Path | None) -> dict[str, Tensor]:
     kind = "eagle2" if name == "blind" else name.partition("-")[0]
     recipe = Recipe(
         kind=kind,
-        stages=(Stage(2, 1e-3),),
+        stages=(Stage(1, 1e-3),),
         head=(SHARING | APART)[name],
         feature_cache="disk",
         batch_size=4,

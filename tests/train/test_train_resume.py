@@ -70,9 +70,9 @@ def test_a_run_killed_at_three_random_points_ends_as_an_unbroken_one(unbroken: P
 
 @pytest.mark.parametrize("cache", ["disk", pytest.param("memory", marks=pytest.mark.slow)])
 def test_a_run_with_cached_features_resumes_bit_for_bit(tmp_path: Path, cache: str) -> None:
-    chosen = replace(recipe(), feature_cache=cache)
+    chosen = replace(recipe().with_settings({"stage1.steps": 4, "stage2.steps": 4}), feature_cache=cache)
     run(tmp_path / "whole", chosen)
-    stop_after(tmp_path / "cut", 6, chosen)
+    stop_after(tmp_path / "cut", 4, chosen)
     run(tmp_path / "cut", chosen, resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
