@@ -34,14 +34,11 @@ class Mixed(Head):
 
     kind: ClassVar[str] = "mixed"
     defaults: ClassVar[Mapping[str, Any]] = {"gain": 1.0}
+    blocks = 0
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
-
-    @property
-    def blocks(self) -> int:
-        return 0
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         mixed: Tensor = self.fc(torch.cat([features, embeddings], -1))

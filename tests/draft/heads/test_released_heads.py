@@ -11,27 +11,20 @@ from typing import Any
 import pytest
 import torch
 from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, random_head, recorded, target
-from released_kit import CASES, KNOWN, drop, edit, positions_of, randomised, release, reweigh, same
+from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-import checkpoints
-from checkpoints import picture, ready
 from families import FAMILIES
-from saccade import load
-from saccade.cli import app
 from saccade.draft.heads import store
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import DreamDraftSession
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
 from saccade.errors import ModelError, TrainingError
-from saccade.hf import speculate
 from saccade.target_model.selfcheck import LogitMap
 from saccade.verify.rule import Uniforms
 
@@ -352,10 +345,6 @@ def test_trees_wider_than_the_vocabulary() -> None:
         hf.TemperatureLogitsWarper(0.5),
         hf.TopKLogitsWarper(60),
         hf.TopPLogitsWarper(0.9),
-        hf.MinPLogitsWarper(0.05),
-        hf.TypicalLogitsWarper(0.9),
-        hf.EpsilonLogitsWarper(0.001),
-        hf.EtaLogitsWarper(0.001),
         hf.InfNanRemoveLogitsProcessor(),
     ],
     ids=lambda warper: type(warper).__name__,
@@ -378,39 +367,3 @@ def test_the_logits_of_its_own_head_are_not_scaled(monkeypatch: pytest.MonkeyPat
     states, head = torch.randn(1, 4, 64), CASES["eagle3"].head()
     logits = HeadDrafter(head, target("llava"), POLICIES["chain"]).logits(states)
     torch.testing.assert_close(logits, head.logits(states, torch.nn.Identity()))
-
-
-# --------------------------------------------------------------------------- where a head can be given
-
-
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [("eagle3", {"own_vocabulary": KNOWN}), ("msd", {"norms": "none", "bias": True})],
-)
-def test_wherever_a_head_can_be_given(
-    case: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Loaded as a drafter and by name, in Hugging Face's `generate`, and on the command line."""
-    kind = CASES[case].kind
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        head = build_head(HeadConfig.from_target(checkpoints.vlm("llava").target, kind, **options))
-    folder, question = release(case, tmp_path / "head", randomised(head)), "What is this?"
-    plain = load(ready("llava"), method="plain").generate(question, [picture()]).text
-    vlm = load(ready("llava"), drafter=folder)
-    assert vlm.method == kind
-    output = vlm.generate(question, [picture()])
-    assert output.text == plain
-    assert output.stats.drafted_tokens > 0
-    named = load(ready("llava"), heads={"small": folder}, method=kind)
-    assert named.generate(question, [picture()]).text == plain
-
-    model, ids = vlm.target.model, torch.tensor([[5, 9, 12, 40, 7]])
-    expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
-    speculation = speculate(str(folder), tree="chain", gamma=3)
-    tokens = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, custom_generate=speculation)
-    assert tokens.tolist() == expected.tolist()
-
-    arguments = ["--target", str(ready("llava")), "-d", str(folder), "-n", "12", "--json", question]
-    app(["generate", *arguments], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["method"] == kind

@@ -43,8 +43,9 @@ class Rotary:
         else:
             raise ModelError(f"The rope type {kind!r} is not known to drafter heads; expected default.")
         self._axes = _axes(rope, len(frequencies))
-        self._frequencies = frequencies.float().repeat(2)  # [D], once for each half that is rotated
-        self._signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))  # [D], of the sines
+        signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))
+        # By device [D] frequencies, once for each half that is rotated, and the sines' signs, scaled.
+        self._parts = {torch.device("cpu"): (frequencies.float().repeat(2), signs)}
         self._tables: dict[torch.device, Tensor] = {}  # [P, 2 * D]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,8 +56,12 @@ class Rotary:
             places = positions[self._axes.to(device)].permute(1, 2, 0)  # [B, N, D]
         else:
             places = positions[..., None]
-        angles = (places * self._frequencies.to(device))[:, :, None]
-        return angles.cos() * self._scale, angles.sin() * self._signs.to(device)
+        if device not in self._parts:
+            frequencies, signs = self._parts[torch.device("cpu")]
+            self._parts[device] = frequencies.to(device), signs.to(device)
+        frequencies, signs = self._parts[device]
+        angles = (places * frequencies)[:, :, None]
+        return angles.cos() * self._scale, angles.sin() * signs
 
     def read(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """As `__call__` for ``positions`` ``[B, N]`` up to ``last``, from a table that was computed once."""

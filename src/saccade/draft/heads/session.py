@@ -57,7 +57,7 @@ class HeadDrafter(Drafter):
         self.fused = FusedHead(head)  # what the head's forwards run on while it drafts
         self.target = target  # whose embedding it shares, and whose LM head unless it has its own
         self._drafts = TRIAL if in_training else 0  # that were judged
-        self._accepted = torch.zeros((), dtype=torch.long)  # tokens of those
+        self._accepted: Tensor | int = 0  # tokens of those
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
 
     def open(self, rows: int, target: Context) -> DraftSession:
@@ -69,7 +69,7 @@ class HeadDrafter(Drafter):
         if self._drafts >= TRIAL:
             return
         self._drafts += len(verdict.count)
-        self._accepted = self._accepted.to(verdict.count.device) + verdict.count.sum()
+        self._accepted = self._accepted + verdict.count.sum()
         if self._drafts >= TRIAL and int(self._accepted) < LEAST * self._drafts:
             warnings.warn(
                 f"Of the first {self._drafts} drafts of this {self.head.kind} head {int(self._accepted) or 'no'} "
@@ -110,6 +110,8 @@ class HeadDraftSession(DraftSession):
         self._order = torch.arange(self._slack + 1, device=self._device)
         self.cache: RowCache = self._head.new_cache(rows)  # of the head; one entry per visible token but the first
         self._caches = [self.cache]  # those with an entry per token run
+        if not self._head.blocks:  # a cache without layers has no device
+            self.cache.numbers = target.cache.numbers
         self._numbers = self.cache.share_numbers(target.cache)
         self._room = [0] * rows
         self._prompts = [0] * rows  # length of each row's last prompt
