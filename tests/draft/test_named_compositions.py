@@ -33,11 +33,8 @@ def plain(name: str) -> list[int]:
     [
         ("spd", {}),
         ("spd", {"tree": "sage"}),
-        ("lookup-merge", {}),
         ("lookup-merge", {"tree": "static", "merged_total": 20}),
         ("tabed", {"tree": "sage"}),
-        ("lvspec", {"share": 0.0, "shift": False, "tree": "branches"}),
-        ("lvspec", {"share": 0.0, "shift": False, "tree": "sage"}),
     ],
     ids=str,
 )

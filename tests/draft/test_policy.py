@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
@@ -16,7 +16,6 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import (
     SPECVLM_TREE,
-    Chain,
     ConfidentChain,
     DrawProposer,
     StaticTree,
@@ -58,19 +57,6 @@ def test_a_static_tree_is_its_naive_expansion(shape: list[NaiveTree], seed: int)
         assert token_paths(tree, row) == naive_static(model, row, paths)
     assert tree.size == policy.max_nodes
     assert policy.max_run == len({p[:-1] for p in paths} - {()})
-
-
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_a_chain_is_the_greedy_path(gamma: int) -> None:
-    model = PathModel(VOCAB, seed=5)
-    tree = model.grow(Chain(gamma).begin(range(BATCH), ROOTS, TopProposer()), range(BATCH))
-    assert_consistent(tree)
-    for row in range(BATCH):
-        path: Path = ()
-        for _ in range(gamma):
-            path = (*path, best_first(model.logits(row, path))[0])
-        assert token_paths(tree, row)[-1] == path
-    assert (tree.max_depth, tree.max_children, tree.size) == (gamma, 1, gamma + 1)
 
 
 def test_the_default_static_tree_is_that_of_specvlm() -> None:
@@ -129,17 +115,6 @@ def test_a_dynamic_tree_with_ties_keeps_every_parent_and_the_best_scores(
             assert sorted(scores, reverse=True) == pytest.approx(naive, abs=1e-6)
 
 
-def test_a_certain_drafter_gives_a_chain_before_anything_else() -> None:
-    """Children of probability one have their parent's score; none may push its parent out."""
-    policy = DynamicTree(top=2, max_depth=4, total=4)
-    growth = policy.begin([0], torch.tensor([0]), TopProposer())
-    frontier = growth.expand(torch.tensor([[[50.0, 0.0, 0.0]]]))
-    while frontier is not None:
-        frontier = growth.expand(torch.tensor([[50.0, 0.0, 0.0]]).expand(1, frontier.tokens.shape[1], 3))
-    tree = growth.tree()
-    assert token_paths(tree, 0) == [(), (0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
 def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int, depth: int, seed: int) -> None:
@@ -182,21 +157,6 @@ def test_a_drafter_whose_logits_are_no_numbers_never_displaces_the_root(policy: 
         tree = growth.tree()
         assert_consistent(tree)
         assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Chain(0), "gamma of Chain must be at least 1, not 0"),
-        (lambda: DynamicTree(top=0), "top of DynamicTree must be at least 1, not 0"),
-        (lambda: DynamicTree(max_depth=0), "max_depth of DynamicTree must be at least 1"),
-        (lambda: WidthTree(width=0), "width of WidthTree must be at least 1"),
-        (lambda: ConfidentChain(6, 1.1), "confidence of ConfidentChain must be in the range 0 to 1"),
-    ],
-)
-def test_settings_that_make_no_tree_are_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # --------------------------------------------------------------------------- chains that end behind an unsure guess
@@ -329,14 +289,6 @@ def test_every_parent_draws_from_its_own_distribution() -> None:
         logits[:, parent, parent] = 0
     children, _ = DrawProposer(RowProcessing([]).warp, uniforms(3, 50)).children(logits, 1)
     assert children[..., 0].tolist() == [[0, 1, 2]] * 50
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_deterministic_children_are_the_likeliest_tokens(width: int) -> None:
-    logits = torch.tensor([[[1.0, 4.0, 2.0, 3.0]]])
-    children, q = TopProposer().children(logits, width)
-    assert children[0, 0].tolist() == [1, 3, 2][:width]
-    assert q is None
 
 
 def test_a_draw_never_gives_a_token_of_weight_zero() -> None:

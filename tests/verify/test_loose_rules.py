@@ -229,8 +229,11 @@ def test_lvspec_without_loose_share_and_shift_is_the_greedy_rule_exactly(name: s
         assert ours.stats.target_passes == theirs.stats.target_passes
 
 
-@pytest.mark.parametrize("policy", [Chain(8), StaticTree([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])])
-@pytest.mark.parametrize("space", ["hidden", "embedding"])
+@pytest.mark.parametrize(
+    ("policy", "space"),
+    [(Chain(8), "embedding"), (StaticTree(), "hidden"), (branches_of(2, 6), "hidden"), (SageTree(), "hidden")],
+    ids=["chain", "static", "branches", "sage"],
+)
 def test_lvspec_accepts_more_and_marks_what_it_loosened(space: Any, policy: Any) -> None:
     strict, requests = engine("llava", None, policy)
     loose, _ = engine("llava", LVSpec(0.7, space=space), policy)
@@ -241,19 +244,6 @@ def test_lvspec_accepts_more_and_marks_what_it_loosened(space: Any, policy: Any)
         marked = sum(m in ("loose", "shifted") for m in output.marks)
         assert output.stats.loosened_tokens == marked
         assert output.stats.accepted_tokens == sum(m != "target" for m in output.marks)
-    assert any(o.stats.loosened_tokens for o in after)
-
-
-@pytest.mark.parametrize("policy", [branches_of(2, 6), SageTree()], ids=["branches", "sage"])
-def test_two_branches_and_sage_trees_accept_more_and_mark_it(policy: object) -> None:
-    strict, requests = engine("llava", None, policy)
-    zero, _ = engine("llava", LVSpec(0.0, shift=False), policy)
-    loose, _ = engine("llava", LVSpec(0.7), policy)
-    before, same, after = (e.generate(requests, max_new_tokens=30) for e in (strict, zero, loose))
-    assert [o.tokens for o in same] == [o.tokens for o in before] == FAMILIES["llava"].reference("image", 3, n=30)
-    assert sum(o.stats.accepted_length for o in after) > sum(o.stats.accepted_length for o in before)
-    for output in after:
-        assert output.stats.loosened_tokens == sum(m in ("loose", "shifted") for m in output.marks)
     assert any(o.stats.loosened_tokens for o in after)
 
 
@@ -340,24 +330,6 @@ def test_loose_rules_refuse_sampling() -> None:
         loose.generate(requests, max_new_tokens=4, do_sample=True)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LVSpec(share=1.5),
-        lambda: LVSpec(nearest=0),
-        lambda: LVSpec(space="pixels"),  # type: ignore[arg-type]
-        lambda: LVSpec(position="child"),  # type: ignore[arg-type]
-        lambda: LVSpec(entropy=2),
-        lambda: FLy(entropy=-1),
-        lambda: FLy(deferred=-1),
-        lambda: RandomLoosening(share=2),
-    ],
-)
-def test_settings_out_of_range_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        make()
-
-
 # --------------------------------------------------------------------------- words that name what is seen
 
 Position = Literal["own"] | None
@@ -370,9 +342,9 @@ def pocket() -> Any:
 
 
 @cache
-def answered(task: str, grammar: Any, number: int) -> tuple[Any, list[int]]:
+def answered(task: str, number: int) -> tuple[Any, list[int]]:
     """A prompt and the target's own answer to it."""
-    prompt = pocket().processor.prompt(draw(900_000 + number, task, grammar).messages())
+    prompt = pocket().processor.prompt(draw(900_000 + number, task, "dense").messages())
     return prompt, pocket().generate(prompt, max_new_tokens=64).tokens
 
 
@@ -389,9 +361,9 @@ CONTENT = {
 
 
 @torch.inference_mode()
-def relevance(task: str, grammar: Any, number: int, position: Position) -> tuple[list[float], list[bool]]:
+def relevance(task: str, number: int, position: Position) -> tuple[list[float], list[bool]]:
     """Of every guess of a chain that is the target's own answer: its relevance, and whether it is a content word."""
-    prompt, (root, *guesses) = answered(task, grammar, number)
+    prompt, (root, *guesses) = answered(task, number)
     context = Context(pocket().target, 1)
     context.cache.reserve(0, len(prompt) + len(guesses) + 1)
     judge = (LVSpec() if position is None else LVSpec(position=position)).open(context)
@@ -403,9 +375,9 @@ def relevance(task: str, grammar: Any, number: int, position: Position) -> tuple
     return judge.relevance([0], tree, reading)[0, 1:].tolist(), content
 
 
-def area(task: str, grammar: str, position: Position) -> float:
+def area(task: str, position: Position) -> float:
     """Area under the ROC curve: how often a content word is more relevant than another word."""
-    found = [relevance(task, grammar, number, position) for number in range(4)]
+    found = [relevance(task, number, position) for number in range(4)]
     of_content = [r for rs, cs in found for r, c in zip(rs, cs, strict=True) if c]
     others = [r for rs, cs in found for r, c in zip(rs, cs, strict=True) if not c]
     assert min(len(of_content), len(others)) >= 20
@@ -413,17 +385,8 @@ def area(task: str, grammar: str, position: Position) -> float:
     return above / (len(of_content) * len(others))
 
 
-@pytest.mark.parametrize(
-    ("task", "grammar"),
-    [
-        ("scene", "dense"),
-        pytest.param("scene", "verbose", marks=pytest.mark.slow),
-        pytest.param("chart", "dense", marks=pytest.mark.slow),
-        pytest.param("receipt", "dense", marks=pytest.mark.slow),
-    ],
-)
-def test_the_verifying_state_tells_content_words_from_the_others_and_the_own_one_does_not(
-    task: str, grammar: str
-) -> None:
-    assert area(task, grammar, None) >= 0.7
-    assert area(task, grammar, "own") < 0.7
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["scene", "chart", "receipt"])
+def test_the_verifying_state_tells_content_words_from_the_others_and_the_own_one_does_not(task: str) -> None:
+    assert area(task, None) >= 0.7
+    assert area(task, "own") < 0.7

@@ -7,7 +7,7 @@ tests/conformance/test_sampling.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from enumeration import ManyUniforms, Table, Trial, histogram, p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import NaiveTree, chains, draft_tree, judged, trees
+from random_trees import NaiveTree, draft_tree, judged, trees
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
@@ -29,32 +29,6 @@ ROWS, VOCAB, LENGTH = 40_000, 4, 3
 LIKELY, UNLIKELY = 1e-3, 1e-9
 """p-values of a chi-squared test over all sequences; seeds are fixed, so a right rule stays above the first forever,
 and a planted mistake falls below the second."""
-
-
-def random_tree(seed: int, count: int, valid: int, vocab: int = VOCAB) -> NaiveTree:
-    """Depth at most two, siblings with different tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    parents, tokens = [0], [0]
-    while len(parents) < count:
-        parent = int(torch.randint(min(len(parents), 3), (1,), generator=generator))
-        token = int(torch.randint(vocab, (1,), generator=generator))
-        taken = {tokens[n] for n in range(1, len(parents)) if parents[n] == parent}
-        depth_of_parent = 0 if parent == 0 else 1 if parents[parent] == 0 else 2
-        if token not in taken and depth_of_parent < 2:
-            parents.append(parent)
-            tokens.append(token)
-    return NaiveTree(tuple(parents), tuple(tokens), tuple(i < valid for i in range(count)))
-
-
-@dataclass(frozen=True)
-class GivenTrees(Trial):
-    """Verification of trees that are there already, whatever made them."""
-
-    given: DraftTree | None = None
-
-    def _grow(self, rows: int) -> DraftTree:
-        assert self.given is not None
-        return self.given
 
 
 def p_of(trial: Trial) -> float:
@@ -115,36 +89,6 @@ def warped_p(name: str, policy: Any, drawn: bool, rule: Any = None) -> float:
     return p_of(RawScores(expected, Table(VOCAB, LENGTH, seed=2), policy, proposer, rule, uniforms))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_row_may_have_a_tree_of_its_own(seed: int) -> None:
-    """Point masses on trees of five forms, some of them padded, mixed over the rows."""
-    forms = [random_tree(100 * seed + i, count=7, valid=7 - i) for i in range(5)]
-    pick = torch.randint(5, (ROWS,)).tolist()
-    small = draft_tree(forms)
-    tree = DraftTree(
-        tokens=small.tokens[pick],
-        parents=small.parents[pick],
-        depth=small.depth[pick],
-        ancestors=small.ancestors[pick],
-        valid=small.valid[pick],
-        max_depth=small.max_depth,
-        max_children=small.max_children,
-    )
-    uniforms = ManyUniforms(ROWS)
-    trial = GivenTrees(target(), target(), None, TopProposer(), Sampling(), uniforms, tree)
-    assert p_of(trial) > LIKELY
-
-
-def test_chains_of_different_lengths_and_none_at_all() -> None:
-    """As prompt lookup gives them."""
-    generator = torch.Generator().manual_seed(3)
-    forms = [[], [1], [2, 0], [3, 3], [0, 1]]
-    guesses = [forms[i] for i in torch.randint(5, (ROWS,), generator=generator).tolist()]
-    tree = chains([0] * ROWS, guesses)
-    trial = GivenTrees(target(), target(), None, TopProposer(), Sampling(), ManyUniforms(ROWS), tree)
-    assert p_of(trial) > LIKELY
-
-
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
 def test_a_target_may_know_tokens_that_the_drafter_does_not(drawn: bool) -> None:
     uniforms = ManyUniforms(ROWS)
@@ -155,11 +99,10 @@ def test_a_target_may_know_tokens_that_the_drafter_does_not(drawn: bool) -> None
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
-@pytest.mark.parametrize("policy", [Chain(2), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1)])], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", WARPERS)
-def test_warpers_hold_for_accepted_corrected_and_bonus_tokens(name: str, policy: Any, drawn: bool) -> None:
-    """top_k leaves q fewer tokens than the three siblings that are wanted."""
-    assert warped_p(name, policy, drawn) > LIKELY
+def test_warpers_hold_for_accepted_corrected_and_bonus_tokens(name: str, drawn: bool) -> None:
+    """top_k leaves q fewer tokens than the three siblings that are proposed."""
+    assert warped_p(name, StaticTree([(0,), (1,), (2,), (0, 0), (0, 1)]), drawn) > LIKELY
 
 
 # --------------------------------------------------------------------------- against the walk in plain Python
@@ -190,7 +133,7 @@ def walked(tree: NaiveTree, p: Tensor, q: Tensor | None, uniforms: Tensor) -> tu
     return path, int((left.cumsum(0) > uniforms[0, 0] * left.sum()).int().argmax())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trees(rows=3, vocab=5), st.integers(0, 9999), st.booleans(), st.booleans())
 def test_all_nodes_at_once_decide_as_the_walk_from_the_root_does(
     rows: list[NaiveTree], seed: int, drawn: bool, barred: bool
@@ -219,7 +162,7 @@ def test_all_nodes_at_once_decide_as_the_walk_from_the_root_does(
 
 def test_the_rule_needs_no_more_numbers_than_it_announces_and_finds_them_by_level_and_rank() -> None:
     """So nothing changes when a drafter's bounds, or a neighbour's tree, are larger than the tree."""
-    tree = draft_tree([random_tree(0, count=7, valid=7)])
+    tree = draft_tree([NaiveTree((0, 0, 0, 0, 1, 1, 2), (0, 1, 2, 3, 0, 1, 2), (True,) * 7)])
     levels, width = Sampling().uniforms(tree.max_depth, tree.max_children)
     seen = set()
     for seed in range(50):
