@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import draft, generate, prompts, target
+from random_trees import PathModel
 from torch import Tensor
 
 from families import FAMILIES
@@ -118,44 +119,22 @@ def test_the_mixture_s_logits_are_finite_where_no_view_sees_a_token() -> None:
 # --------------------------------------------------------------------------- which positions are learned from
 
 
-def logits_after(paths: list[tuple[int, ...]], view: int) -> Tensor:
-    """A draft model of its own for every view: ``[len(paths), V]``."""
-    rows = []
-    for path in paths:
-        seed = hash((view, *path)) % 2**31
-        rows.append(2 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)))
-    return torch.stack(rows)
+MODEL = PathModel(VOCAB, seed=0)
+"""A draft model of its own for every slot, view by view."""
+
+
+def logits_after(row: int, path: list[int], view: int) -> Tensor:
+    """``[V]``"""
+    return torch.tensor(MODEL.logits(view * BATCH + row, tuple(path)))
 
 
 def grown(policy: Any) -> tuple[Mixture, DraftTree]:
-    """Trees of all rows, and what the views have said of their roots."""
+    """Trees of all rows, and the views' distributions at their roots."""
     mixing = Mixture(policy, BATCH, VIEWS, CPU)
     mixing.weights = torch.tensor([[0.5, 0.3, 0.2]] * BATCH)
-    growth = mixing.begin(range(VIEWS * BATCH), torch.arange(BATCH).repeat(VIEWS), TopProposer())
-    entries: list[list[tuple[int, ...]]] = [[] for _ in range(BATCH)]
-
-    def said(paths: list[list[tuple[int, ...]]]) -> Tensor:
-        return torch.stack([logits_after([(b, *p) for p in paths[b]], i) for i in range(VIEWS) for b in range(BATCH)])
-
-    frontier = growth.expand(said([[()] for _ in range(BATCH)]))
-    while frontier is not None:
-        assert frontier.rows == list(range(VIEWS * BATCH))
-        assert torch.equal(frontier.tokens[:BATCH], frontier.tokens[BATCH : 2 * BATCH])
-        width = frontier.tokens.shape[1]
-        allow = frontier.attention_mask  # None: all before it and itself
-        if allow is None:
-            allow = torch.ones(1, width, len(entries[0]) + width, dtype=torch.bool)
-        allow = allow.expand(BATCH * VIEWS, -1, -1)
-        paths = []
-        for b in range(BATCH):
-            new = []
-            for w, token in enumerate(frontier.tokens[b].tolist()):
-                above = [entries[b][e] for e in range(len(entries[b])) if allow[b, w, e]]
-                new.append((*max(above, key=len, default=()), token))
-            entries[b] += new
-            paths.append(new)
-        frontier = growth.expand(said(paths))
-    return mixing, growth.tree()
+    slots = range(VIEWS * BATCH)
+    growth = mixing.begin(slots, torch.arange(BATCH).repeat(VIEWS), TopProposer())
+    return mixing, MODEL.grow(growth, slots)
 
 
 def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]:
@@ -167,7 +146,7 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
         row = []
         for t, node in enumerate(nodes):
             label = tokens[t] if t < len(tokens) else int(verdict.token[b])
-            q = torch.stack([logits_after([(b, *tokens[:t])], i)[0].softmax(-1) for i in range(VIEWS)])
+            q = torch.stack([logits_after(b, tokens[:t], i).softmax(-1) for i in range(VIEWS)])
             row.append((scores[b, node].softmax(-1)[:VOCAB], q, label))
         found.append(row)
     return found
@@ -177,8 +156,8 @@ def verified(blocks: dict[int, VerifiedBlock], emitted: dict[int, list[int]]) ->
     """Verified positions of some rows' blocks, once the views have run the emitted tokens but the last."""
     logits = []
     for row, tokens in emitted.items():
-        paths = [(row, *tokens[:count]) for count in range(1, max(len(tokens), 2))]
-        logits.append([logits_after(paths, view) for view in range(VIEWS)])
+        counts = range(1, max(len(tokens), 2))
+        logits.append([torch.stack([logits_after(row, tokens[:n], view) for n in counts]) for view in range(VIEWS)])
     return verified_positions([blocks[row] for row in emitted], [*emitted.values()], logits)
 
 

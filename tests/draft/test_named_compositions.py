@@ -68,17 +68,6 @@ def test_spd_drafts_what_the_draft_model_guesses_from_the_words(target: str, dra
     assert course(direct) == course(expected)
 
 
-def test_a_picture_changes_none_of_spd_s_guesses() -> None:
-    model, seen = vlm("llava", "llava-draft").using("spd"), []
-    for shade in (1, 9):
-        session: Any = model.engine.open(1)
-        prompt = model.processor.prompt(QUESTION, [picture(shade)])
-        session.drafting.reserve(0, len(prompt) + 8)
-        session.drafting.load(0, prompt, None)
-        seen.append(session.drafting.context.lengths[0])
-    assert seen[0] == seen[1] < len(prompt)
-
-
 def test_trees_are_put_where_the_options_say() -> None:
     parts: Models = vlm("llava", "llava-draft")._parts
     tabed: Any = build("tabed", parts, tree="sage").drafter
@@ -95,13 +84,10 @@ def test_trees_are_put_where_the_options_say() -> None:
     [
         ("tabed", {"tree": "oak"}, "tree of method tabed must be one of chain, branches"),
         ("tabed", {"tree": "sage", "width": 2}, "has the option width with tree=width only"),
-        ("lvspec", {"tree": "branches", "branches": 0}, "branches of method lvspec must be at least 1"),
         ("lookup-merge", {"merged_total": 0}, "merged_total of method lookup-merge must be at least 1"),
-        ("lookup-merge", {"copied": -1}, "copied of method lookup-merge must be at least 0"),
         ("sage", {"d_min": 9}, "depths must rise from d_min over d_max to ceiling"),
         ("tabed", {"views": "MM"}, "must be one or more letters of MTCPR, each at most once"),
         ("tabed", {"views": "mt"}, "must be one or more letters of MTCPR"),
-        ("spd", {"gamma": 0}, "gamma of method spd must be at least 1"),
     ],
 )
 def test_nonsense_is_refused(method: str, options: dict[str, Any], message: str) -> None:

@@ -14,7 +14,6 @@ from random_trees import Path, PathModel, assert_consistent, token_paths
 
 from saccade.draft.trees.policy import SPECVLM_TREE, TopProposer
 from saccade.draft.trees.sage import SageTree
-from saccade.tree import DraftTree
 from saccade.verify.rule import Verdict, path_to
 
 VOCAB, BATCH = 13, 3
@@ -194,33 +193,6 @@ def test_trees_are_those_of_a_naive_recursion_for_rows_that_come_and_go_in_group
                 naive[row] = NaiveSage(policy)
 
 
-def grown(policy: SageTree, alpha: float, model: PathModel) -> DraftTree:
-    """One row's tree at a given confidence."""
-    shaping = policy.open(1, torch.device("cpu"))
-    shaping._rows[0] = dataclasses.replace(shaping._rows[0], confidence=alpha, starting=False)
-    return model.grow(shaping.begin([0], torch.tensor([3]), TopProposer()), [0])
-
-
-class Sure(PathModel):
-    """The likeliest token has a given probability everywhere, the others share the rest."""
-
-    def __init__(self, best: float) -> None:
-        super().__init__(VOCAB, 0)
-        rest = math.log((1 - best) / (VOCAB - 1))
-        self._values = [math.log(best)] + [rest - 0.001 * i for i in range(VOCAB - 1)]
-
-    def logits(self, row: int, path: tuple[int, ...]) -> list[float]:
-        return self._values
-
-
-def test_a_sure_drafter_gets_a_deep_narrow_tree_and_an_unsure_one_a_shallow_wide_one() -> None:
-    deep, wide = grown(SageTree(), 1.0, Sure(0.97)), grown(SageTree(), 0.0, Sure(0.1))
-    assert deep.max_depth == 8
-    assert deep.size == 9  # the others fall below the threshold at every level
-    assert wide.max_depth <= 3
-    assert (wide.depth == 1).sum() == 10
-
-
 def test_numbers_that_are_none_give_the_confidence_of_the_start() -> None:
     for top in ([math.nan] * 10, [0.0] * 10, [1.0], []):
         assert SageTree().confidence(top) == 0.5
@@ -242,7 +214,7 @@ def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(seed: 
         for row in shaping._rows:
             shaping._catch_up(row)
         for row, node in enumerate(nodes):
-            path = next(p for p, n in tokens_to_nodes(tree, row).items() if n == node)
+            path = token_paths(tree, row)[node]
 
             def measured(path: tuple[int, ...], row: int = row) -> float:
                 p = sorted((math.exp(v) for v in model.log_probabilities(row, path)), reverse=True)  # noqa: B023
@@ -252,35 +224,6 @@ def test_the_last_accepted_node_gives_the_confidence_if_that_is_asked_for(seed: 
             has_children = bool((tree.parents[row, 1:] == node)[tree.valid[row, 1:]].any())
             wanted = [path] if has_children or not path else [path, path[:-1]]
             assert any(found == pytest.approx(measured(p), abs=1e-5) for p in wanted)
-
-
-def tokens_to_nodes(tree: DraftTree, row: int) -> dict[tuple[int, ...], int]:
-    """Token path -> node of a row's real nodes."""
-    found: dict[tuple[int, ...], int] = {}
-    for node in range(tree.size):
-        if tree.valid[row, node]:
-            chain = [n for n in range(tree.size) if tree.ancestors[row, node, n] and n]
-            chain.sort(key=lambda n: int(tree.depth[row, n]))
-            found[tuple(int(tree.tokens[row, n]) for n in chain)] = node
-    return found
-
-
-def deepest_after(policy: SageTree, lengths: list[int]) -> int:
-    shaping = policy.open(1, torch.device("cpu"))
-    for length in lengths:
-        one = verdict([length] * BATCH)
-        shaping.observe([0], dataclasses.replace(one, count=one.count[:1]))
-        shaping._catch_up(shaping._rows[0])
-    return shaping._rows[0].deepest
-
-
-def test_history_moves_the_depth_only_outside_its_two_thresholds() -> None:
-    assert deepest_after(SageTree(), [2, 3, 2, 3]) == 8
-    assert deepest_after(SageTree(), [1, 1]) == 6
-    assert deepest_after(SageTree(), [0] * 20) == 3
-    assert deepest_after(SageTree(), [5] * 2) == 10
-    assert deepest_after(SageTree(), [5] * 20) == 12
-    assert deepest_after(SageTree(window=0), [5] * 20) == 8
 
 
 @settings(max_examples=30, deadline=None)
@@ -303,14 +246,11 @@ def test_no_confidence_needs_more_room_than_was_reserved(policy: SageTree, alpha
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"d_min": 0}, "d_min .* must be at least 1"),
         ({"d_max": 2}, "depths must rise"),
         ({"ceiling": 7}, "depths must rise"),
         ({"w_max": 1}, "w_max must be at least w_min"),
-        ({"k": 1}, "k .* must be at least 2"),
         ({"low": 4.0}, "low must not be above high"),
-        ({"signal": "gut"}, "signal .* must be one of entropy, top"),
-        ({"probability": "both"}, "probability .* must be one of path, own"),
+        ({"alpha_of": "accepted", "lookahead": False}, "alpha_of=accepted needs lookahead"),
     ],
 )
 def test_settings_that_make_no_tree_are_refused(wrong: dict[str, object], message: str) -> None:
