@@ -26,7 +26,13 @@ from saccade.methods import METHODS
 from tools.docs import notebook
 from tools.docs.__main__ import generated
 
-HOW_TO = [page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if "```python" in page.read_text()]
+LONG = ("head",)
+"""How-to pages that train something, as other tests do."""
+HOW_TO = [
+    pytest.param(page, marks=[pytest.mark.slow] if page.stem in LONG else [], id=page.stem)
+    for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+    if "```python" in page.read_text()
+]
 WALK = ROOT / "docs" / "walk-through.md"
 
 
@@ -39,7 +45,7 @@ def test_the_first_example_runs_offline(capsys: pytest.CaptureFixture[str]) -> N
     assert float(last) > 2, "the head's"
 
 
-@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", HOW_TO)
 def test_how_to_pages_run_from_top_to_bottom(page: Path) -> None:
     """In a process of their own, because they register what they add."""
     code = "\n".join(blocks(page.read_text(encoding="utf-8"), "python"))
@@ -246,6 +252,7 @@ def test_every_method_has_a_page_of_its_own() -> None:
         assert f"methods/{name}.md" in site
 
 
+@pytest.mark.slow
 def test_the_walk_through_runs_and_prints_what_it_shows() -> None:
     """In other words where the built-in models are others, but as many lines; its own asserts hold on any machine."""
     page = WALK.read_text(encoding="utf-8")
@@ -272,11 +279,16 @@ def declared(path: Path) -> set[str]:
     return names
 
 
+@pytest.fixture(scope="module")
+def everything() -> set[str]:
+    """Names that the package declares."""
+    return set[str]().union(*(declared(path) for path in (ROOT / "src" / "saccade").rglob("*.py")))
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/internals.md"])
-def test_files_and_names_of_the_architecture_exist(page: str) -> None:
+def test_files_and_names_of_the_architecture_exist(page: str, everything: set[str]) -> None:
     source = ROOT / "src" / "saccade"
     folder = source
-    everything = set[str]().union(*(declared(path) for path in source.rglob("*.py")))
     for words in re.findall(r"`([^`]+)`", (ROOT / page).read_text(encoding="utf-8")):
         if file := re.fullmatch(r"([\w/]+\.py)(?:: ([\w.]+))?", words):
             path = next((root / file[1] for root in (source, ROOT, folder) if (root / file[1]).is_file()), None)

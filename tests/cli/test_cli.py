@@ -145,11 +145,6 @@ except SystemExit:
     assert done.stdout == f"{shown}[]\n"
 
 
-def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "saccade", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{__version__}\n"
-
-
 def test_every_data_set_has_a_line_with_its_papers(shell: Shell) -> None:
     lines = shell("datasets").out.splitlines()
     assert len(lines) == len(catalogue.names()) + 1

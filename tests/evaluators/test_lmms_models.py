@@ -198,7 +198,7 @@ def reference(vlm: VLM, messages: Any, answer: str) -> tuple[float, bool]:
 def test_continuations_have_the_stock_models_loss_and_the_right_one_the_least(logs: fake.Logs, vlm: VLM) -> None:
     """lmms-eval's scoring of multiple choice takes the least number."""
     model, found = model_of("simple"), samples("scene", 3)
-    own = vlm.using("plain").generate(found[0].messages(), do_sample=False, max_new_tokens=120)
+    own = vlm.using("plain").generate(found[0].messages(), do_sample=False, max_new_tokens=24)
     choices = [found[1].answer, own.text, found[2].answer]
     results = model.loglikelihood(task_of(found).continuations(model, choices))
     for (loss, is_greedy), choice in zip(results, choices, strict=True):
