@@ -34,7 +34,7 @@ def session(name: str, rows: int = 1) -> ModelDraftSession:
 
 
 def load(view: View, opened: ModelDraftSession, prompt: Prompt, row: int = 0) -> None:
-    view.load(opened, row, prompt, 256, opened.context, None)
+    view.load(opened, row, prompt, 256, None)
 
 
 def visuals(name: str, prompt: Prompt) -> int:

@@ -94,10 +94,5 @@ class Drafter:
         self.max_children, self.draws = policy.max_children, policy.can_sample
 
     def open(self, rows: int, target: Context) -> DraftSession:
-        """Start a session of up to ``rows`` rows.
-
-        Args:
-            target: the target's context; a drafter that needs its hidden states, attention or embeddings requests
-                them here (``target.requirements``).
-        """
+        """Start a session; a drafter that reads states of the target requests them here (``target.requirements``)."""
         raise NotImplementedError

@@ -96,10 +96,7 @@ def _size(real: Tensor) -> int:
 
 
 def _same_prefix(first: DraftTree, second: DraftTree, above_first: Tensor, above_second: Tensor) -> Tensor:
-    """``[B, N2, N1]`` pairs of nodes of second and first with equal tokens from the root down to them.
-
-    Shapes: above_first, above_second ``[B, N1]``.
-    """
+    """``[B, N2, N1]`` pairs of nodes of second and first with equal tokens from the root down to them."""
     alike = second.tokens[:, :, None] == first.tokens[:, None]
     alike &= second.valid[..., None] & first.valid[:, None]
     alike[:, 0], alike[:, :, 0] = False, False

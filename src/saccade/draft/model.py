@@ -60,7 +60,6 @@ class ModelDraftSession(DraftSession):
         self.load_pruned(row, prompt)
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
-        """See `DraftSession.load_part`."""
         own = replace(prompt, ids=tuple(self._embeddable(prompt.ids)))
         prefill = self._parts.get(row)
         if prefill is None or prefill.prompt != own:
@@ -73,10 +72,7 @@ class ModelDraftSession(DraftSession):
         return prefill.num_computed - begun
 
     def load_pruned(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
-        """Prefill a row; ``dropped`` as in `Context.read`.
-
-        The tree policy retains a row's history from one turn of a conversation to the next.
-        """
+        """Prefill a row; ``dropped`` as in `Context.read`. The policy retains its history from turn to turn."""
         self._parts.pop(row, None)
         self.context.load(row, replace(prompt, ids=tuple(self._embeddable(prompt.ids))), dropped)
         if not self.continues(row, prompt):
@@ -130,7 +126,8 @@ class ModelDraftSession(DraftSession):
         self._numbers.send([*tokens_of.values(), *needed, roots, *behind, *others])
         blocks: list[TokenBlock] = []
         for count, own in rows_of.items():
-            block = self.context.block(own, self._numbers.get(tokens_of[count]).view(len(own), count))
+            numbers = self._numbers.get(tokens_of[count])
+            block = self.context.block(own, numbers.view(len(own), count))
             blocks.append(replace(block, logits_from=0 if every else count - 1))
         logits_of: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, output in zip(groups.values(), self.context.run(blocks), strict=True):
@@ -149,7 +146,6 @@ class ModelDraftSession(DraftSession):
         proposer: Proposer,
         limit: int,
     ) -> DraftTree:
-        """Draft behind emitted tokens, from the ``logits`` that `run` returned for them."""
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
         levels: list[tuple[int, int]] = []
@@ -169,7 +165,6 @@ class ModelDraftSession(DraftSession):
         self._shaping.observe(rows, verdict)
 
     def signals(self, rows: Rows) -> list[Signals]:
-        """Those of the tree policy."""
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
 
     def _embeddable(self, ids: Sequence[int]) -> list[int]:
@@ -177,7 +172,6 @@ class ModelDraftSession(DraftSession):
         return [token if token < self._num_embeddings else 0 for token in ids]
 
     def _shared(self, logits: Tensor) -> Tensor:
-        """The logits of the vocabulary shared with the target."""
         return logits[..., : self._drafter.vocab_size]
 
     def _depth(self, levels: tuple[tuple[int, int], ...]) -> Tensor:

@@ -38,10 +38,7 @@ class Pruning(PruningOptions):
         return self.select != "uniform" and self.prunes
 
     def retained(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
-        """Choose the tokens of one medium that are retained; return their indices, ascending.
-
-        Shapes: scores ``[n_tokens]``.
-        """
+        """Ascending indices of the tokens of one medium that are retained, by their scores ``[n_tokens]``."""
         share = self.keep_videos if medium.is_of_video else self.keep_images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
         if self.select == "uniform" or scores is None:
@@ -56,10 +53,7 @@ class Pruning(PruningOptions):
         columns: Tensor | None = None,
         target: Any = None,
     ) -> list[int]:
-        """Choose the visual tokens that a drafter's prompt loses; return their positions, ascending.
-
-        Shapes: columns ``[S]``.
-        """
+        """Ascending positions of the visual tokens that a drafter's prompt loses, by the attention ``columns [S]``."""
         if not prompt.media:
             return []
         attention: list[Tensor | None] = [None] * len(prompt.media)

@@ -74,10 +74,7 @@ class TreeComparison:
         return (self.tree.ancestors | self.tree.ancestors.mT) & self.is_draft[:, None]
 
     def longest_path(self, loose: Tensor, shifted: Tensor | None = None, ends: Tensor | None = None) -> Verdict:
-        """The longest path on which every draft token is accepted; of equals the one with the most matches.
-
-        Shapes: loose, shifted, ends (nodes at which a path may end) ``[B, N]``.
-        """
+        """The longest accepted path to one of the nodes ``ends``; of equals the one with the most matches."""
         tree, accepted = self.tree, self.match | loose
         if shifted is not None:
             accepted = accepted | shifted
@@ -91,7 +88,8 @@ class TreeComparison:
         count = tree.depth.expand_as(self.choice).gather(1, node)[:, 0]
         path = path_to(tree, node[:, 0])
         marks = torch.where(self.match, STRICT, torch.where(loose, LOOSE, SHIFTED))
-        return Verdict(path, count, self.choice.gather(1, node)[:, 0], marks.gather(1, path))
+        token = self.choice.gather(1, node)[:, 0]
+        return Verdict(path, count, token, marks.gather(1, path))
 
 
 @lru_cache(maxsize=8)
@@ -202,7 +200,8 @@ class LVSpecJudge:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
         visual, real = self._gather(rows)
         nodes = F.normalize(output.hidden[self._layer].float(), dim=-1)
-        similarity = (nodes @ visual.transpose(1, 2)).masked_fill(~real[:, None], -torch.inf)  # [A, N, V]
+        similarity = nodes @ visual.transpose(1, 2)  # [A, N, V]
+        similarity = similarity.masked_fill(~real[:, None], -torch.inf)
         best = similarity.topk(min(self._rule.nearest, visual.shape[1]), -1).values
         finite = torch.isfinite(best)
         total = best.masked_fill(~finite, 0).sum(-1)

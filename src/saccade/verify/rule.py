@@ -195,11 +195,10 @@ class _Siblings:
 
 
 def _choose_point_masses(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose a child of every node, for children that are point masses.
+    """Choose a child ``[B, N]`` of every node, for point masses, by p ``[B, N, V]`` and uniforms ``[B, L, C]``.
 
     Where all earlier siblings are rejected, p is what they leave of it, so a child is accepted with its own share of
     the mass that it, later siblings and all other tokens have.
-    Shapes: p ``[B, N, V]``; uniforms ``[B, L, C]``; returns ``[B, N]``.
     """
     batch, _, vocab = p.shape
     places = siblings.parents * vocab + tree.tokens  # of every node's token in its parent's distribution
@@ -243,10 +242,7 @@ def _choose_draws(tree: DraftTree, siblings: _Siblings, p: Tensor, uniforms: Ten
 
 
 def _try(token: Tensor, u: Tensor, p: Tensor, q: Tensor, open_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Try one child per node where ``open_``; return (accepted, p, q) after it.
-
-    Shapes: token, u ``[R]``; p, q ``[R, V]``.
-    """
+    """Try one child ``[R]`` per node where ``open_``; return (accepted, p, q) after it, of p and q ``[R, V]``."""
     at = token[:, None]
     p_token, q_token = p.gather(1, at), q.gather(1, at)
     open_ = open_[:, None] & (q_token > 0)  # q had fewer tokens than children were wanted: not a real draw
@@ -298,10 +294,7 @@ class Uniforms:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Sample by inverting the cumulative distribution; a token of weight zero is never drawn.
-
-    Shapes: weights ``[R, V]``; uniform ``[R]``; returns ``[R]``.
-    """
+    """Sample ``[R]`` by inverting the cumulative ``[R, V]`` weights; a token of weight zero is never drawn."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     wanted = uniform[:, None] * total  # below the total, because uniform is at most 1 - 2**-24
@@ -356,7 +349,8 @@ class RowProcessing:
         for place, processor in enumerate(self.processors):
             if states and place in states[0]:
                 parts = zip(states, scores, strict=True)
-                scores = torch.stack([processor.scores(own[place], part.clone()) for own, part in parts])
+                processed = [processor.scores(own[place], part.clone()) for own, part in parts]
+                scores = torch.stack(processed)
             else:
                 scores = process(processor, ids, scores)
         return scores

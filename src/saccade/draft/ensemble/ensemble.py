@@ -94,8 +94,7 @@ class EnsembleSession(DraftSession):
         return self._mixture.weights
 
     def reserve(self, row: int, capacity: int) -> None:
-        """Note the capacity; `load` reserves what the row's views need."""
-        self._capacity[row] = capacity
+        self._capacity[row] = capacity  # `load` reserves what the row's views need
 
     def forget(self, row: int) -> None:
         for view in range(len(self._drafter.views)):
@@ -128,7 +127,7 @@ class EnsembleSession(DraftSession):
             # A view's prompt may be longer than the original: captions replace placeholders.
             own = prompts[view]
             capacity = self._capacity[row] + len(own) - len(prompt)
-            views[view].load(self._session, self._slot(view, row), own, capacity, self._target, prefill)
+            views[view].load(self._session, self._slot(view, row), own, capacity, prefill)
 
     def _slot(self, view: int, row: int) -> int:
         return view * self._count + row
@@ -230,11 +229,9 @@ class Mixture:
         """Left to the ensemble, which compares whole prompts rather than one view of them."""
 
     def forget(self, row: int) -> None:
-        """Discard the history of one of the R rows."""
         self._shaping.restart(row)
 
     def signals(self, rows: Rows) -> list[Signals]:
-        """Those of the mixed policy."""
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]
 
 
@@ -291,8 +288,5 @@ class MixedGrowth:
 
 
 def mixture(q: Tensor, shares: Tensor) -> Tensor:
-    """Logarithm ``[A, W, V]`` of sum_i w_i q_i, always finite.
-
-    Shapes: q ``[m, A, W, V]``; shares ``[m, A, 1, 1]``.
-    """
+    """Logarithm ``[A, W, V]`` of sum_i w_i q_i, always finite, of q ``[m, A, W, V]`` and shares ``[m, A, 1, 1]``."""
     return (shares * q).sum(0).clamp_min_(TINY).log_()

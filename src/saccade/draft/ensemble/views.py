@@ -45,13 +45,7 @@ class View:
         return prompt
 
     def load(
-        self,
-        session: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        capacity: int,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
     ) -> None:
         """Prefill a row of the draft session with the prompt that `read` returned, for ``capacity`` tokens in all."""
         session.reserve(row, capacity)
@@ -102,23 +96,18 @@ class Pruned(View):
         self.early = not pruning.needs_attention
 
     def open(self, target: Context) -> None:
+        self._target = target.target.config
         if self._pruning.needs_attention:
             target.requirements.add_attention(self._pruning.layers, "words")
 
     def load(
-        self,
-        session: ModelDraftSession,
-        row: int,
-        prompt: Prompt,
-        capacity: int,
-        target: Context,
-        prefill: PrefillResult | None,
+        self, session: ModelDraftSession, row: int, prompt: Prompt, capacity: int, prefill: PrefillResult | None
     ) -> None:
         # Entries from an earlier prompt were chosen by that prompt's attention. A later turn of the conversation reuses
         # them; for any other prompt the row is emptied, so that it drafts as a fresh row would.
         if self._pruning.needs_attention and prompt.media and not session.continues(row, prompt):
             session.context.empty(row)
-        reading = () if prefill is None else (prefill.prompt, prefill.columns, target.target.config)
+        reading = () if prefill is None else (prefill.prompt, prefill.columns, self._target)
         dropped = self._pruning.dropped(session.context.target.config, prompt, *reading)
         session.reserve(row, capacity - len(dropped))
         session.load_pruned(row, prompt, dropped)
@@ -152,6 +141,7 @@ Captioner = Callable[[PromptMedium], str]
 """Short caption of an image or a video."""
 CAPTION_TOKENS = 32
 """Most tokens of a caption that a model generates."""
+QUESTION = "Describe the {kind} in one sentence."
 
 
 class Caption(View):
@@ -197,11 +187,12 @@ class OwnCaptions:
     def prompt(self, shown: PromptMedium) -> Prompt:
         """The caption's prompt: that of an empty picture, with the media in its place."""
         if shown.kind == "image":
-            empty = self._processor.prompt(_question("image"), images=[Image.new("RGB", (32, 32))])
+            blank = Image.new("RGB", (32, 32))
+            empty = self._processor.prompt(QUESTION.format(kind="image"), images=[blank])
         else:
             count = len(shown.media) if shown.medium.frame else 4
-            blank = np.zeros((count, 32, 32, 3), np.uint8)
-            empty = self._processor.prompt(_question("video"), videos=[blank])
+            frames = np.zeros((count, 32, 32, 3), np.uint8)
+            empty = self._processor.prompt(QUESTION.format(kind="video"), videos=[frames])
         spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
         start, stop = spans[0][0], spans[-1][1]
         return Prompt((*empty.ids[:start], *shown.ids, *empty.ids[stop:]), shown.media)
@@ -211,7 +202,7 @@ class OwnCaptions:
 
     def of_picture(self, image: Image.Image) -> str:
         """The caption of a picture, which this VLM's own processor prepares."""
-        return self._answer(self._processor.prompt(_question("image"), images=[image]))
+        return self._answer(self._processor.prompt(QUESTION.format(kind="image"), images=[image]))
 
     @torch.inference_mode()
     def _answer(self, prompt: Prompt) -> str:
@@ -227,10 +218,6 @@ class OwnCaptions:
             context.commit([0], [[0]], [[token]])
             token = int(output.logits.argmax())
         return self._processor.decode(answer)
-
-
-def _question(kind: str) -> str:
-    return f"Describe the {kind} in one sentence."
 
 
 def of_pictures(processor: InputProcessor, caption: Callable[[Image.Image], str]) -> Captioner:
@@ -421,10 +408,7 @@ class PooledFeatures(_FewerTokens):
 
 
 def pool(features: Tensor) -> Tensor:
-    """Average features of n square grids 2x2.
-
-    Shapes: features ``[n, s * s, C]``; returns ``[n, s' * s', C]``.
-    """
+    """Average features ``[n, s * s, C]`` of n square grids 2x2, to ``[n, s' * s', C]``."""
     side, others = _square(features.shape[1])
     grid = features[:, others:].transpose(1, 2).unflatten(2, (side, side))
     averages = _averaged(grid).flatten(2).transpose(1, 2)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,15 +46,14 @@ class WeightState:
         """Take in the verified positions of some rows' last blocks."""
 
 
-class Weighting(Protocol):
+class Weighting:
     """A way to weigh views."""
 
-    @property
-    def needs_history(self) -> bool:
-        """Whether weights depend on verified positions."""
+    needs_history = True  # whether weights depend on verified positions
 
     def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         """Start a session of ``batch`` rows without history."""
+        raise NotImplementedError
 
 
 def make_weighting(name: str, views: int, distance: Distance = "kl", window: int | None = None) -> Weighting:
@@ -73,13 +72,12 @@ def make_weighting(name: str, views: int, distance: Distance = "kl", window: int
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(Weighting):
     """The best point of a grid over all weights: MT* with two views (Appendix B.2)."""
 
     steps: int = 10  # n; the weights are the multiples of 1/n that sum to one (11 points for two views)
     distance: Distance = "kl"  # minimised over the history: `kl` KL(p||q), `tv` total variation
     window: int | None = None  # h, verified positions that count; None for all
-    needs_history = True
 
     def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         grid = simplex(views, self.steps).to(device)  # [G, m]
@@ -110,7 +108,8 @@ class Grid:
             return -distance.permute(1, 2, 0)[:, :, None]
         likeliest = mixed.argmax(-1) if self.distance == "match" else None
         # In place: this is the largest tensor.
-        gain = mixed.clamp_min_(TINY).log_().mul_(verified.p).sum(-1).permute(1, 2, 0)
+        gain = mixed.clamp_min_(TINY).log_().mul_(verified.p)
+        gain = gain.sum(-1).permute(1, 2, 0)
         if likeliest is None:
             return gain[:, :, None]
         hits = (likeliest == verified.label).permute(1, 2, 0)
@@ -118,12 +117,11 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class InverseError:
+class InverseError(Weighting):
     """softmax((1 / e) / temperature), e the accumulated KL of every view: MTCP* (Appendix B.2)."""
 
     temperature: float = 1.0  # tau
     window: int | None = None  # h, verified positions that count; None for all
-    needs_history = True
 
     def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         def measure(verified: Verified) -> Tensor:
@@ -138,7 +136,7 @@ class InverseError:
 
 
 @dataclass(frozen=True)
-class AdaBoost:
+class AdaBoost(Weighting):
     """ln(1 / eps - 1) + C ln(K - 1), eps a view's share of wrong likeliest tokens, K tokens (Eq. 2).
 
     The paper does not define the positions of eps; here it is taken over the history, half an error and half a success
@@ -147,7 +145,6 @@ class AdaBoost:
 
     constant: float = 1.0  # C; 1 is SAMME's (Hastie et al. 2009)
     window: int | None = None  # h, verified positions that count; None for all
-    needs_history = True
 
     def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         vocab = 2
@@ -189,8 +186,8 @@ class _Adaptive(WeightState):
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """Constant weights: equal ones (the paper's Static), or given values."""
+class Fixed(Weighting):
+    """Constant weights: equal ones (the paper's Static), or other values."""
 
     values: tuple[float, ...] = ()  # one per view, non-negative, of any sum; empty for equal ones
     needs_history = False
@@ -211,7 +208,7 @@ class Constant(WeightState):
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Weighting):
     """Weights drawn evenly from the simplex for every block (the control of Table 4)."""
 
     seed: int = 0  # determines, with a row's prompt, the row's weights, independently of its neighbours
@@ -229,7 +226,8 @@ class Drawn(WeightState):
         self._generators = [torch.Generator().manual_seed(seed) for _ in range(batch)]
 
     def load(self, row: int, ids: Sequence[int]) -> None:
-        self._generators[row].manual_seed(zlib.crc32(repr((self._seed, *ids)).encode()))
+        seed = zlib.crc32(repr((self._seed, *ids)).encode())
+        self._generators[row].manual_seed(seed)
 
     def choose(self, rows: Rows) -> Tensor:
         drawn = [torch.empty(self._views).exponential_(generator=self._generators[row]) for row in rows]
@@ -295,11 +293,11 @@ class History:
         places = []
         for row, more in zip(rows, new, strict=True):
             added, stays = self._added[row], range(max(more - window, 0), more)
-            places.append([(added + t) % window if t in stays else window for t in range(values.shape[1])])
+            steps = range(values.shape[1])
+            places.append([(added + t) % window if t in stays else window for t in steps])
         return on_device(places, values.device)[..., None].expand_as(values)
 
     def forget(self, row: int) -> None:
-        """Empty one row."""
         self._sums[row] = 0
         self._added[row] = 0
 
@@ -331,31 +329,27 @@ class VerifiedBlock:
 
     def accepted(self) -> list[int]:
         """The block's tokens, for a row that has emitted no more since."""
-        return [*self.tokens[1 : int(self.count) + 1].tolist(), int(self.last)]
+        drafted = self.tokens[1 : int(self.count) + 1].tolist()
+        return [*drafted, int(self.last)]
 
 
 def blocks_of(rows: Rows, roots: Tensor, tree: DraftTree, scores: Tensor, verdict: Verdict) -> dict[int, VerifiedBlock]:
-    """Verified blocks by row.
-
-    Shapes: roots ``[m, A, 1, V]``; scores ``[A, N, V]``.
-    """
+    """Verified blocks by row, of roots ``[m, A, 1, V]`` and scores ``[A, N, V]``."""
     tokens = tree.tokens
     if tree.max_children > 1:  # else the nodes are the path
         scores = at_nodes(scores, verdict.path)
         tokens = tokens.gather(1, verdict.path)
-    return {
-        row: VerifiedBlock(roots[:, place], scores[place], tokens[place], verdict.count[place], verdict.token[place])
-        for place, row in enumerate(rows)
-    }
+    blocks = {}
+    for place, row in enumerate(rows):
+        count, last = verdict.count[place], verdict.token[place]
+        blocks[row] = VerifiedBlock(roots[:, place], scores[place], tokens[place], count, last)
+    return blocks
 
 
 def verified_positions(
     blocks: Sequence[VerifiedBlock], emitted: Emitted, logits: Sequence[Sequence[Tensor]]
 ) -> Verified:
-    """The positions of some rows' blocks, once the draft model has run the emitted tokens but the last.
-
-    Shapes: logits ``[n, V]``.
-    """
+    """The positions of some rows' blocks, by every view's logits ``[n, V]`` after the emitted tokens but the last."""
     p, q = [], []
     for block, labels, views in zip(blocks, emitted, logits, strict=True):
         count = len(labels)

@@ -91,24 +91,24 @@ class _LikeliestPaths:
         self._frontier_scores, picked = scores.topk(min(self._policy.max_children, scores.shape[1]), -1)  # [B, W']
         above = picked // top
         new = tokens.flatten(1).gather(1, picked)
+        first, parents = self._size, self._frontier
         if self._reranks:
-            self._add(tokens.flatten(1), self._frontier.repeat_interleave(top, 1), scores)
-            places = picked
+            self._tokens.append(tokens.flatten(1))
+            self._parents.append(parents.repeat_interleave(top, 1))
+            self._scores.append(scores)
+            self._frontier = first + picked
         else:
-            self._add(new, self._frontier.gather(1, above), self._frontier_scores)
-            places = torch.arange(picked.shape[1], device=picked.device).expand_as(picked)
-        self._frontier = self._size - self._tokens[-1].shape[1] + places
+            self._tokens.append(new)
+            self._parents.append(parents.gather(1, above))
+            self._scores.append(self._frontier_scores)
+            places = torch.arange(picked.shape[1], device=picked.device)
+            self._frontier = (first + places).expand_as(picked)
+        self._size += self._tokens[-1].shape[1]
         depth = len(self._tokens) - 1
         if depth == self._policy.max_depth:
             return None
         self._mask = extend_mask(self._mask, above)
         return Frontier(new, self._mask, depth)
-
-    def _add(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> None:
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        self._scores.append(scores)
-        self._size += tokens.shape[1]
 
     def tree(self) -> DraftTree:
         # Stable: of equal scores the earlier node wins, so no child is chosen without its parent.

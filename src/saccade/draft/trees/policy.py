@@ -32,10 +32,7 @@ class Growth(Protocol):
     """One step's trees while they grow."""
 
     def expand(self, logits: Tensor) -> Frontier | None:
-        """Add children and return the next frontier, or None when the trees are complete.
-
-        Shapes: logits ``[B, 1, V]``.
-        """
+        """Add children by logits ``[B, W, V]``; return the next frontier, or None when the trees are complete."""
 
     def tree(self) -> DraftTree:
         """Return the finished trees."""
@@ -120,10 +117,7 @@ class StatelessPolicy:
 
 
 def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
-    """Attention mask ``[B, W', F + W']`` of a new frontier: every node sees the entries of its ancestors and itself.
-
-    Shapes: mask ``[B, W, F]``; above ``[B, W']``.
-    """
+    """Mask ``[B, W', F + W']`` of a new frontier, of its parents' mask ``[B, W, F]`` and their places ``[B, W']``."""
     batch, width = above.shape
     itself = torch.eye(width, dtype=torch.bool, device=mask.device)
     return torch.cat([at_nodes(mask, above), itself.expand(batch, -1, -1)], 2)
@@ -133,10 +127,7 @@ class Proposer(Protocol):
     """Turns logits into child tokens."""
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
-        """Propose children from ``[B, W, V]`` logits.
-
-        Shapes: returns ``[B, W, width]``.
-        """
+        """Return children ``[B, W, width]`` of ``[B, W, V]`` logits, and the q ``[B, W, V]`` of drawn ones."""
 
 
 class TopProposer:

@@ -206,10 +206,10 @@ class SageSession:
         """``[nodes + 1, C]`` node of the static first tree by parent and rank, 0 (the root) where it has none."""
         index = {(): 0} | {path: i + 1 for i, path in enumerate(self.policy.start.paths)}
         ranks = range(self.policy.max_children)
-        return on_device([[index.get((*path, rank), 0) for rank in ranks] for path in index], self.device)
+        table = [[index.get((*path, rank), 0) for rank in ranks] for path in index]
+        return on_device(table, self.device)
 
     def restart(self, row: int) -> None:
-        """Discard the row's history; its next tree is the static first one."""
         self._rows[row] = self._fresh()
 
     def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
@@ -278,7 +278,6 @@ class SageSession:
             self._rows[row].top = transfer, place
 
     def _catch_up(self, row: _Row) -> None:
-        """Apply the pending results of the row's last step."""
         if row.accepted is not None:
             transfer, place = row.accepted
             self._adapt_depth(row, int(transfer.values()[place]))
