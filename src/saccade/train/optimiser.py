@@ -27,7 +27,7 @@ def _turned(update: Tensor, coefficients: tuple[float, float, float], steps: int
 
 
 class WideMuon(torch.optim.Muon):
-    """`torch.optim.Muon` matched to AdamW's rates, with float32 Newton-Schulz steps: its own are in bfloat16."""
+    """`torch.optim.Muon` at AdamW's rates, in float32: its own bfloat16 is 22 times slower where it is emulated."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
