@@ -156,18 +156,6 @@ def test_only_rows_with_a_new_prompt_start_anew(kind: str) -> None:
     assert set(policy.restarted) == {0, 1}, "the same turn again, and the same beginning only, are new prompts"
 
 
-def test_the_same_words_about_another_picture_are_a_new_prompt() -> None:
-    policy = Watched(3)
-    engine = Engine(target(NAME), drafter("ensemble", policy))
-    session = engine.open(1)
-    inputs = FAMILIES[NAME].row_inputs("image", 0)
-    other = split(target(NAME).config, {**inputs, "pixel_values": inputs["pixel_values"].neg()})[0]
-    generate(engine, [prompt(NAME, row=0)], session, new=12)
-    policy.restarted.clear()
-    generate(engine, [other], session, new=12)
-    assert set(policy.restarted) == {0}
-
-
 def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
     (seen,) = prompt(NAME, row=0).media
     (other,) = prompt(NAME, row=1).media

@@ -159,14 +159,6 @@ def test_greedy_answers_are_those_of_plain_decoding(name: str, policy: str) -> N
     assert run(name, policy) == answers(name)
 
 
-@GRAMMAR
-def test_sampled_answers_follow_the_grammar(name: str) -> None:
-    for tokens in run(name, "static", do_sample=True, temperature=1.2):
-        own = grammar(name)
-        matcher = own.matcher()
-        assert all(own.accept(matcher, token) for token in tokens if token != END)
-
-
 @BACKEND
 def test_an_answer_that_ended_is_json_of_the_schema(name: str) -> None:
     schema = {**SCHEMA, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
