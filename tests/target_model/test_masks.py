@@ -10,8 +10,7 @@ from random_trees import NaiveTree, draft_tree, trees
 from transformers import LlamaConfig
 
 from saccade.errors import InputError
-from saccade.target_model.forward import MaskPlan, additive
-from saccade.target_model.traits import ModelLimits
+from saccade.target_model.forward import MaskPlan, ModelLimits, additive
 from saccade.tree import DraftTree
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)

@@ -19,9 +19,8 @@ from saccade.output import TicketChunk
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import round_to_segment
 from saccade.target_model.context import Context, Prefill, PrefillResult
-from saccade.target_model.forward import TokenBlock
+from saccade.target_model.forward import ContextError, TokenBlock
 from saccade.target_model.media_cache import MediaCache
-from saccade.target_model.traits import ContextError
 from saccade.verify.rule import Judge, Rule
 
 KV_MEMORY_SHARE = 0.5

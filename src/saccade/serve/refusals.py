@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import MethodError, SaccadeError
-from saccade.target_model.traits import ContextError
+from saccade.target_model.forward import ContextError
 
 RETRY_SECONDS = 2  # default of ``Retry-After`` where the server cannot tell
 

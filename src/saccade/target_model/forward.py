@@ -1,4 +1,4 @@
-"""Inputs, outputs, masks and layout of one packed forward.
+"""Inputs, outputs, masks, limits and layout of one packed forward.
 
 All rows' new tokens run as one sequence through the matrix products; attention runs row by row over each row's own
 entries. Neighbouring rows with equally many tokens at equal distances in the arena form a group, which the kernel takes
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.errors import ModelError
+from saccade.errors import InputError, ModelError
 
 
 @dataclass(slots=True)
@@ -363,3 +363,65 @@ def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) ->
     for place, (span, mask) in enumerate(zip(spans, masks, strict=True)):
         joint[place, :, :, : span.visible] = 0 if mask is None else mask[0]
     return joint
+
+
+class ContextError(InputError):
+    """Sequence longer than the model's context."""
+
+    def __init__(self, length: int, context: int) -> None:
+        super().__init__(
+            f"The sequence needs {length} tokens but this model's context is {context}; shorten the prompt, "
+            "use fewer or smaller images, or lower max_new_tokens."
+        )
+        self.length, self.context = length, context
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds of one model, in tokens."""
+
+    context: int | None  # longest supported sequence, or None when the configuration has none
+    longrope_threshold: int | None  # longest sequence with the short factors of a longrope embedding
+
+    @classmethod
+    def of(cls, text_config: Any) -> ModelLimits:
+        """Read a decoder's configuration."""
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        ropes = [rope] if "rope_type" in rope else rope.values()  # one per layer type
+        lengths = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+        return cls(getattr(text_config, "max_position_embeddings", None), min(lengths, default=None))
+
+    def check(self, length: int) -> None:
+        """Raise `InputError` when a sequence of ``length`` tokens does not fit the context."""
+        if length < 1:
+            raise InputError("The prompt is empty; give at least one token of text.")
+        if self.context is not None and length > self.context:
+            raise ContextError(length, self.context)
+
+    def check_rows(self, prompts: Sequence[int], new: Sequence[int]) -> None:
+        """Raise `InputError` for rows that do not fit the context, or one side of the longrope threshold, together."""
+        ends = [p + n if p else 0 for p, n in zip(prompts, new, strict=True)]
+        for end in ends:
+            self.check(end)
+        threshold = self.longrope_threshold
+        if threshold is not None and not (max(ends) <= threshold or min(prompts) > threshold):
+            raise InputError(
+                f"This model's rotary embedding (longrope) changes behind {threshold} tokens, for all of a pass at "
+                f"once, but the rows go from {min(prompts)} to {max(ends)} tokens; stay within {threshold} by a lower "
+                "max_new_tokens, or run only longer prompts together."
+            )
+
+    def is_long(self, length: int) -> bool:
+        """Whether a sequence uses a longrope embedding's long factors."""
+        return self.longrope_threshold is not None and length > self.longrope_threshold
+
+    def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
+        """Clamp positions ``[B, Q]``, ``ahead`` ``[B, 1]`` of the number of tokens, of nodes that are never emitted."""
+        bound = self.context
+        if self.longrope_threshold is not None and max(lengths) < self.longrope_threshold:
+            bound = self.longrope_threshold
+        if bound is None:
+            return positions
+        if ahead is None:
+            return positions.clamp(max=bound - 1)
+        return positions.minimum(ahead.clamp(min=0) + (bound - 1))

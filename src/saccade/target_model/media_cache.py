@@ -17,8 +17,7 @@ from transformers.utils import ModelOutput
 
 from saccade.inputs.families import type_ids
 from saccade.inputs.families.family import Medium
-from saccade.target_model.adapter import Target
-from saccade.target_model.stock import ending_at
+from saccade.target_model.adapter import Target, ending_at
 
 MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
 TOWERS = ("vision_tower", "vision_model", "visual")  # attribute names of vision towers in models of transformers

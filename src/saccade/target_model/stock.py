@@ -145,28 +145,6 @@ def replaced_embeddings(
         )
 
 
-class _Reached(Exception):
-    """Raised right before a module runs."""
-
-
-@contextmanager
-def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
-    arguments: dict[str, Any] = {}
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
-        raise _Reached
-
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
-        yield arguments
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
-
-
 @contextmanager
 def captured_states(
     target: Any, layers: Sequence[int], final: Literal["post", "pre"] = "post"
