@@ -112,7 +112,7 @@ def test_pictures_go_where_a_simple_tasks_text_has_them(logs: fake.Logs, vlm: VL
     image_one, image_two = {"type": "image", "image": one}, {"type": "image", "image": two}
     (message,), removed = messages("First <image 2>, then <image 1>: again <image 2>?")
     assert not removed
-    words = [{"type": "text", "text": text} for text in ("First ", ", then ", ": again <image 2>?")]
+    words = [{"type": "text", "text": text} for text in ("First ", ", then ", ": again image 2?")]
     assert message["content"] == [words[0], image_two, words[1], image_one, words[2]]
     (message,), removed = messages("<image><image>Compare.")
     assert (message["content"], removed) == ([image_one, image_two, {"type": "text", "text": "Compare."}], False)

@@ -14,7 +14,10 @@ from saccade.errors import InputError
 from saccade.inputs.chat import normalise, with_sources
 
 Messages = list[dict[str, Any]]
-_MARK = re.compile(r"(<image>|<video>)\n?")
+Content = list[dict[str, Any]]
+"""Parts of a message."""
+MARKS = re.compile(r"(<image(?: ?\d+)?>|<img>|<video>)")
+_LLAVA_MARKS = re.compile(r"(<image>|<video>)\n?")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
@@ -81,14 +84,19 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
         if not sources:
             raise InputError("a video has no frames; give the path of a file, or of at least one frame")
         for source in sources:
-            if not isinstance(source, str) or not source:
-                raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
-            if "://" in source[:16] and not source.startswith("file://"):
-                raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
+            check_source(source, kind)
     conversation = Conversation(id_of(row), messages)
     if not conversation.questions:
         raise InputError("it has no question; expected a message of the user (human)")
     return conversation
+
+
+def check_source(source: Any, kind: str) -> None:
+    """Raise `InputError` unless a source is the path of a file or a ``data:`` URI."""
+    if not isinstance(source, str) or not source:
+        raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
+    if "://" in source[:16] and not source.startswith("file://"):
+        raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
 
 
 def id_of(row: Mapping[str, Any], key: str = "id") -> str | None:
@@ -152,6 +160,68 @@ def check_media(messages: Sequence[dict[str, Any]], root: Path) -> None:
                 raise InputError(f"the {part['type']} {source} is empty")
 
 
+def placed(
+    texts: Sequence[str],
+    media: Mapping[str, Sequence[Any]],
+    numbers: Mapping[int, int],
+    marks: re.Pattern[str] = MARKS,
+) -> tuple[Content, list[Content]]:
+    """Put media at the marks of texts; returns parts for media without a mark, and the content of every text.
+
+    Args:
+        media: sources of ``image`` and ``video``; of those without a number the last ones go to the marks.
+        numbers: index of a picture by the number in its mark. Its second mark is text, as are marks without media.
+    """
+    matches = [mark for text in texts for mark in marks.findall(text)]
+    numbered = {numbers.get(_number(mark)) for mark in matches}
+    first: Content = []
+    waiting = {}
+    for kind, sources in media.items():
+        free = [source for i, source in enumerate(sources) if kind == "video" or i not in numbered]
+        places = sum(_kind(mark) == kind and _number(mark) < 0 for mark in matches) if sources else 0
+        if places > len(free):
+            raise InputError(f"the text has {places} places for {kind}s, but the row has {len(free)} for them")
+        first += [{"type": kind, kind: source} for source in free[: len(free) - places]]
+        waiting[kind] = iter(free[len(free) - places :])
+    shown: set[int] = set()
+    contents = []
+    for text in texts:
+        content: Content = []
+        words = ""
+        for piece in marks.split(text):
+            source = None
+            if marks.fullmatch(piece):
+                index = numbers.get(_number(piece))
+                if index is None:
+                    source = next(waiting[_kind(piece)], None) if _number(piece) < 0 else None
+                elif index not in shown:
+                    shown.add(index)
+                    source = media["image"][index]
+                else:
+                    piece = piece.strip("<>")
+            if source is None:
+                words += piece
+                continue
+            content += [{"type": "text", "text": words}, {"type": _kind(piece), _kind(piece): source}]
+            words = ""
+        contents.append([*content, {"type": "text", "text": words}])
+    return first, contents
+
+
+def without_blank(content: Content) -> Content:
+    return [part for part in content if part["type"] != "text" or part["text"].strip()]
+
+
+def _kind(mark: str) -> str:
+    return "video" if mark == "<video>" else "image"
+
+
+def _number(mark: str) -> int:
+    """Number in a mark; -1 without one."""
+    digits = re.search(r"\d+", mark)
+    return int(digits[0]) if digits else -1
+
+
 def _openai(turns: Any) -> Messages:
     if not isinstance(turns, list):
         raise InputError("messages must be a list")
@@ -169,31 +239,30 @@ def _llava(row: Mapping[str, Any]) -> Messages:
     turns = row["conversations"]
     if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("value"), str) for m in turns):
         raise InputError("conversations must be a list of objects with from and value, both texts")
-    media: dict[str, list[dict[str, Any]]] = {}
-    for kind in ("image", "video"):
-        value = row.get(kind, row.get(f"{kind}s"))
-        sources = [] if value is None else value if isinstance(value, list) else [value]
-        media[f"<{kind}>"] = [{"type": kind, kind: source} for source in sources]
-    marked = [mark for m in turns for mark in _MARK.findall(m["value"])]
-    for mark, parts in media.items():
-        if marked.count(mark) not in (0, len(parts)):
-            raise InputError(f"the text has {mark} {marked.count(mark)} times, but {len(parts)} files are given for it")
-    unmarked = [part for mark, parts in media.items() if mark not in marked for part in parts]
-    rest = {mark: iter(parts) for mark, parts in media.items()}
+    media: dict[str, list[Any]] = {kind: sources_in(row, kind) for kind in ("image", "video")}
+    texts = [turn["value"] for turn in turns]
+    marked = [mark for text in texts for mark in _LLAVA_MARKS.findall(text)]
+    for kind, sources in media.items():
+        marks = marked.count(f"<{kind}>")
+        if marks not in (0, len(sources)):
+            raise InputError(f"the text has <{kind}> {marks} times, but {len(sources)} files are given for it")
+    unmarked, contents = placed(texts, media, {}, _LLAVA_MARKS)
     messages: Messages = []
-    for turn in turns:
+    for turn, content in zip(turns, contents, strict=True):
         role = _ROLES.get(str(turn.get("from")))
         if role is None:
             raise InputError(f"unknown role {turn.get('from')!r}; expected human, gpt or system")
-        content: list[dict[str, Any]] = []
         if role == "user":
-            content = unmarked
+            content[:0] = unmarked
             unmarked = []
-        for piece in _MARK.split(turn["value"]):
-            if piece in rest:
-                content = [*content, next(rest[piece])]
-            elif piece.strip():
-                content = [*content, {"type": "text", "text": piece}]
-        messages.append({"role": role, "content": content})
+        messages.append({"role": role, "content": without_blank(content)})
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
     return [m for i, m in enumerate(messages) if i >= first or m["role"] != "assistant"]
+
+
+def sources_in(row: Mapping[str, Any], kind: str) -> list[Any]:
+    """Sources that a row names under ``image`` or ``images``, ``video`` or ``videos``."""
+    value = row.get(kind, row.get(f"{kind}s"))
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.catalogue import DataSet, Template
-from saccade.data.conversations import Messages
+from saccade.data.conversations import MARKS, Content, Messages, placed, without_blank
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 
@@ -163,7 +163,6 @@ def _in_file(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**part, kind: name}
 
 
-_MARK = re.compile(r"(<image(?: ?\d+)?>|<img>|<video>)")
 _NO_CHOICE = ("", "N/A")
 
 
@@ -198,7 +197,7 @@ def check_columns(data: DataSet, columns: Sequence[str]) -> None:
 
 def question_of(data: DataSet, row: Mapping[str, Any], root: Path) -> RowQuestion:
     media = _Media(data, row, root)
-    fields = {name: value for name, value in row.items() if not media.holds(name)}
+    fields = {name: value for name, value in row.items() if not media.holds(name, value)}
     choices = tuple(_choices(data, row))
     labelled = zip(_letters(choices), choices, strict=True)
     lettered = [data.choice_form.format(letter=letter, choice=text) for letter, text in labelled]
@@ -279,109 +278,61 @@ def _letter(reference: Any, choices: Sequence[str]) -> Any:
 
 
 class _Media:
-    """Images and videos of a row, by the order and the numbers of their columns."""
+    """Images and videos of a row, and the numbers by which a text may name an image."""
 
     def __init__(self, data: DataSet, row: Mapping[str, Any], root: Path) -> None:
-        self._row, self._root = row, root
-        self._columns: set[str] = set()
-        self._numbers: dict[int, int] = {}  # number in a mark: place among the images
-        self._all = {
-            "image": list(self._sources(data.images, "image")),
-            "video": list(self._sources(data.videos, "video")),
-        }
+        self.columns: set[str] = set()
+        self.numbers: dict[int, int] = {}  # number in a mark: index among the images
+        self.sources: dict[str, list[Any]] = {"image": [], "video": []}
+        for kind, names in (("image", data.images), ("video", data.videos)):
+            for name in names:
+                is_path = "{" in name
+                for column in [name] if is_path else _matching(name, list(row)):
+                    value = Template(name).fill(row) if is_path else row.get(column)
+                    self.columns.add(column)
+                    self._add(value, kind, _number(column)[0] if "*" in name else None, root)
 
-    def holds(self, column: str) -> bool:
-        """Whether a column holds media, and is no field of a prompt."""
-        value = self._row.get(column)
-        stored = isinstance(value, bytes) or (isinstance(value, Mapping) and {"bytes", "path"} == set(value))
-        return stored or (column in self._columns and not isinstance(value, str))
-
-    def placed(self, texts: Sequence[str]) -> list[list[dict[str, Any]]]:
-        """Content of the turns: media in their places, those without a place before the first text.
-
-        A picture whose number is named twice is shown once; its second mark is text, as are marks without media.
-        """
-        marks = [mark for text in texts for mark in _MARK.findall(text)]
-        numbered = {index for mark in marks if (index := self._index(mark)) is not None}
-        first: list[dict[str, Any]] = []
-        waiting = {}
-        for kind, sources in self._all.items():
-            free = [s for i, s in enumerate(sources) if kind == "video" or i not in numbered]
-            places = sum(_kind(mark) == kind and self._index(mark) is None for mark in marks) if sources else 0
-            if places > len(free):
-                raise InputError(f"the text has {places} places for {kind}s, but the row has {len(free)} for them")
-            first += [{"type": kind, kind: source} for source in free[: len(free) - places]]
-            waiting[kind] = iter(free[len(free) - places :])
-        seen: set[int] = set()
-        contents = [[*self._pieces(text, waiting, seen)] for text in texts]
-        contents[0] = [*first, *contents[0]]
-        return contents
-
-    def _pieces(self, text: str, waiting: Mapping[str, Iterator[Any]], seen: set[int]) -> Iterator[dict[str, Any]]:
-        words = ""
-        for piece in _MARK.split(text):
-            source = None
-            if _MARK.fullmatch(piece):
-                index = self._index(piece)
-                if index is None:
-                    source = next(waiting[_kind(piece)], None)
-                elif index not in seen:
-                    seen.add(index)
-                    source = self._all["image"][index]
-                else:
-                    piece = piece.strip("<>")
-            if source is None:
-                words += piece
+    def _add(self, value: Any, kind: str, number: int | None, root: Path) -> None:
+        sources = self.sources[kind]
+        for entry in value if isinstance(value, (list, tuple)) else [value]:
+            if entry is None:
                 continue
-            if words.strip():
-                yield {"type": "text", "text": words}
-            words = ""
-            yield {"type": _kind(piece), _kind(piece): source}
-        if words.strip():
-            yield {"type": "text", "text": words}
+            if kind == "image":
+                self.numbers[len(sources) + 1 if number is None else number] = len(sources)
+            sources.append(_source(entry, kind, root))
 
-    def _index(self, mark: str) -> int | None:
-        """Place of a numbered mark's picture among the images; None for other marks."""
-        digits = re.search(r"\d+", mark)
-        if digits is None or not self._all["image"]:
-            return None
-        if int(digits[0]) not in self._numbers:
-            raise InputError(f"the text names {mark}, but the row has {len(self._all['image'])} pictures")
-        return self._numbers[int(digits[0])]
+    def holds(self, column: str, value: Any) -> bool:
+        """Whether a column holds media, and is no field of a prompt."""
+        stored = isinstance(value, bytes) or (isinstance(value, Mapping) and {"bytes", "path"} == set(value))
+        return stored or (column in self.columns and not isinstance(value, str))
 
-    def _sources(self, names: Sequence[str], kind: str) -> Iterator[Any]:
-        count = 0
-        for name in names:
-            is_path = "{" in name
-            for column in [name] if is_path else _matching(name, list(self._row)):
-                value = Template(name).fill(self._row) if is_path else self._row.get(column)
-                self._columns.add(column)
-                listed = value if isinstance(value, (list, tuple)) else [value]
-                for source in (self._opened(v, kind) for v in listed if v is not None):
-                    if kind == "image":
-                        self._numbers[_number(column)[0] if "*" in name else count + 1] = count
-                    count += 1
-                    yield source
-
-    def _opened(self, value: Any, kind: str) -> Any:
-        """Bytes or the path of a medium."""
-        if isinstance(value, Mapping):
-            value = value.get("bytes") or value.get("path")
-        if isinstance(value, bytes):
-            return value
-        if not isinstance(value, (str, Path)) or not str(value):
-            raise InputError(f"the {kind} must be bytes or a path, not {str(value)[:60]!r}")
-        if str(value).startswith("data:"):
-            return str(value)
-        if "://" in str(value)[:16]:
-            raise InputError(f"the {kind} {str(value)[:100]} is on the network; download it first")
-        for path in (self._root / value, self._root / f"{kind}s" / value):
-            others = sorted(path.parent.glob(f"{escape(path.stem)}.*"))  # a video may have another ending
-            for place in (path, *(others if kind == "video" else ())):
-                if place.is_file():
-                    return str(place)
-        raise InputError(f"the {kind} {value} does not exist in {self._root}; give its folder with --media-root")
+    def placed(self, texts: Sequence[str]) -> list[Content]:
+        """Content of the turns: media in their places, those without a place before the first text."""
+        images = len(self.sources["image"])
+        for mark in (mark for text in texts for mark in MARKS.findall(text)):
+            digits = re.search(r"\d+", mark)
+            if digits and images and int(digits[0]) not in self.numbers:
+                raise InputError(f"the text names {mark}, but the row has {images} pictures")
+        first, contents = placed(texts, self.sources, self.numbers)
+        contents[0] = [*first, *contents[0]]
+        return [without_blank(content) for content in contents]
 
 
-def _kind(mark: str) -> str:
-    return "video" if mark == "<video>" else "image"
+def _source(value: Any, kind: str, root: Path) -> Any:
+    """Bytes or the path of a medium."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise InputError(f"the {kind} must be bytes or a path, not {str(value)[:60]!r}")
+    if str(value).startswith("data:"):
+        return str(value)
+    if "://" in str(value)[:16]:
+        raise InputError(f"the {kind} {str(value)[:100]} is on the network; download it first")
+    for path in (root / value, root / f"{kind}s" / value):
+        others = sorted(path.parent.glob(f"{escape(path.stem)}.*"))  # a video may have another ending
+        for place in (path, *(others if kind == "video" else ())):
+            if place.is_file():
+                return str(place)
+    raise InputError(f"the {kind} {value} does not exist in {root}; give its folder with --media-root")

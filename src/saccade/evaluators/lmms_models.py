@@ -21,6 +21,7 @@ from loguru import logger
 from PIL import Image
 from tqdm import tqdm
 
+from saccade.data.conversations import placed
 from saccade.errors import InputError
 from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion, described, rates
 from saccade.inputs.processor import Messages
@@ -28,6 +29,7 @@ from saccade.inputs.processor import Messages
 IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}
 
+_MARKS = re.compile(r"(<image(?: \d+)?>)")
 Part = Mapping[str, Any]
 Arguments = Sequence[Any]
 """Of a request."""
@@ -199,27 +201,15 @@ def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
     Pictures go where the text has ``<image>``, once for each, or ``<image 1>``, ``<image 2>`` and so on, at their first
     mention; all others come first.
     """
-    parts = [_part_of(visual) for visual in visuals]
-    pictures = [part for part in parts if part["type"] == "image"]
-    marks = text.count("<image>")
-    removes = marks not in (0, len(pictures))
+    media: dict[str, list[Any]] = {"image": [], "video": []}
+    for part in map(_part_of, visuals):
+        media[part["type"]].append(part[part["type"]])
+    pictures = len(media["image"])
+    removes = text.count("<image>") not in (0, pictures)
     if removes:
         text = text.replace("<image>", "")
-        marks = 0
-    content: list[Part] = []
-    placed: set[int] = set()
-    start = 0
-    for number, place in enumerate(re.finditer("<image>" if marks else r"<image (\d+)>", text)):
-        index = number if marks else int(place[1]) - 1
-        if index in placed or not 0 <= index < len(pictures):
-            continue
-        placed.add(index)
-        content.append({"type": "text", "text": text[start : place.start()]})
-        content.append(pictures[index])
-        start = place.end()
-    content.append({"type": "text", "text": text[start:]})
-    inside = [id(pictures[index]) for index in placed]
-    first = [part for part in parts if id(part) not in inside]
+    numbers = {} if "<image>" in text else {number + 1: number for number in range(pictures)}
+    first, (content,) = placed([text], media, numbers, _MARKS)
     shown = [*first, *(part for part in content if part.get("text") != "")]
     return [{"role": "user", "content": shown}], removes
 

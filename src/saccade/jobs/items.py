@@ -9,7 +9,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from saccade.data.catalogue import Template
-from saccade.data.conversations import Messages, id_of, media_parts, read_conversation, resolve, sources_of
+from saccade.data.conversations import (
+    Messages,
+    check_source,
+    id_of,
+    media_parts,
+    read_conversation,
+    resolve,
+    sources_in,
+    sources_of,
+)
 from saccade.errors import InputError
 
 Kind = Literal["image", "video"]
@@ -110,13 +119,9 @@ class TemplateOptions:
 
 def _sources(item: Item, kind: Kind) -> list[Any]:
     """Sources of a simple item's images or videos."""
-    value = item.row.get(kind, item.row.get(f"{kind}s"))
     sources = [source for of, source in item.media if of == kind]
-    for source in value if isinstance(value, list) else [] if value is None else [value]:
-        if not isinstance(source, str) or not source:
-            raise InputError(f"the {kind} must be the path of a file or a data: URI, not {str(source)[:60]!r}")
-        if "://" in source[:16] and not source.startswith("file://"):
-            raise InputError(f"the {kind} {source[:100]} is on the network; download it first")
+    for source in sources_in(item.row, kind):
+        check_source(source, kind)
         sources.append(resolve(source, item.root))
     return sources
 
