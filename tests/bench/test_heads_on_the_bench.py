@@ -21,8 +21,7 @@ from saccade.bench.preparing import prepare
 from saccade.bench.records import RecordedRun
 from saccade.bench.report import contents
 from saccade.bench.runner import Runner
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError, SaccadeError
 from tools.results.paper_tables import predicted, step_times

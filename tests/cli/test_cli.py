@@ -18,8 +18,7 @@ from checkpoints import ready
 from saccade import __version__
 from saccade.cpu import usable_cores
 from saccade.data import catalogue
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.store import save_head
 from saccade.methods import METHODS
 from saccade.pocket import head_paths

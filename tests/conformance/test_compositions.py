@@ -10,8 +10,7 @@ import pytest
 
 from checkpoints import picture, vlm
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.engine import Request
 from saccade.methods import build, is_lossless, options

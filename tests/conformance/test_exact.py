@@ -15,8 +15,7 @@ from families import FAMILIES, FamilyCase
 from saccade import pocket
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Pruned
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup

@@ -8,8 +8,7 @@ import pytest
 import torch
 from sampling_kit import LIKELY, OPTIONS, ROWS, accepted, p_of_answers, sampled, small_model
 
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree

@@ -17,8 +17,7 @@ from saccade.draft.drafter import Drafter
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import InverseError, Random, Weighting
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter

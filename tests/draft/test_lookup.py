@@ -14,8 +14,7 @@ from pairs import draft, target
 from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_paths, trees
 
 from saccade.draft import merged as merging
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import LookupSession, PromptLookup
 from saccade.draft.merged import MergedDrafter, union

@@ -16,8 +16,7 @@ from numerals import Numerals
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned, TextOnly
 from saccade.draft.ensemble.weights import Fixed
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter, is_later_turn
 from saccade.draft.pruning import Pruning

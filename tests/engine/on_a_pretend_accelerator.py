@@ -21,8 +21,7 @@ from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
 from recorded_graphs import record
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Chain

@@ -15,8 +15,7 @@ from checkpoints import ready
 from families import FAMILIES
 from over_processes import COUNT, run_split, split_target
 from saccade import VLM, load
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.engine import Engine
 from saccade.errors import ModelError

@@ -16,8 +16,7 @@ from saccade import VLM, MethodError, ModelError, hf, load, methods, pocket
 from saccade.bench.preparing import prepare
 from saccade.bench.suites import MethodEntry, Suite, TaskEntry
 from saccade.cli import screen
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.model import ModelDrafter

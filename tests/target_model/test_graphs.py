@@ -12,8 +12,7 @@ from torch import Tensor
 
 from families import FAMILIES, _language_model, _sharpen
 from recorded_graphs import record
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.errors import SaccadeWarning

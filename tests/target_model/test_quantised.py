@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from families import FAMILIES, reference_greedy
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.engine import Engine, Request

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from checkpoints import saved_picture, says, text
 from families import FAMILIES
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target

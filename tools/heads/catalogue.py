@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.distill.planning import PREFIX, tasks_of
-from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.registry import part_of
 from saccade.errors import InputError
 from saccade.options import check_keys, make

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.store import WEIGHTS, read_config, read_weights
 from saccade.errors import ModelError
 

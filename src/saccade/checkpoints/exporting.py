@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.draft.heads.block import STRETCHED
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, HeadConfig
 from saccade.draft.heads.published.eagle3 import BIASES, LAYERS, NAMES, QK_NORMS, norm_names
 from saccade.errors import ModelError
 from saccade.files import write_folder

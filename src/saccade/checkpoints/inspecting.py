@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, build_head, check_fit
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
 from saccade.draft.heads.published.released import Released, ReleasedLayout, rope_settings
 from saccade.draft.heads.store import WEIGHTS, layout_of, read_config, read_values, read_weights

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from saccade.draft.heads.config import MARK
 from saccade.draft.heads.eagle import Eagle3
+from saccade.draft.heads.head import MARK
 from saccade.draft.heads.registry import part_of
 from saccade.draft.heads.store import save_head
 from saccade.errors import TrainingError

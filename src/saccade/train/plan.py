@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from saccade.distill.folder import place_of
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.errors import TrainingError
 from saccade.memory_plan import Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.target_model.sharding import held

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from saccade.draft.heads.config import HeadConfig, TargetShape, check_fit
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, HeadConfig, TargetShape, build_head, check_fit
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from saccade import methods
 from saccade.draft.heads.block import Placement
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import CrossBlock, Dream, DreamDraftSession
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError

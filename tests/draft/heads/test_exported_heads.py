@@ -18,8 +18,7 @@ from families import FAMILIES
 from saccade.checkpoints import export_head, inspect_checkpoint
 from saccade.checkpoints.exporting import obstacle
 from saccade.draft.heads.block import Placement
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target

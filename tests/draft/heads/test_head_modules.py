@@ -14,9 +14,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from saccade.draft.heads.block import Block, Placement, Rotary
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.errors import ModelError
 
 SHAPE: dict[str, Any] = {

@@ -9,8 +9,7 @@ import torch
 from heads_kit import AHEAD, random_head, target
 
 from checkpoints import picture, vlm
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import build_head
+from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.kangaroo import Kangaroo
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head

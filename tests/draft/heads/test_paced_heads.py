@@ -14,8 +14,7 @@ from torch import Tensor
 from checkpoints import ready
 from families import FAMILIES
 from saccade import VLM, load
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Chain

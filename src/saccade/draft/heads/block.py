@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.config import HeadConfig
+from saccade.draft.heads.head import HeadConfig
 from saccade.errors import ModelError
 from saccade.target_model import lean
 from saccade.target_model.cache import RowCache

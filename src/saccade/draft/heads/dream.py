@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, Step
+from saccade.draft.heads.head import Head, HeadConfig, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError

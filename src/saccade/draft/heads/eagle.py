@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, Step, decoupled
+from saccade.draft.heads.head import Head, HeadConfig, Step, decoupled
 from saccade.errors import ModelError
 
 

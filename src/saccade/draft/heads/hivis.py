@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Block, Placement
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, Step
+from saccade.draft.heads.head import Head, HeadConfig, Step
 
 
 class HiViS(Head):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.draft.heads.block import Attention, Placement, RMSNorm
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, Step
+from saccade.draft.heads.head import Head, HeadConfig, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
 from saccade.errors import ModelError

@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.heads.block import FusedHead, Placement
-from saccade.draft.heads.config import TargetShape, check_fit
-from saccade.draft.heads.head import Head, read_at
+from saccade.draft.heads.head import Head, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import part_of
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning

@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from saccade.draft.heads.config import MARK, HeadConfig, TargetShape, check_fit
-from saccade.draft.heads.head import Head, build_head
+from saccade.draft.heads.head import MARK, Head, HeadConfig, TargetShape, build_head, check_fit
 from saccade.draft.heads.published.released import Released, ReleasedLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Block, Placement, RMSNorm
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import CrossBlock
-from saccade.draft.heads.head import Head, Step, decoupled
+from saccade.draft.heads.head import Head, HeadConfig, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.inputs.families import media_spans

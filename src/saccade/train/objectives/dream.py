@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.heads.block import Placement
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, HeadConfig
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head, read_at
+from saccade.draft.heads.head import Head, HeadConfig, read_at
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import logit_map
 from saccade.train.data import Source, TrainingSample

@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.eagle import Eagle2, Msd
+from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.published.released import Released, ReleasedLayout, Shapes, Values, bias_names, block_names
 from saccade.draft.heads.vispec import ViSpec
 from saccade.errors import ModelError

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig
 from saccade.draft.heads.eagle import Eagle3
+from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.published.released import (
     Released,
     ReleasedLayout,

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from saccade.draft.heads.block import Rotary
-from saccade.draft.heads.config import HeadConfig, TargetShape, rope_of
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, HeadConfig, TargetShape, rope_of
 from saccade.errors import ModelError
 
 Values = Mapping[str, Any]

@@ -28,8 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.heads.config import HeadConfig
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, HeadConfig
 from saccade.draft.heads.medusa import Hydra, Medusa
 from saccade.draft.heads.published.released import Released, ReleasedLayout, Shapes, Values
 from saccade.errors import ModelError
