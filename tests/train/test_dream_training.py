@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "draft" / "heads"))
 from heads_kit import POLICIES, dropped_of, recorded, run_dream
 
 from families import FAMILIES, reset_rope_deltas
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
+from saccade.draft.heads.head import Placement
 from saccade.errors import TrainingError
 from saccade.inputs.families import visual_mask
 from saccade.train import Recipe, Stage, Trainer

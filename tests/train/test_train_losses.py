@@ -15,9 +15,8 @@ from train_kit import entries, head, listed, lm_head, prompt, samples, target
 
 from families import FAMILIES
 from saccade.checkpoints import export_head
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head
 from saccade.draft.trees.policy import Chain

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from families import FAMILIES, FamilyCase, Inputs, pristine, reset_rope_deltas
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.head import Head, HeadConfig, build_head
+from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, Frontier, StaticTree

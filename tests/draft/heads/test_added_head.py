@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from families import FAMILIES
 from processes import exit_code_of, run_anew
-from saccade.draft.heads.block import Placement
-from saccade.draft.heads.head import Head, HeadConfig, Step, build_head
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, build_head
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind, head_class
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.heads.store import load_head

@@ -10,9 +10,8 @@ from heads_kit import POLICIES, random_head, target
 from torch import Tensor
 
 from saccade import methods
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import CrossBlock, Dream, DreamDraftSession
-from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.head import HeadConfig, Placement, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.errors import MethodError, ModelError

@@ -17,8 +17,7 @@ from torch import Tensor
 from families import FAMILIES
 from saccade.checkpoints import export_head, inspect_checkpoint
 from saccade.checkpoints.exporting import obstacle
-from saccade.draft.heads.block import Placement
-from saccade.draft.heads.head import Head, HeadConfig, build_head
+from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
 from saccade.draft.heads.store import load_head, save_head
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target

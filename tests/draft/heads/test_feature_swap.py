@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.head import Head, HeadConfig, build_head
+from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
 from saccade.draft.heads.medusa import StackedHead
 from saccade.draft.heads.registry import HEAD_KINDS, head_class
 from saccade.train.features import Features

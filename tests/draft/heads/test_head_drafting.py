@@ -36,9 +36,8 @@ from torch.nn import functional as F
 from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import kangaroo, medusa, vispec
 from saccade.draft.heads import session as under_test
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream, DreamDraftSession
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.kangaroo import KangarooDraftSession
 from saccade.draft.heads.medusa import AheadDraftSession
 from saccade.draft.heads.session import HeadDraftSession

@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from saccade.draft.heads.block import Block, Placement, Rotary
+from saccade.draft.heads.block import Block, Rotary
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.head import HeadConfig, Placement, build_head
 from saccade.errors import ModelError
 
 SHAPE: dict[str, Any] = {

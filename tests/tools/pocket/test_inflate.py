@@ -13,8 +13,7 @@ from transformers import (
 )
 
 import saccade
-from saccade.draft.heads.block import Placement
-from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.head import HeadConfig, Placement, build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_head
 from saccade.errors import ModelError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.head import HeadConfig
+from saccade.draft.heads.head import HeadConfig, Placement
 from saccade.errors import ModelError
 from saccade.target_model import lean
 from saccade.target_model.cache import RowCache
@@ -62,6 +61,14 @@ class Rotary:
         frequencies, signs = self._parts[device]
         angles = (places * frequencies)[:, :, None]
         return angles.cos() * self._scale, angles.sin() * signs
+
+    def of(self, places: Placement) -> tuple[Tensor, Tensor]:
+        """As `__call__` of places, computed once for all blocks."""
+        angles = places.angles.get(self)
+        if angles is None:
+            angles = self(places.positions) if places.last is None else self.read(places.positions, places.last)
+            places.angles[self] = angles
+        return angles
 
     def read(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """As `__call__` for ``positions`` ``[B, N]`` up to ``last``, from a table that was computed once."""
@@ -120,25 +127,6 @@ def _stretched(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, float]:
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     return frequencies, float(scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Places of N entries in their sequences, and the entries that they attend to; or of features, as in DREAM."""
-
-    positions: Tensor  # `[B or 1, N]`, or `[3, B, N]` with M-RoPE
-    attention_mask: Tensor | None = None  # `[B or 1, N, K]` bool, cached entries first
-    cache: RowCache | Any = None  # of `Head.new_cache`
-    last: int | None = None  # no position is greater, as far as the host knows; None if it does not
-    _angles: dict[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """As `Rotary.__call__` of the positions, computed once for all blocks."""
-        angles = self._angles.get(rotary)
-        if angles is None:
-            angles = rotary(self.positions) if self.last is None else rotary.read(self.positions, self.last)
-            self._angles[rotary] = angles
-        return angles
 
 
 class Fusable(nn.Module):
@@ -254,9 +242,9 @@ class Attention(Fusable):
             k, v = self.project("kv", features, over.cache).unflatten(-1, (-1, dim)).chunk(2, 2)
         q, k = self.q_norm(q), self.k_norm(k)
         if self._rotary is not None and at.positions is over.positions:
-            q, k = turn(torch.cat([q, k], 2), at.angles(self._rotary)).split([heads, kv], 2)
+            q, k = turn(torch.cat([q, k], 2), self._rotary.of(at)).split([heads, kv], 2)
         elif self._rotary is not None:
-            q, k = turn(q, at.angles(self._rotary)), turn(k, over.angles(self._rotary))
+            q, k = turn(q, self._rotary.of(at)), turn(k, self._rotary.of(over))
         return self.project("out", _attend(q, k, v, over, place), over.cache)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Step
+from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.pruning import Pruning
 from saccade.errors import ModelError

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Attention, Block, GatedMLP, Placement, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Step, decoupled
+from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
 from saccade.errors import ModelError
 
 

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
-
-if TYPE_CHECKING:
-    from saccade.draft.heads.block import Placement
 
 MARK = "saccade_head"
 """Key of the kind in a head's config.json; no other checkpoint has it."""
@@ -172,6 +169,17 @@ def check_fit(config: HeadConfig, shape: TargetShape) -> None:
             f"The {config.kind} head reads layer {absent[0]} of its target, which has states 0 to "
             f"{shape.layers}; give the target that it was trained with."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Places of N entries in their sequences, and the entries that they attend to; or of features, as in DREAM."""
+
+    positions: Tensor  # `[B or 1, N]`, or `[3, B, N]` with M-RoPE
+    attention_mask: Tensor | None = None  # `[B or 1, N, K]` bool, cached entries first
+    cache: RowCache | Any = None  # of `Head.new_cache`
+    last: int | None = None  # no position is greater, as far as the host knows; None if it does not
+    angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 Step = int | Tensor

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Block, Placement
-from saccade.draft.heads.head import Head, HeadConfig, Step
+from saccade.draft.heads.block import Block
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 
 
 class HiViS(Head):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.draft.heads.block import Placement, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Step
+from saccade.draft.heads.block import RMSNorm
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.draft.heads.block import FusedHead, Placement
-from saccade.draft.heads.head import Head, TargetShape, check_fit, read_at
+from saccade.draft.heads.block import FusedHead
+from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import part_of
 from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning

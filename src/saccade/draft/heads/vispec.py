@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.draft.heads.block import Block, Placement, RMSNorm
+from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.dream import CrossBlock
-from saccade.draft.heads.head import Head, HeadConfig, Step, decoupled
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
 from saccade.inputs.families import media_spans

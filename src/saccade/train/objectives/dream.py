@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.draft.heads.block import Placement
 from saccade.draft.heads.dream import Dream
-from saccade.draft.heads.head import Head, HeadConfig
+from saccade.draft.heads.head import Head, HeadConfig, Placement
 from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target

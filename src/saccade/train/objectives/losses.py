@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saccade.draft.heads.block import Placement
-from saccade.draft.heads.head import Head
+from saccade.draft.heads.head import Head, Placement
 from saccade.train.objectives.entries import Entries, LMHead
 
 LOGITS = 1 << 24
