@@ -140,6 +140,11 @@ class Checked:
 
 
 @dataclass(frozen=True)
+class NoOptions:
+    """Nothing to choose: the static tree, and the lossless rules."""
+
+
+@dataclass(frozen=True)
 class ChainOptions(Checked):
     """A chain of draft tokens."""
 
@@ -167,11 +172,6 @@ class ConfidentOptions(Checked):
 
     gamma: int = option(5, "tokens of a chain", 1)
     confidence: float = option(0.6, "least draft probability at which drafting continues; 0 never stops early", 0, 1)
-
-
-@dataclass(frozen=True)
-class StaticOptions(Checked):
-    """SpecVLM's tree of 25 nodes over 5 levels."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,6 @@ class PruningOptions(Checked):
     keep_videos: float = option(1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
     select: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
     mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
-
-
-@dataclass(frozen=True)
-class ExactOptions(Checked):
-    """Greedy matching or speculative sampling, both lossless."""
 
 
 @dataclass(frozen=True)

@@ -39,39 +39,24 @@ class Times:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts of one row.
+    """Counts of one row."""
 
-    Attributes:
-        prompt_tokens: of the target's prompt.
-        reused_tokens: of them, taken from an earlier turn's KV cache.
-        new_tokens: emitted, those of prefill included.
-        prefill_tokens: of them, emitted by the pass that ended the prompt: the first one, and accepted draft tokens
-            that were verified in that pass.
-        target_passes: verification passes, prefill not counted.
-        drafted_tokens: nodes that were verified.
-        draft_passes: passes that verified some, prefill's included.
-        accepted_tokens: drafted tokens that were emitted.
-        loosened_tokens: of them, those that a lossy rule accepted against the target's own token.
-        accepted_histogram: entry a counts the passes with a accepted draft tokens, including those behind the token or
-            text that ends the output, which `block_efficiency` excludes.
-        queue_seconds: from the submission to the admission.
-        first_token_seconds: from the submission to the first token; 0 before it.
-        times: of the run.
-    """
-
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    new_tokens: int = 0
+    prompt_tokens: int = 0  # of the target's prompt
+    reused_tokens: int = 0  # of them, taken from an earlier turn's KV cache
+    new_tokens: int = 0  # emitted, those of prefill included
+    # of them, emitted by the pass that ended the prompt: the first one, and accepted draft tokens verified in that pass
     prefill_tokens: int = 0
-    target_passes: int = 0
-    drafted_tokens: int = 0
-    draft_passes: int = 0
-    accepted_tokens: int = 0
-    loosened_tokens: int = 0
+    target_passes: int = 0  # verification passes, prefill not counted
+    drafted_tokens: int = 0  # nodes that were verified
+    draft_passes: int = 0  # passes that verified some, prefill's included
+    accepted_tokens: int = 0  # drafted tokens that were emitted
+    loosened_tokens: int = 0  # of them, those that a lossy rule accepted against the target's own token
+    # entry a counts the passes with a accepted draft tokens, including those behind the token or text that ends the
+    # output, which `block_efficiency` excludes
     accepted_histogram: list[int] = field(default_factory=list)
-    queue_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    times: Times = field(default_factory=Times)
+    queue_seconds: float = 0.0  # from the submission to the admission
+    first_token_seconds: float = 0.0  # from the submission to the first token; 0 before it
+    times: Times = field(default_factory=Times)  # of the run
 
     @property
     def accepted_length(self) -> float:
@@ -112,23 +97,14 @@ class Stats:
 
 @dataclass(slots=True)
 class Output:
-    """One row's answer.
+    """One row's answer."""
 
-    Attributes:
-        tokens: emitted ids, an end-of-sequence token included.
-        marks: one per token.
-        text: decoded without special tokens; empty without a tokenizer.
-        finish_reason: ``eos``, ``stop`` (stop string or stopping criterion), ``length`` or ``interrupted``.
-        lossless: whether the method guarantees the target's own output (distribution).
-        stats: counts and times.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason = "interrupted"
-    lossless: bool = True
-    stats: Stats = field(default_factory=Stats)
+    tokens: list[int] = field(default_factory=list)  # emitted ids, an end-of-sequence token included
+    marks: list[Mark] = field(default_factory=list)  # one per token
+    text: str = ""  # decoded without special tokens; empty without a tokenizer
+    finish_reason: FinishReason = "interrupted"  # `stop`: a stop string or stopping criterion
+    lossless: bool = True  # whether the method guarantees the target's own output (distribution)
+    stats: Stats = field(default_factory=Stats)  # counts and times
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""

@@ -7,142 +7,71 @@ that every accepted option has an effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from saccade import options as groups
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
-from saccade.options import (
-    BranchesOptions,
-    ChainOptions,
-    ConfidentOptions,
-    DynamicOptions,
-    ExactOptions,
-    FLyOptions,
-    LVSpecOptions,
-    Option,
-    PacedOptions,
-    PruningOptions,
-    RandomOptions,
-    SageOptions,
-    StaticOptions,
-    WidthOptions,
-    option,
-    options_of,
-)
+from saccade.options import Option, options_of
 
 LOSSLESS_RULE = "exact"
-
-
 TREE_OPTIONS: dict[str, type] = {
-    "chain": ChainOptions,
-    "branches": BranchesOptions,
-    "confident": ConfidentOptions,
-    "static": StaticOptions,
-    "dynamic": DynamicOptions,
-    "width": WidthOptions,
-    "sage": SageOptions,
-    "paced": PacedOptions,
+    "chain": groups.ChainOptions,
+    "branches": groups.BranchesOptions,
+    "confident": groups.ConfidentOptions,
+    "static": groups.NoOptions,
+    "dynamic": groups.DynamicOptions,
+    "width": groups.WidthOptions,
+    "sage": groups.SageOptions,
+    "paced": groups.PacedOptions,
 }
 RULE_OPTIONS: dict[str, type] = {
-    LOSSLESS_RULE: ExactOptions,
-    "lvspec": LVSpecOptions,
-    "fly": FLyOptions,
-    "random": RandomOptions,
-}
-
-
-@dataclass(frozen=True)
-class DrafterChoice:
-    """The drafter."""
-
-    draft_with: str = option(
-        "model",
-        "drafter: the draft model, the target itself, prompt lookup, or a head of a kind",
-        choices=("model", "self", "lookup", *HEAD_KINDS),
-    )
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Prompt lookup as the drafter."""
-
-    gamma: int = option(10, "most tokens copied per step", 1)
-    max_ngram: int = option(3, "longest n-gram that prompt lookup searches for", 1)
-
-
-@dataclass(frozen=True)
-class TreeChoice:
-    """The tree policy."""
-
-    tree: str = option("chain", "tree policy", choices=tuple(TREE_OPTIONS))
-
-
-@dataclass(frozen=True)
-class RuleChoice:
-    """The acceptance rule."""
-
-    rule: str = option(LOSSLESS_RULE, "acceptance rule; all but exact are LOSSY", choices=tuple(RULE_OPTIONS))
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Prompt lookup beside another drafter."""
-
-    copied: int = option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)
-
-
-@dataclass(frozen=True)
-class Merging:
-    """The tree of a drafter's tokens and of copies."""
-
-    max_ngram: int = option(3, "longest n-gram that prompt lookup searches for", 1)
-    merged_total: int = option(64, "nodes of the merged tree, without the root", 1)
-
-
-@dataclass(frozen=True)
-class Views:
-    """The views of one draft model (TABED)."""
-
-    views: str = option("", "views of the draft model: letters of MTCPR; empty: the prompt as it is")
-
-
-@dataclass(frozen=True)
-class Ensemble:
-    """The mixture of several views (TABED, Section 4)."""
-
-    weights: str = option(
-        "auto",
-        "weights of the views; auto: a grid for two, inverse errors for more",
-        choices=("auto", "grid", "best", "inverse-error", "adaboost", "random", "static"),
-    )
-    distance: str = option("kl", "distance that the grid minimises", choices=("kl", "tv", "match"))
-    history: int = option(0, "verified positions in the weights' history; 0: all", 0)
-    carry: bool = option(True, "keep the history from one turn to the next")
-    captioner: Any = option(  # noqa: RUF009 (it returns a dataclass field)
-        "",
-        "of view C: checkpoint of an image-to-text model or VLM; in Python also a function of a PIL image or "
-        "texts by media digest; empty: the draft model itself",
-        takes=lambda value: callable(value) or isinstance(value, Mapping),
-    )
-
-
-CHOICE_OPTIONS: dict[str, type] = {
-    "drafter": DrafterChoice,
-    "lookup": Lookup,
-    "tree": TreeChoice,
-    "rule": RuleChoice,
-    "copies": Copies,
-    "merging": Merging,
-    "pruning": PruningOptions,
-    "views": Views,
-    "ensemble": Ensemble,
+    LOSSLESS_RULE: groups.NoOptions,
+    "lvspec": groups.LVSpecOptions,
+    "fly": groups.FLyOptions,
+    "random": groups.RandomOptions,
 }
 TREES = {name: options_of(group) for name, group in TREE_OPTIONS.items()}
 """Tree policy -> its options."""
 RULES = {name: options_of(group) for name, group in RULE_OPTIONS.items()}
 """Acceptance rule -> its options; every rule but ``exact`` is lossy."""
-CHOICES = {name: options_of(group) for name, group in CHOICE_OPTIONS.items()}
+
+_MAX_NGRAM = Option(3, "longest n-gram that prompt lookup searches for", 1)
+CHOICES: dict[str, dict[str, Option]] = {
+    "drafter": {
+        "draft_with": Option(
+            "model",
+            "drafter: the draft model, the target itself, prompt lookup, or a head of a kind",
+            choices=("model", "self", "lookup", *HEAD_KINDS),
+        )
+    },
+    "lookup": {"gamma": Option(10, "most tokens copied per step", 1), "max_ngram": _MAX_NGRAM},
+    "tree": {"tree": Option("chain", "tree policy", choices=tuple(TREES))},
+    "rule": {"rule": Option(LOSSLESS_RULE, "acceptance rule; all but exact are LOSSY", choices=tuple(RULES))},
+    "copies": {"copied": Option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)},
+    "merging": {
+        "max_ngram": _MAX_NGRAM,
+        "merged_total": Option(64, "nodes of the merged tree, without the root", 1),
+    },
+    "pruning": options_of(groups.PruningOptions),
+    "views": {"views": Option("", "views of the draft model: letters of MTCPR; empty: the prompt as it is")},
+    "ensemble": {
+        "weights": Option(
+            "auto",
+            "weights of the views; auto: a grid for two, inverse errors for more",
+            choices=("auto", "grid", "best", "inverse-error", "adaboost", "random", "static"),
+        ),
+        "distance": Option("kl", "distance that the grid minimises", choices=("kl", "tv", "match")),
+        "history": Option(0, "verified positions in the weights' history; 0: all", 0),
+        "carry": Option(True, "keep the history from one turn to the next"),
+        "captioner": Option(
+            "",
+            "of view C: checkpoint of an image-to-text model or VLM; in Python also a function of a PIL image or "
+            "texts by media digest; empty: the draft model itself",
+            takes=lambda value: callable(value) or isinstance(value, Mapping),
+        ),
+    },
+}
 GROUPS: dict[str, dict[str, Option]] = {
     **CHOICES,
     **{f"tree={name}": options for name, options in TREES.items()},
@@ -180,12 +109,12 @@ def in_force(values: Mapping[str, Any]) -> list[str]:
 
 
 _WITH = {
-    "merging": "copied=10",
-    "pruning": "draft_with=model or self (views: R among them)",
-    "views": "draft_with=model",
-    "ensemble": "views=MT",
+    "merging": ("copied=10", "The tree of a drafter's tokens and of copies."),
+    "pruning": ("draft_with=model or self (views: R among them)", groups.PruningOptions.__doc__ or ""),
+    "views": ("draft_with=model", "The views of one draft model (TABED)."),
+    "ensemble": ("views=MT", "The mixture of several views (TABED, Section 4)."),
 }
-"""Group -> the choice that brings it, where its name does not say."""
+"""Group -> the choice that brings it, where its name does not say, and a sentence on it."""
 
 
 def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, Option]]]]:
@@ -199,16 +128,18 @@ def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, O
         if group in groups:
             blocks[0][1].extend(rows)
         elif rows:
-            blocks.append((_WITH.get(group, group), rows))
+            blocks.append((_WITH[group][0] if group in _WITH else group, rows))
     return blocks if groups else []
 
 
 def about(brings: str) -> str:
     """Return the sentence on the options that a choice brings, as `table` names it; empty for those in force."""
-    group = next((name for name, choice in _WITH.items() if choice == brings), brings)
-    kind, _, name = group.partition("=")
-    part = {"tree": TREE_OPTIONS, "rule": RULE_OPTIONS}.get(kind, {}).get(name) or CHOICE_OPTIONS.get(group)
-    return (part.__doc__ or "").strip() if part else ""
+    for choice, sentence in _WITH.values():
+        if choice == brings:
+            return sentence
+    kind, _, name = brings.partition("=")
+    group = {"tree": TREE_OPTIONS, "rule": RULE_OPTIONS}.get(kind, {}).get(name)
+    return (group.__doc__ or "").strip() if group else ""
 
 
 def _default(settings: Mapping[str, Any], group: str, name: str, option: Option) -> Any:
