@@ -7,10 +7,6 @@ Measurements, all on one thread and in one process:
   asked about before, at loads relative to what one request after the other can serve. Arrivals live on a clock that
   runs while the process computes and jumps over idle time, so that with ``--clock cpu`` other work on the machine
   changes nothing but the caches.
-
-Three more: what a neighbour's video costs the others (the gaps between a row's chunks, quiet and beside videos), what a
-long prompt costs them (the length of steps), and the time to the first token of a second question in a conversation
-against the first's.
 """
 
 from __future__ import annotations
@@ -18,17 +14,14 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf, nan
+from dataclasses import dataclass, field
+from math import nan
 from statistics import median, quantiles
 from typing import Any
 
 from benchmarks import pocket_pair
 from benchmarks.pocket_pair import FIRST_SEED, MIXED_TASKS, Clock, load, stock_inputs
 from saccade import VLM
-from saccade.engine import Request, Row, RunningBatch
-from saccade.engine.costs import LONGEST_STEP
-from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draw
 
@@ -215,91 +208,6 @@ def kept_full(
     return {n: (counts[n] / s, counts[n] / s / alone) for n, s in seconds.items()}
 
 
-def beside_a_video(vlm: VLM, start: Start, tokens: int, chunk: int) -> dict[str, float]:
-    """95th percentiles of the gap between a row's chunks: four rows quiet, and with videos being read beside them."""
-    results = {}
-    prompts = [vlm.processor.prompt(draw(FIRST_SEED + 77 + i, "detail").messages()) for i in range(12)]
-    films = [vlm.processor.prompt(draw(FIRST_SEED + 177 + i, "video-question").messages()) for i in range(6)]
-    for name in ("quiet", "beside videos"):
-        now, gaps, last = start(), list[float](), dict[int, float]()
-        with vlm.batch(5, prefill_chunk=chunk, media_cache=0) as batch:
-            left, reading = list(prompts), list(films)
-            mine: list[Any] = []
-            while left or mine:
-                mine = [t for t in mine if not t.done]
-                while len(mine) < 4 and left:
-                    mine.append(batch.add(left.pop(0), max_new_tokens=tokens))
-                if name != "quiet" and reading and len(batch._tickets) < 5:
-                    batch.add(reading.pop(0), max_new_tokens=1)
-                for ticket, part in batch.step():
-                    if ticket in mine and part.tokens:
-                        if id(ticket) in last:
-                            gaps.append(now() - last[id(ticket)])
-                        last[id(ticket)] = now()
-        results[name] = _spread(gaps)[1]
-    return {**results, "ratio": results["beside videos"] / results["quiet"]}
-
-
-def beside_a_prompt(vlm: VLM, start: Start, count: int) -> dict[str, dict[str, float]]:
-    """Steps of a row without and beside a new prompt of 1,821 tokens of text, by the limit on a step's length.
-
-    The step that admits the prompt is left out: caches grow in it.
-    """
-    words = " ".join(f"The {word} square is left of circle {i}." for i in range(100) for word in ("red", "blue"))
-    text = vlm.processor.encode(words)[:1820]
-
-    def add(batch: RunningBatch, prompt: Prompt, tokens: int) -> Row:
-        (row,) = plan(vlm.target, [prompt], max_new_tokens=tokens)
-        return batch.add(Request(prompt, prompt), replace(row, eos=frozenset()))
-
-    def steps(batch: RunningBatch, row: Row, tokens: int) -> list[float]:
-        spent = []
-        while len(row.output) < tokens:
-            now = start()
-            batch.step()
-            spent.append(now())
-        return spent
-
-    results = {}
-    for longest in (inf, LONGEST_STEP):
-        measured = []
-        for number in range(count):
-            batch = vlm.engine.open(2, longest_step=longest)
-            neighbour = vlm.processor.prompt(draw(FIRST_SEED + 277 + number, "prose").messages())
-            ordinary = median(steps(batch, add(batch, neighbour, 900), 60)[-8:])
-            _, *beside = steps(batch, add(batch, Prompt((100 + number, *text)), 8), 1)
-            measured.append((ordinary, _spread(beside)[1] / ordinary, max(beside) / ordinary, sum(beside)))
-            batch.close()
-        names = ("ordinary step", "p95 in steps", "longest in steps", "first token")
-        results[f"{longest:g}"] = dict(zip(names, map(median, zip(*measured, strict=True)), strict=True))
-    return results
-
-
-def followed(vlm: VLM, start: Start, tokens: int, count: int) -> dict[str, tuple[float, float]]:
-    """Seconds to the first token of a question about something new, and of a second one in the same conversation."""
-    results = {}
-    with vlm.batch(8) as batch:
-
-        def first_token(prompt: Prompt) -> tuple[float, str]:
-            now, at = start(), None
-            ticket = batch.add(prompt, max_new_tokens=tokens)
-            while not ticket.done:
-                parts = batch.step()
-                if at is None and any(part.tokens for _, part in parts):
-                    at = now()
-            return at or now(), ticket.output.text
-
-        for task in ("chart", "video", "story"):
-            times = []
-            for number in range(count):
-                turns = draw(FIRST_SEED + 5000 + number, task).messages()
-                fresh, answer = first_token(vlm.processor.prompt(turns))
-                turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And what else?"}]
-                times.append((fresh, first_token(vlm.processor.prompt(turns))[0]))
-            results[task] = (median(a for a, _ in times), median(b for _, b in times))
-    return results
-
-
 def serve_loads(
     vlm: VLM, model: Any, requests: Sequence[Arrival], start: Start, options: argparse.Namespace
 ) -> dict[str, dict[str, Figures]]:
@@ -330,7 +238,7 @@ def serve_loads(
 
 def main() -> None:
     parser = pocket_pair.batch_parser(__doc__)
-    parser.add_argument("--only", choices=("full", "arrivals", "video", "prompt", "follow"), help="one of them alone")
+    parser.add_argument("--only", choices=("full", "arrivals"), help="one of them alone")
     options = pocket_pair.options_of(parser)
     model = load(options.target, options.target_dtype, options.device)
     vlm = pocket_pair.load_pair(options)
@@ -343,18 +251,6 @@ def main() -> None:
         print(f"{'at a time':22}{'tokens/s':>10}{'x generate':>12}")
         for name, (speed, ratio) in measured["full"].items():
             print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
-    if options.only in (None, "video"):
-        measured["video"] = video = beside_a_video(vlm, start, tokens, chunk)
-        print("\np95 between a row's chunks:", ", ".join(f"{n} {v:.3f}" for n, v in video.items()))
-    if options.only in (None, "prompt"):
-        measured["prompt"] = beside_a_prompt(vlm, start, 5)
-        for longest, values in measured["prompt"].items():
-            print(f"longest step {longest:4}", ", ".join(f"{n} {v:.3f}" for n, v in values.items()))
-    if options.only in (None, "follow"):
-        measured["follow"] = followed(vlm, start, tokens, 12)
-        print("\nseconds to the first token   new     known   ratio")
-        for task, (fresh, known) in measured["follow"].items():
-            print(f"{task:25}{fresh:8.3f}{known:8.3f}{fresh / known:8.2f}")
     if options.only in (None, "arrivals"):
         measured["arrivals"] = serve_loads(vlm, model, requests, start, options)
     pocket_pair.write_json(options.json, measured)

@@ -195,6 +195,7 @@ def test_engines_are_one_per_gpu_or_one_per_machine() -> None:
 
 
 LISTENING = """
+import ray  # which comes with psutil
 import psutil
 from saccade.ray_cluster import connected
 with connected("local", 1) as ray:
@@ -215,13 +216,6 @@ def test_a_cluster_of_this_machine_listens_on_loopback_alone() -> None:
     assert "Starting Ray on this machine" in done.stderr
     assert len(done.stdout.split()) > 3
     assert set(done.stdout.split()) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-
-
-@pytest.mark.ray
-@ISOLATED
-@pytest.mark.timeout(1800)
-def test_kills_of_the_command_and_of_an_actor_change_nothing() -> None:
-    isolated([sys.executable, "-m", "benchmarks.ray_jobs", "--pictures", "48", "--kills", "1"], seconds=1700)
 
 
 @pytest.mark.ray

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isolated import ISOLATED, ROOT, isolated
+from isolated import ROOT
 from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
 from saccade.serve.front import ATTEMPTS, Forwarded, Front, QueueFull, ReplicaLost, key_of_body, ranked
 
@@ -247,14 +246,6 @@ def test_metrics_of_all_replicas_have_their_names() -> None:
         'x_total{replica="r2"} 3.0',
     ]
     assert "saccade:front_requests_total 1.0" in lines
-
-
-@pytest.mark.ray
-@ISOLATED
-@pytest.mark.timeout(1800)
-def test_replicas_keep_conversations_and_survive_a_kill() -> None:
-    words = [sys.executable, "-m", "benchmarks.ray_serve", "--conversations", "8", "--turns", "3"]
-    isolated(words, seconds=1700)
 
 
 @pytest.mark.ray
