@@ -54,7 +54,7 @@ def _single(words: list[str]) -> Iterator[list[str]]:
 
 def media(folder: Path) -> None:
     """Draw the files that examples name."""
-    from tools.pocket.contact_sheet import write_video
+    from tools.pocket.files import write_video
 
     for number, name in enumerate(("photo.jpg", "receipt.png", "a.png", "b.png", "picture.png", "cat.png")):
         draw(number, "receipt" if name == "receipt.png" else "scene").image.save(folder / name)

@@ -21,7 +21,7 @@ from saccade.bench.runner import Runner
 from saccade.bench.scorers import against
 from saccade.cli import app, screen
 from saccade.errors import SaccadeError
-from tools.pocket.contact_sheet import write_video
+from tools.pocket.files import write_video
 
 Invoke = Callable[..., Result]
 

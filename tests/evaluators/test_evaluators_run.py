@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 
 from saccade.pocket import draw
 from saccade.vlm import load
-from tools.pocket.evaluator_tasks import FIRST, write_lmms_tasks, write_vlmevalkit_tables
+from tools.pocket.evaluator_tasks import FIRST, write_lmms_tasks
 
 LMMS = os.environ.get("SACCADE_LMMS_PYTHON", "")
 """An interpreter with lmms-eval and Saccade; docs/how-to/evaluators.md says how to install both."""
@@ -89,7 +91,14 @@ def test_lmms_eval_chooses_by_the_simple_models_losses(tmp_path: Path) -> None:
 @vlmevalkit
 @pytest.mark.parametrize("rows", [1, 2])
 def test_vlmevalkit_writes_the_answers_of_plain_decoding(rows: int, tmp_path: Path) -> None:
-    write_vlmevalkit_tables(tmp_path / "data", ["scene"], 4)
+    lines = ["index\timage\tquestion\tanswer"]
+    for number in range(4):
+        sample, picture = draw(FIRST + number, "scene"), io.BytesIO()
+        sample.image.save(picture, format="PNG")
+        encoded = base64.b64encode(picture.getvalue()).decode()
+        lines.append(f"{number}\t{encoded}\t{sample.question}\t{sample.answer}")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "saccade_scene.tsv").write_text("\n".join(lines) + "\n")
     model = {"class": "Saccade", "target": "pocket", "method": "chain", "dtype": "float32", "batch_size": rows}
     model |= {"max_new_tokens": MOST, "speed": "outputs/speed.json"}
     data = {"saccade_scene": {"class": "CustomVQADataset", "dataset": "saccade_scene"}}

@@ -89,7 +89,7 @@ def test_answers_are_those_of_plain_decoding_in_order_with_every_picture(kind: s
 
 def test_a_video_is_handed_over_as_frames_or_as_a_file(logs: fake.Logs, vlm: VLM, tmp_path: Path) -> None:
     pytest.importorskip("av")
-    from tools.pocket.contact_sheet import write_video
+    from tools.pocket.files import write_video
 
     sample = draw(700_000, "video-question")
     assert sample.video is not None

@@ -116,7 +116,7 @@ def test_an_error_reaches_the_thread_that_asked(make: Make, pictures: list[str])
 
 def test_the_data_set_decides_how_videos_are_sampled(make: Make, vlm: VLM, tmp_path: Path) -> None:
     pytest.importorskip("av")
-    from tools.pocket.contact_sheet import write_video
+    from tools.pocket.files import write_video
 
     sample, path = draw(700_000, "video-question"), tmp_path / "film.mp4"
     assert sample.video is not None

@@ -44,43 +44,38 @@ def draw_samples(
     count: int = COUNT,
     seed: int = FIRST,
     grammar: str = STYLE,
-    videos: bool = option(False, "Write videos as MP4 files, too (needs PyAV).", "--videos"),
 ) -> None:
-    """Draw samples of the pocket world into a folder, with a page that shows them.
+    """Draw samples of the pocket world into a folder: pictures, videos as MP4 files (needs PyAV), text and facts.
 
     Example: `python -m tools.pocket draw --task story --count 4 --out stories`
     """
-    from tools.pocket.contact_sheet import write_sheet
+    from tools.pocket.files import write_samples
 
     chosen = _checked(tasks, grammar)
     with screen.waiting("Drawing"):
         drawn = {task: [(n, draw(n, task, grammar)) for n in range(seed, seed + count)] for task in chosen}
         try:
-            written = write_sheet(out, drawn, grammar, videos)
+            written = write_samples(out, drawn, grammar)
         except OSError as problem:
             raise SaccadeError(f"Cannot write to {out}: {problem.strerror}; choose another --out.") from problem
-    print("\n".join(map(str, written)))
+    print(written)
 
 
 @app.command("tasks")
 def write_tasks(
-    evaluator: str = typer.Argument(metavar="EVALUATOR", help="`lmms-eval` or `vlmevalkit`."),
     out: Path = OUT,
     tasks: list[str] = option(["scene", "difference"], "A task; repeat for more.", "--task", "-t"),
     count: int = COUNT,
     seed: int = FIRST,
 ) -> None:
-    """Write tasks of the pocket world for an evaluator, to try its plug-in without a download.
+    """Write tasks of the pocket world for lmms-eval, to try its plug-in without a download.
 
-    Example: `python -m tools.pocket tasks lmms-eval --task scene --count 8 --out pocket-tasks`
+    Example: `python -m tools.pocket tasks --task scene --count 8 --out pocket-tasks`
     """
-    from tools.pocket.evaluator_tasks import write_lmms_tasks, write_vlmevalkit_tables
+    from tools.pocket.evaluator_tasks import write_lmms_tasks
 
-    writers = {"lmms-eval": write_lmms_tasks, "vlmevalkit": write_vlmevalkit_tables}
-    if evaluator not in writers:
-        raise InputError(f"There is no evaluator {evaluator!r} here; choose one of {', '.join(writers)}.")
     with screen.waiting("Drawing"):
-        written = writers[evaluator](out, tasks, count, seed)
+        written = write_lmms_tasks(out, tasks, count, seed)
     print("\n".join(map(str, written)))
 
 
@@ -192,11 +187,6 @@ def train_pair(
         "--from",
         metavar="PAIR",
     ),
-    single: bool = option(
-        False,
-        "Train only a second draft for the target of `--from`, which never sees several pictures or videos.",
-        "--single-picture-draft",
-    ),
     steps: list[str] = option([], "Steps of one stage; repeat for more.", "--steps", metavar="STAGE=N"),
     until: str = option("export", "The last stage to run."),
     threads: int | None = option(None, "CPU threads; PyTorch's choice by default.", min=1),
@@ -206,9 +196,7 @@ def train_pair(
     A run that was stopped at any moment resumes when started again with the same folder, and ends with the same
     weights.
 
-    Example: `python -m tools.pocket train --out my-pair`, then `saccade chat -t my-pair/target -d my-pair/draft`;
-    `python -m tools.pocket train --out lone --from my-pair --single-picture-draft` for a draft in `lone/draft`
-    for which several pictures are out of distribution.
+    Example: `python -m tools.pocket train --out my-pair`, then `saccade chat -t my-pair/target -d my-pair/draft`
     """
     import torch
 
@@ -230,9 +218,7 @@ def train_pair(
             recipe = recipe.with_steps(stage, int(count))
         except ValueError as problem:
             raise SaccadeError(str(problem)) from None
-    if single and earlier is None:
-        raise SaccadeError("--single-picture-draft needs a pair with the target: add --from FOLDER, or --from pocket.")
-    run(recipe, out, until, earlier, single)
+    run(recipe, out, until, earlier)
 
 
 if __name__ == "__main__":

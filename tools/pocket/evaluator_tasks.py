@@ -1,15 +1,11 @@
-"""Tasks of the pocket world for evaluators: a folder of local data, so that a plug-in can be tried without a download.
+"""Tasks of the pocket world for lmms-eval's ``--include_path``, so that the plug-in can be tried without a download.
 
-`write_lmms_tasks` writes task files for lmms-eval's ``--include_path``, whose functions are in this module;
-`write_vlmevalkit_tables` writes tables for VLMEvalKit's data folder.
+The functions that the task files name are in this module.
 """
 
 from __future__ import annotations
 
 import ast
-import base64
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +19,7 @@ from saccade.errors import InputError
 from saccade.files import write_file
 from saccade.pocket import WORLD, Sample, draw, lacks, score
 from saccade.pocket.sample import IMAGE_MARK
-from tools.pocket.contact_sheet import write_video
+from tools.pocket.files import write_video
 
 FIRST = 600_000
 """Number of the first sample; neither training nor the suites draw from there on."""
@@ -60,27 +56,6 @@ def write_lmms_tasks(folder: Path, tasks: Sequence[str], count: int, seed: int =
     return written
 
 
-def write_vlmevalkit_tables(folder: Path, tasks: Sequence[str], count: int, seed: int = 0) -> list[Path]:
-    """Write one table ``saccade_NAME.tsv`` per task of the pocket world, for VLMEvalKit's data folder.
-
-    VLMEvalKit takes a table with questions and answers as a custom VQA data set, for which it has no scores.
-    """
-    written = []
-    for name in tasks:
-        text = io.StringIO()
-        table = csv.writer(text, delimiter="\t", lineterminator="\n")
-        table.writerow(["index", "image", "question", "answer"])
-        for number, sample in enumerate(_samples(name, count, seed)):
-            if sample.video is not None or IMAGE_MARK in sample.question:
-                raise InputError(f"The pocket task {name} has a video, or pictures between its words; choose another.")
-            images = [_base64(image) for image in sample.images]
-            image = images[0] if len(images) == 1 else str(images)
-            table.writerow([number, image, sample.question, sample.answer])
-        written.append(folder / f"saccade_{name}.tsv")
-        write_file(written[-1], text.getvalue())
-    return written
-
-
 def _samples(name: str, count: int, seed: int) -> list[Sample]:
     if reason := lacks(name):
         raise InputError(reason)
@@ -88,12 +63,6 @@ def _samples(name: str, count: int, seed: int) -> list[Sample]:
     if any(sample.turns for sample in samples):
         raise InputError(f"The pocket task {name} has earlier turns, which these tasks lack; choose another.")
     return samples
-
-
-def _base64(image: Image.Image) -> str:
-    stream = io.BytesIO()
-    image.save(stream, format="PNG")
-    return base64.b64encode(stream.getvalue()).decode()
 
 
 def _doc(sample: Sample, number: int, folder: Path) -> dict[str, Any]:

@@ -126,7 +126,7 @@ SHARES: dict[str, dict[str, float]] = _FILE["shares"]
 """Task shares of stages that have others than the first mixture."""
 
 
-def drafting(single: bool) -> dict[str, float]:
-    """Task shares of a draft; of one that sees single pictures alone if `single`."""
+def drafting() -> dict[str, float]:
+    """Task shares of a draft."""
     first = {name: task.share for name, task in WORLD.items() if task.share and name not in UNSEEN_BY_DRAFTS}
-    return {**first, **SHARES["draft"], **(SHARES["single"] if single else {})}
+    return {**first, **SHARES["draft"]}

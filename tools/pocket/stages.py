@@ -42,8 +42,6 @@ from tools.pocket.tokens import content_weights, decisive_weights, train_tokeniz
 from tools.pocket.tower import align_projector, train_tower
 
 STAGES = ("tokenizer", "tower", "shallow", "deep", "compare", "refine", "draft", "answers", "follow", "export")
-SINGLE_STAGES = ("tokenizer", "draft", "answers", "follow", "export")
-"""Stages of a second draft for a pair's target."""
 PAIR_STAGES = ("tokenizer", "refine", "answers", "follow", "export")
 """Stages of a run from an earlier pair, which provides the results of the others."""
 _MODELS = ("target", "draft")
@@ -109,27 +107,23 @@ class DraftBatches:
     seed: int
     schedule: Schedule
     tokenizer: Tokenizer
-    single: bool
     answered: Sequence[Answered] | None = None
 
     def __call__(self, number: int) -> Batch:
         schedule, source = self.schedule, f"{self.name}/{self.seed}/{number}"
         if self.answered is None or number // _BLIND_EVERY % 2 == 0:
-            samples = sorted_batch(Random(source), schedule.batch, schedule.verbose, drafting(self.single))
-            media = has_media(number, samples, self.single)
+            samples = sorted_batch(Random(source), schedule.batch, schedule.verbose, drafting())
+            media = has_media(number, samples)
             return true_answers(self.tokenizer, samples, media, schedule.tiled_at(number))
         start = Random(source).randrange(max(1, len(self.answered) - schedule.batch + 1))
         rows, rng = self.answered[start : start + schedule.batch], Random(f"thinned/{self.seed}/{number}")
         samples = [thinned(rng, row.sample()) for row in rows]
-        return batch_of(self.tokenizer, samples, [row.ids for row in rows], has_media(number, samples, self.single))
+        return batch_of(self.tokenizer, samples, [row.ids for row in rows], has_media(number, samples))
 
 
-def has_media(number: int, samples: Sequence[Sample], single: bool) -> bool:
+def has_media(number: int, samples: Sequence[Sample]) -> bool:
     """Whether a batch has media; one mostly of several pictures never has, as for the drafters of the papers."""
-    if single:
-        blind = any(len(sample.images) > 1 or sample.video is not None for sample in samples)
-    else:
-        blind = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
+    blind = sum(len(sample.images) > 1 for sample in samples) > len(samples) / 2
     return not blind and number % _BLIND_EVERY != 0
 
 
@@ -137,18 +131,18 @@ def has_media(number: int, samples: Sequence[Sample], single: bool) -> bool:
 
 
 class Run:
-    """Recipe, tokenizer, folder and device of a run, and its stages; `pair` and `single` as in `run`.
+    """Recipe, tokenizer, folder and device of a run, and its stages; `pair` as in `run`.
 
     `stages` yields the name of every stage that is complete.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, pair: Path | None = None, single: bool = False) -> None:
-        self.folder, self.pair, self.single = folder, pair, single
-        start = None if pair is None else f"{'single pictures, ' if single else ''}{pair_digest(pair)}"
+    def __init__(self, recipe: Recipe, folder: Path, pair: Path | None = None) -> None:
+        self.folder, self.pair = folder, pair
+        start = None if pair is None else pair_digest(pair)
         folder.mkdir(parents=True, exist_ok=True)
         self._check(recipe, start)
         if start is not None:
-            recipe = replace(recipe, seed=int(start[-16:], 16))  # other samples than those that the pair was trained on
+            recipe = replace(recipe, seed=int(start, 16))  # other samples than those that the pair was trained on
         self.recipe = recipe
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -179,9 +173,6 @@ class Run:
         yield "tokenizer"
         self.hardware = description(self.device)
         print(f"[train] on {self.hardware}", flush=True)
-        if self.single:
-            yield from self._single()
-            return
         yield from self._from_scratch() if self.pair is None else self._from_pair(self.pair)
         first = {"target": self.folder / "answering", "draft": self.folder / "guessing"}  # before they have cards
         for model, folder in zip((self.target, self.draft), first.values(), strict=True):
@@ -235,19 +226,6 @@ class Run:
         before, self.draft_story = (line[1] if line else "an earlier model without a card" for line in lines)
         self.target_story = f"{before}; from those bfloat16 weights {_refined(minutes)}"
 
-    def _single(self) -> Iterator[str]:
-        assert self.pair is not None
-        target = PocketModel.from_pretrained(self.pair / "target", dtype=torch.float32)
-        minutes = self._train_draft(target.model.vision_tower.state_dict())
-        yield "draft"
-        self.draft_story = (
-            f"on the target's tower, frozen, tasks of several pictures and videos without them: {minutes:.0f} min on "
-            "ground truth, every third batch of single pictures without them, too"
-        )
-        yield from self._follow(self.pair / "target", self.pair / "draft")
-        self._export(self.draft, "draft", "Pocket draft of single pictures", self.draft_story)
-        yield "export"
-
     @property
     def _vocabulary(self) -> int:
         """Vocabulary size of the models: the tokenizer's, rounded up to a multiple of 64."""
@@ -289,13 +267,13 @@ class Run:
         self.draft = build(recipe.draft, recipe.tower, self._vocabulary).to(self.device)
         self.draft.model.vision_tower.load_state_dict(tower)
         align_projector(self.draft, self.tokenizer, recipe.seed)
-        make = DraftBatches("draft", recipe.seed, recipe.schedules["draft"], self.tokenizer, self.single)
+        make = DraftBatches("draft", recipe.seed, recipe.schedules["draft"], self.tokenizer)
         return self._train("draft", self.draft, make)
 
     def _answers(self, target: Path, drafter: Path) -> list[Answered]:
         """Answers of the target to fresh samples, half greedy, half at temperature 1; resumes from `answers.pt`."""
         recipe, path, rng = self.recipe, self.folder / "answers.pt", Random(f"answers/{self.recipe.seed}")
-        shares = drafting(self.single)
+        shares = drafting()
         plan: list[tuple[int, str, str, float]] = []
         for temperature in (0.0, 1.0):
             for task in rng.choices(list(shares), list(shares.values()), k=recipe.answers // 2):
@@ -323,7 +301,7 @@ class Run:
         answered = self._answers(target, drafter)
         yield "answers"
         recipe, order = self.recipe, sorted(answered, key=lambda row: length_of(row.sample()))
-        make = DraftBatches("follow", recipe.seed, recipe.schedules["follow"], self.tokenizer, self.single, order)
+        make = DraftBatches("follow", recipe.seed, recipe.schedules["follow"], self.tokenizer, order)
         minutes = self._train("follow", self.draft, make)
         yield "follow"
         self.draft_story += (
@@ -354,18 +332,10 @@ def pair_digest(pair: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None, single: bool = False) -> None:
-    """Run every stage up to `until`, resuming from what is in `folder`.
-
-    From a pair, its target and draft are trained further; if `single`, only a second draft is trained for its target,
-    from scratch, that sees single pictures alone. Of tasks with several pictures or videos it learns the language
-    without them: as in TABED, section 4, a language model that knows many texts learns to see from single pictures, and
-    five of them are out of its distribution. It is written to `folder / "draft"`; the target does not change.
-    """
-    if pair is not None:
-        what, known = ("A draft of single pictures", SINGLE_STAGES) if single else ("A run from a pair", PAIR_STAGES)
-        if until not in known:
-            raise TrainingError(f"{what} has no stage {until!r}; choose from {', '.join(known)}.")
-    for stage in Run(recipe, folder, pair, single).stages():
+def run(recipe: Recipe, folder: Path, until: str = STAGES[-1], pair: Path | None = None) -> None:
+    """Run every stage up to `until`, resuming from what is in `folder`; from a pair, both its models go on training."""
+    if pair is not None and until not in PAIR_STAGES:
+        raise TrainingError(f"A run from a pair has no stage {until!r}; choose from {', '.join(PAIR_STAGES)}.")
+    for stage in Run(recipe, folder, pair).stages():
         if stage == until:
             return

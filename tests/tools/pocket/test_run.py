@@ -6,21 +6,17 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from processes import forked
 from saccade.cli import execute
 from saccade.errors import TrainingError
-from saccade.pocket import Sample, target_path
-from tools.pocket import stages
 from tools.pocket.__main__ import app as workshop
-from tools.pocket.batches import VIDEO, Batch, batch_of
-from tools.pocket.recipe import Recipe, quick_recipe
+from tools.pocket.batches import VIDEO
+from tools.pocket.recipe import quick_recipe
 from tools.pocket.stages import run
 
 pytestmark = pytest.mark.formats
@@ -29,13 +25,8 @@ pytestmark = pytest.mark.formats
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--single-picture-draft",), "needs a pair with the target: add --from"),
         (("--steps", "follow"), "--steps follow is not a stage with its steps; write for example follow=800"),
         (("--steps", "answers=3"), "The stage 'answers' takes no steps; choose from tower, shallow"),
-        (
-            ("--single-picture-draft", "--from", "pocket", "--until", "refine"),
-            "no stage 'refine'; choose from tokenizer, draft, answers, follow, export",
-        ),
     ],
 )
 def test_a_training_that_cannot_be_is_refused_before_it_begins(
@@ -145,36 +136,3 @@ def test_a_pair_is_trained_further_from_its_own_weights(tmp_path: Path, whole: P
     with pytest.raises(TrainingError, match="from a pair has no stage 'tower'; choose from tokenizer, refine"):
         run(quick, tmp_path / "never", until="tower", pair=tmp_path / "first")
     assert not (tmp_path / "never").exists()
-
-
-@pytest.mark.slow
-def test_a_second_draft_for_a_target_sees_single_pictures_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[bool] = set()
-
-    def watched(tokenizer: Tokenizer, samples: list[Sample], *rest: Any, **options: Any) -> Batch:
-        batch = batch_of(tokenizer, samples, *rest, **options)
-        several = any(len(sample.images) != 1 or sample.video is not None for sample in samples)
-        if several:
-            assert batch.pictures is None
-            assert batch.frames is None
-        seen.add(several)
-        return batch
-
-    monkeypatch.setattr(stages, "batch_of", watched)
-    quick = replace(quick_recipe(), answers=6, vocabulary=1024, tower=Recipe().tower)
-    pair = target_path().parent
-    run(quick, tmp_path, pair=pair, single=True)
-    assert seen == {True, False}, "the language of all tasks is learned"
-    made, target = (
-        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
-        for folder in (tmp_path / "draft", pair / "target")
-    )
-    tower = [key for key in made if "vision_tower" in key]
-    assert tower
-    assert all(torch.equal(made[key], target[key]) for key in tower)
-    assert "tasks of several pictures and videos without them" in (tmp_path / "draft" / "README.md").read_text()
-    assert not (tmp_path / "target").exists()
-    with pytest.raises(TrainingError, match="of another recipe: its from is 'single pictures"):
-        run(quick, tmp_path, pair=pair)
