@@ -164,7 +164,6 @@ def test_later_turns_reuse_a_video_and_need_its_file_no_more(
     ("name", "options", "message"),
     [
         ("qwen", {"num_frames": 4, "fps": 1.0}, "give one of them"),
-        ("qwen", {"num_frames": -1}, "give a number above 0"),
         ("llava", {}, "no videos"),
         ("llama", {}, "reads text only"),
     ],

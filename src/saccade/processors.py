@@ -14,7 +14,7 @@ on the row's number, would silently change tokens. Three kinds are therefore sup
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -111,7 +111,7 @@ def of_row(processor: Any, row: int, rows: int, each: int = 1) -> Any:
     if type(processor) in STATELESS:
         return _alone(processor, row, each)
     if getattr(processor, "stateless", False) is True:
-        return OfRow(processor, row, rows)
+        return _stateless_of_row(processor, row, rows)
     if type(processor).__module__.startswith("xgrammar."):
         from saccade.grammar import of_xgrammar
 
@@ -139,7 +139,13 @@ def criterion_of_row(criterion: Any, row: int, rows: int) -> Any:
     if rows == 1:
         return criterion
     if getattr(criterion, "stateless", False) is True:
-        return CriterionOfRow(criterion, row, rows)
+
+        def ends(ids: Tensor, scores: Any) -> bool:
+            """Whether the row of ``ids`` ``[1, S]`` ends."""
+            verdicts = torch.as_tensor(criterion(ids.repeat(rows, 1), scores)).flatten()
+            return bool(verdicts[row if len(verdicts) > 1 else 0])
+
+        return ends
     raise InputError(
         f"The stopping criterion {name_of(criterion)} is shared by {rows} rows, which end at different times, and may "
         "have state between its calls; mark it by saccade.processors.stateless if it depends on its ids alone, or "
@@ -147,37 +153,24 @@ def criterion_of_row(criterion: Any, row: int, rows: int) -> Any:
     )
 
 
-class OfRow:
-    """Stateless processor of a batch, called for nodes of one of its rows."""
+def _stateless_of_row(processor: Any, row: int, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A stateless processor of a batch, called for nodes of one of its rows."""
 
-    def __init__(self, processor: Any, row: int, rows: int) -> None:
-        self._processor, self._row, self._rows = processor, row, rows
-        self.__name__ = name_of(processor)
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+    def of_nodes(ids: Tensor, scores: Tensor) -> Tensor:
         """Process scores ``[n, V]`` of n nodes whose prefixes are ``ids`` ``[n, S]``."""
         parts = []
         for prefix, node in zip(ids, scores, strict=True):
-            processed: Tensor = self._processor(prefix.repeat(self._rows, 1), node.repeat(self._rows, 1))
-            if processed.shape != (self._rows, len(node)):
+            processed: Tensor = processor(prefix.repeat(rows, 1), node.repeat(rows, 1))
+            if processed.shape != (rows, len(node)):
                 raise InputError(
-                    f"The logits processor {self.__name__} returned scores of shape {tuple(processed.shape)} for "
-                    f"{self._rows} rows of {len(node)} tokens; it must keep the shape."
+                    f"The logits processor {of_nodes.__name__} returned scores of shape {tuple(processed.shape)} for "
+                    f"{rows} rows of {len(node)} tokens; it must keep the shape."
                 )
-            parts.append(processed[self._row])
+            parts.append(processed[row])
         return torch.stack(parts)
 
-
-class CriterionOfRow:
-    """Stateless stopping criterion of a batch, called for one of its rows."""
-
-    def __init__(self, criterion: Any, row: int, rows: int) -> None:
-        self._criterion, self._row, self._rows = criterion, row, rows
-
-    def __call__(self, ids: Tensor, scores: Any) -> bool:
-        """Whether the row of ``ids`` ``[1, S]`` ends."""
-        ends = torch.as_tensor(self._criterion(ids.repeat(self._rows, 1), scores)).flatten()
-        return bool(ends[self._row if len(ends) > 1 else 0])
+    of_nodes.__name__ = name_of(processor)
+    return of_nodes
 
 
 def process(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:

@@ -91,18 +91,10 @@ def test_any_drafter_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: 
     assert tuple(output.tokens) == plain()
     assert output.lossless
     assert output.stats.drafted_tokens > 0
-
-
-@pytest.mark.singly
-@pytest.mark.parametrize("pruning", PRUNING, ids=str)
-@pytest.mark.parametrize("drafts", ["model", "self"])
-@pytest.mark.parametrize("tree", SHAPES)
-def test_any_pruning_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: str, pruning: dict[str, Any]) -> None:
-    given = {"draft_with": drafts, "tree": tree, **TREE_OPTIONS[tree], **pruning}
-    assert tuple(answer(**given).tokens) == plain()
-    drafter = build("chain", parts(), **given).drafter
-    assert isinstance(drafter, EnsembleDrafter) == bool(pruning)
-    assert drafter.model is (parts().target if drafts == "self" else parts().draft_model)  # type: ignore[union-attr]
+    if drafts in ("model", "self") and "copied" not in given:
+        drafter: Any = build("chain", parts(), **given).drafter
+        assert isinstance(drafter, EnsembleDrafter) == ("keep_images" in given)
+        assert drafter.model is (parts().target if drafts == "self" else parts().draft_model)
 
 
 @pytest.mark.parametrize("views", VIEWS, ids=str)
@@ -143,12 +135,3 @@ def test_prompt_lookup_takes_any_rule(rule: str) -> None:
     output = answer(draft_with="lookup", gamma=4, rule=rule, **STRICT.get(rule, {}))
     assert tuple(output.tokens) == plain()
     assert output.lossless == (rule == "exact")
-
-
-def test_a_lossless_name_with_a_lossy_rule_is_labelled_lossy_everywhere() -> None:
-    loaded = vlm("llava", "llava-draft")
-    loose, strict = loaded.using("specvlm", rule="fly"), loaded.using("lvspec", rule="exact")
-    assert not loose.lossless
-    assert not loose.generate("What?", [picture(3)], max_new_tokens=4).lossless
-    assert strict.lossless
-    assert strict.generate("What?", [picture(3)], max_new_tokens=4).lossless

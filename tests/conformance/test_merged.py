@@ -28,17 +28,6 @@ def engine(name: str, policy: str, total: int = 64) -> Engine:
     return Engine(target(name), MergedDrafter(drafter, PromptLookup(6), total))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [("llama", "chain"), ("llava", "sage"), ("qwen2_5_vl", "static"), ("gemma3", "dynamic")],
-)
-def test_tokens_equal_generate(name: str, policy: str, rows: int) -> None:
-    outputs = assert_equals_generate(engine(name, policy), name, None, rows)
-    for output in outputs:
-        assert 0 < output.stats.accepted_tokens < output.stats.drafted_tokens
-
-
 @pytest.mark.parametrize("total", [1, 5])
 def test_a_node_cap_changes_no_token(total: int) -> None:
     outputs = assert_equals_generate(engine("llava", "static", total), "llava")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine, reference_greedy
-from harness import METHODS, OPTIONS, answer, draft, engine, prompt, requests, run, tokens
+from harness import METHODS, OPTIONS, draft, engine, requests, run, tokens
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
@@ -91,15 +91,6 @@ def test_the_options_of_the_checkpoint_count_when_the_caller_is_silent() -> None
     assert tokens(under_test.generate(asked)) == [wanted]
     assert wanted != case.reference("image", n=20)[0]
     assert tokens(under_test.generate(asked, repetition_penalty=1.0)) == case.reference("image", n=20)
-
-
-def test_a_generation_config_and_options_over_it() -> None:
-    case = FAMILIES["llama"]
-    config = GenerationConfig(repetition_penalty=1.4, max_new_tokens=12, do_sample=False)
-    inputs = case.row_inputs("text", 0)
-    (wanted,) = reference_greedy(pristine("llama"), inputs, 18, repetition_penalty=1.4)
-    output = answer(engine("llama", "chain"), prompt("llama"), 18, generation_config=config)
-    assert output.tokens == wanted
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -209,6 +200,3 @@ def test_stop_strings_end_a_row_where_generate_ends_it(name: str, method: str) -
     assert tokens(outputs) == wanted
     assert len(wanted[0]) < NEW
     assert outputs[0].finish_reason == "stop"
-
-
-# --------------------------------------------------------------------------- refusals

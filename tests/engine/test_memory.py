@@ -102,20 +102,6 @@ def test_a_request_goes_where_the_longest_prefix_is() -> None:
         assert again.output == alone("chain", longer, n=8)
 
 
-def test_the_same_ids_with_another_picture_share_what_stands_before_it() -> None:
-    first, other = prompts("image", "llava")[0], prompts("image", "llava")[1]
-    swapped = Prompt(first.ids, other.media)
-    batch = engine("chain", "llava").open(1)
-    add(batch, first, n=5)
-    drain(batch)
-    (span,) = media_spans(batch.target.config, first)
-    again = add(batch, swapped, n=20)
-    drain(batch)
-    assert again.stats.reused_tokens == span[0]
-    assert again.output == alone("plain", swapped, "llava", n=20)
-    assert again.output != alone("plain", first, "llava", n=20)
-
-
 @pytest.mark.parametrize("method", ["plain", "chain"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_prompt_that_is_cancelled_inside_a_video_never_leaks_into_another_ones(method: str, steps: int) -> None:

@@ -81,18 +81,6 @@ def test_waiting_rows_enter_in_the_order_in_which_they_came() -> None:
     assert all(row.stats.queue_seconds >= 0 for row in rows)
 
 
-def test_a_row_that_is_cancelled_while_it_waits_never_runs() -> None:
-    batch = engine("chain").open(1)
-    first, second, third = (add(batch, prompt, n=8) for prompt in prompts()[:3])
-    batch.step()
-    batch.cancel(second)
-    drain(batch)
-    assert second.output == []
-    assert second.finish().finish_reason == "cancelled"
-    assert first.output == alone("chain", prompts()[0], n=8)
-    assert third.output == alone("chain", prompts()[2], n=8)
-
-
 def test_a_batch_refuses_a_second_thread() -> None:
     batch = engine("chain").open(2)
     row = add(batch, prompts()[0])
@@ -240,7 +228,7 @@ def test_one_row_without_finite_logits_fails_alone(method: str, monkeypatch: pyt
     batch.step()
     monkeypatch.undo()
     assert isinstance(bad.error, ModelError)
-    assert "not finite" in str(bad.error)
+    assert "not finite at step 3 " in str(bad.error)
     drain(batch)
     assert good.output == alone(method, prompts()[1], n=30)
 

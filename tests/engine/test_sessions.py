@@ -23,15 +23,6 @@ def test_a_session_of_another_method_or_model_is_refused() -> None:
             user.generate("What?", session=opened.engine.open(1))
 
 
-def test_a_session_of_the_same_engine_serves_greedy_and_sampled_turns() -> None:
-    model = vlm("llava", "llava-draft")
-    session = model.engine.open(1)
-    for do_sample in (True, False, True):
-        options = {"do_sample": do_sample, "seed": 3}
-        alone = model.generate("What?", [picture(1)], **options)
-        assert model.generate("What?", [picture(1)], session=session, **options).tokens == alone.tokens
-
-
 def words(chat: Any) -> list[str]:
     return [message["content"][-1]["text"] for message in chat.messages]
 
@@ -98,7 +89,7 @@ def test_what_was_broken_off_leaves_nothing_behind(method: str, monkeypatch: pyt
     model = vlm("llava", "llava-draft").using(method)
     expected = model.generate("What?", [picture(1)]).tokens
     forward = Target.forward
-    for at in (1, 2, 5, 17):
+    for at in (2, 17):
         session, calls = model.engine.open(1), 0
 
         def breaking(self: Target, *given: Any, at: int = at, **named: Any) -> torch.Tensor:

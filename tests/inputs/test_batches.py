@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kits import kit
-from test_same_as_transformers import assert_same_prompt, clip, picture
+from test_same_as_transformers import assert_same_prompt, clip
 
 from families import FAMILIES, FamilyCase
 from saccade.errors import InputError
-from saccade.inputs.families import check, join, media_spans, split, type_ids, visual_ids, visual_mask
+from saccade.inputs.families import join, media_spans, split, type_ids, visual_ids, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
 
 TEXT_KEYS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
@@ -40,20 +40,6 @@ def test_rows_of_a_batch_are_what_each_row_alone_would_be(case: FamilyCase, kind
         types = type_ids(config, prompt.ids)
         assert types.keys() == alone.keys() & {"mm_token_type_ids", "token_type_ids"}
         assert all(torch.equal(types[name], alone[name]) for name in types)
-
-
-@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
-def test_padding_may_be_on_the_right(case: FamilyCase) -> None:
-    config, inputs = config_of(case), case.inputs("images2", rows=3)
-    left = split(config, inputs)
-    turned = {k: torch.stack([_to_left(r, m) for r, m in zip(v, inputs["attention_mask"], strict=True)])
-              for k, v in inputs.items() if k in ("input_ids", "attention_mask")}  # fmt: skip
-    for a, b in zip(split(config, {**inputs, **turned}), left, strict=True):
-        assert_same_prompt(a, b)
-
-
-def _to_left(row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return row.roll(int(mask.sum()) - len(mask))
 
 
 @pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
@@ -98,19 +84,6 @@ def test_missing_and_spare_images_are_refused(case: FamilyCase) -> None:
             split(config, {"input_ids": ids["input_ids"], **visual})
 
 
-@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
-def test_images_without_token_types_are_refused_where_they_matter(case: FamilyCase) -> None:
-    config, inputs = config_of(case), case.inputs("image", rows=2)
-    check(config, inputs)
-    bare = {name: value for name, value in inputs.items() if name != case.types}
-    if case.types is None:
-        check(config, bare)
-    else:
-        with pytest.raises(InputError, match=f"no {case.types}"):
-            check(config, bare)
-    check(config, {name: bare[name] for name in ("input_ids", "attention_mask")})
-
-
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [
@@ -140,18 +113,6 @@ def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
     prompt = k.ours.prompt("?", videos=[clip(4, 60, 45, None), clip(5, 60, 45, None)])
     with pytest.raises(InputError, match="do not fit together"):
         join(k.config, prompt.media)
-
-
-def test_one_image_of_several_stays_untiled_when_it_comes_alone() -> None:
-    """LLaVA-OneVision tiles an image only when its row has no other; prefix reuse may bring one alone."""
-    k = kit("llava_onevision")
-    prompt = k.ours.prompt("?", [picture(200, 60, 1), picture(60, 200, 2)])
-    alone = join(k.config, prompt.media[1:])
-    assert alone["batch_num_images"].tolist() == [2]  # more than one: no tiles
-    assert alone["pixel_values"].shape[:2] == (1, 1)
-    together = join(k.config, prompt.media)
-    assert together["batch_num_images"].tolist() == [2]
-    assert together["pixel_values"].shape[:2] == (2, 1)
 
 
 def test_media_that_do_not_fill_their_placeholders_have_no_spans() -> None:

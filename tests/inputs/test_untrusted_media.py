@@ -406,7 +406,7 @@ PLAYLISTS = {
 
 
 @pytest.mark.parametrize("name", PLAYLISTS)
-@pytest.mark.parametrize("limits", [IN_PROCESS, LOCAL], ids=["server", "local"])
+@pytest.mark.parametrize("limits", [SERVER, IN_PROCESS, LOCAL], ids=["server", "in process", "local"])
 def test_texts_and_playlists_never_reach_a_demuxer(
     name: str, limits: MediaLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +417,7 @@ def test_texts_and_playlists_never_reach_a_demuxer(
             assert sum(1 for _ in container.decode(video=0)) == 12
     opened = []
     monkeypatch.setattr(av, "open", lambda *given, **options: opened.append(given))
+    monkeypatch.setattr(videos.subprocess, "Popen", never)
     refused(PLAYLISTS[name], "not a video that PyAV can decode", limits, load_video)
     assert not opened
 
@@ -523,12 +524,6 @@ def test_a_captured_decoder_can_say_nothing_harmful(
     program.write_text(f"import sys\nsys.stdout.buffer.write({data!r})")
     monkeypatch.setattr(videos.decoder, "__file__", str(program))
     refused(film(), "not a video that PyAV can decode", SERVER, load_video)
-
-
-def test_no_process_is_started_for_what_is_no_video(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(videos.subprocess, "Popen", never)
-    for content in PLAYLISTS.values():
-        refused(content, "not a video that PyAV can decode", SERVER, load_video)
 
 
 def test_the_decoder_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

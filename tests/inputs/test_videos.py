@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from kits import VIDEO, kit
 from PIL import Image
 from torchvision_free import VIDEO_PROCESSORS
@@ -18,7 +17,7 @@ from media_files import film
 from saccade.errors import InputError
 from saccade.inputs.families import FAMILIES
 from saccade.inputs.families.idefics import number_words
-from saccade.inputs.media import Video, load_video
+from saccade.inputs.media import load_video
 from saccade.inputs.processor import MediaOptions
 
 
@@ -144,18 +143,6 @@ def test_a_film_becomes_media_of_as_many_frames_as_asked_for(name: str, movie: P
         assert [m.kind for m in few.media] == ["video"]
 
 
-def test_timestamps_of_a_qwen3_video_are_in_its_text(movie: Path) -> None:
-    k = kit("qwen3_vl")
-    text = k.ours.tokenizer.decode(k.ours.prompt("?", videos=[movie], options=MediaOptions(num_frames=4)).ids)
-    assert "<0.5 seconds>" in text  # frames 0 and 10 of 30, at 10 frames a second
-    assert "<2.4 seconds>" in text  # frames 19 and 29
-
-
-def test_qwen2_5_learns_how_many_seconds_a_patch_spans(movie: Path) -> None:
-    medium = kit("qwen2_5_vl").ours.prompt("?", videos=[movie], options=MediaOptions(fps=2)).media[0]
-    torch.testing.assert_close(medium.tensors["second_per_grid_ts"], torch.tensor([1.0]))
-
-
 def test_asking_for_frames_and_rate_at_once_is_refused() -> None:
     with pytest.raises(InputError, match="give one of them"):
         MediaOptions(num_frames=4, fps=2)
@@ -163,12 +150,6 @@ def test_asking_for_frames_and_rate_at_once_is_refused() -> None:
     for wish in wishes:
         with pytest.raises(InputError, match="give a number above 0"):
             MediaOptions(**wish)
-
-
-def test_a_video_object_brings_its_own_times() -> None:
-    video = Video(np.zeros((2, 48, 64, 3), np.uint8), (0, 90), 100, 10.0)
-    text = kit("qwen3_vl").ours.tokenizer.decode(kit("qwen3_vl").ours.prompt("?", videos=[video]).ids)
-    assert "<4.5 seconds>" in text
 
 
 def test_frame_counts_are_spelled_as_smolvlm_reads_them() -> None:

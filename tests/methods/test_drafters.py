@@ -176,20 +176,6 @@ KINDS = {"a": "hivis", "b": "hivis", "text-only": "eagle2", "eagle2": "eagle2", 
 
 
 @pytest.mark.parametrize(
-    ("method", "name", "chosen"),
-    [
-        ("dream", None, "dream"),
-        ("eagle2", None, "eagle2"),
-        ("eagle2", "text-only", "text-only"),
-        ("hivis", "b", "b"),
-        ("chain", None, None),
-    ],
-)
-def test_a_head_is_chosen_by_kind_or_name(method: str, name: str | None, chosen: str | None) -> None:
-    assert methods.fit(method, methods.options(method, {}), True, KINDS, name) == chosen
-
-
-@pytest.mark.parametrize(
     ("method", "name", "kinds", "message"),
     [
         ("hivis", None, KINDS, r"Method hivis can use several heads \(a, b\); choose one with head=NAME"),
