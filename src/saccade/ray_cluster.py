@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 LOCAL = "local"  # address of a cluster that this process starts and ends
 OBJECT_STORE = 256 << 20  # bytes of shared memory of a cluster of this machine's own; records and requests are small
 _CONNECT_SECONDS = 10
+_JOINING = (
+    "; start one with `ray start --head`, and give this command the cluster's RAY_AUTH_MODE and RAY_AUTH_TOKEN where "
+    "it has them."
+)
 _ADDRESS = re.compile(r"auto|[\w.\-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
@@ -37,10 +41,6 @@ class Places:
     cpus: int  # cores that each one reserves, which are its threads on a CPU
     gpus: int  # GPUs that each one reserves, 0 or 1
     per_machine: int  # largest number of engines on one machine when they are spread evenly
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
 def load_ray(address: str) -> Any:
@@ -77,35 +77,24 @@ def connected(address: str, engines: int | None = None) -> Iterator[Any]:
     check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = load_ray(address)
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+    failed, advice = f"reach the cluster at {address}", _JOINING
     try:
         if address == LOCAL:
+            failed, advice = "start", "."
             print("Starting Ray on this machine; it may take two minutes.", file=sys.stderr, flush=True)
-            cores = max(os.cpu_count() or 1, engines or 1)
-            ray.init(
-                address=LOCAL,
-                num_cpus=cores,
-                object_store_memory=OBJECT_STORE,
-                _node_ip_address="127.0.0.1",
-                include_dashboard=False,
-                **quiet,
-            )
-            if not ip_address(ray.util.get_node_ip_address()).is_loopback:
-                ray.shutdown()
-                raise RuntimeError("it listens beyond loopback, because this process imported ray before Saccade did")
-        else:
+            options |= {"num_cpus": max(os.cpu_count() or 1, engines or 1), "object_store_memory": OBJECT_STORE}
+            options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
+        elif ":" in address:  # where nothing listens Ray would try for minutes
             host, _, port = address.rpartition(":")
-            if host:  # where nothing listens Ray would try for minutes
-                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-            ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as problem:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(**options)
+        if address == LOCAL and not ip_address(ray.util.get_node_ip_address()).is_loopback:
+            ray.shutdown()
+            raise RuntimeError("it listens beyond loopback, because this process imported ray before Saccade did")
+    except (RuntimeError, ValueError, OSError) as problem:
         reason = " ".join(str(problem).split())[:300].rstrip(".")
-        if address == LOCAL:
-            raise SaccadeError(f"Ray cannot start: {reason}.") from problem
-        raise SaccadeError(
-            f"Ray cannot reach the cluster at {address}: {reason}; start one with `ray start --head`, and give this "
-            "command the cluster's RAY_AUTH_MODE and RAY_AUTH_TOKEN where it has them."
-        ) from problem
+        raise SaccadeError(f"Ray cannot {failed}: {reason}{advice}") from problem
     try:
         yield ray
     finally:

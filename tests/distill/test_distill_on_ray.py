@@ -57,7 +57,7 @@ def test_batches_that_end_in_another_order_are_written_in_that_of_the_plan(sourc
     model, images = vlm("llava", method="plain"), source.parent / "images"
     distill(model, source, tmp_path / "whole", media_root=images, on_bad_line="skip", **OPTIONS)
     setup = pickle.loads(pickle.dumps(Setup(source, tmp_path / "out", images, "skip", OPTIONS)))
-    worker = Backwards(model, {}, setup)
+    worker = Backwards(model, setup)
     worker.stages = []
     report = run(worker, setup)
     for name in (ANSWERS, HEADER):

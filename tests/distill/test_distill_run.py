@@ -169,7 +169,7 @@ def test_an_answer_is_cut_before_a_placeholder_of_an_image(written: Written) -> 
     target = vlm("llava", method="plain")
     picture = target.target.config.image_token_id
     source = written(asks("?"))
-    worker = QuestionWorker(target, {}, Setup(source, source.parent / "out", None, "stop", {}))
+    worker = QuestionWorker(target, Setup(source, source.parent / "out", None, "stop", {}))
     question = PlannedQuestion("x", 1, 0, 0, False, (0, 0))
     line = worker._line(question, [], Output(tokens=[5, 6, picture, 7], finish_reason="eos"))
     assert (line["answer_ids"], line["finish"]) == ([5, 6], "visual")

@@ -242,7 +242,7 @@ def distill(
 
     setup = Setup(source, out, media_root, on_bad_line, options)  # a mistake shows before models are loaded
     if plan:
-        answerer = QuestionWorker(models.load(), models.settings, setup)
+        answerer = QuestionWorker(models.load(), setup)
         with screen.waiting("Reading the prompts and answering a few of them"):
             expected = preview(answerer, setup)
         _plan_answers(expected, out)

@@ -294,13 +294,13 @@ class ActorOptions(RayOptions):
     ) -> Iterator[Worker]:
         """Load the models here, or in actors on Ray; mistakes show before."""
         if self.ray is None:
-            yield kind(models.load(), models.settings, *arguments)
+            yield kind(models.load(), *arguments)
             return
         from saccade.jobs.actors import ActorModels, actors
         from saccade.ray_cluster import connected, places
 
         models.check()
-        loading = ActorModels(models.arguments(), models.settings)
+        loading = ActorModels(models.arguments())
         with connected(self.ray, self.actors) as cluster:
             with_gpu = models.device != "cpu" and models.target != "pocket"
             room = places(cluster, self.actors, models.threads, with_gpu=with_gpu)

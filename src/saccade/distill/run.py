@@ -35,7 +35,6 @@ def distill(
     *,
     media_root: str | Path | None = None,
     on_bad_line: str = "stop",
-    method_options: Mapping[str, Any] | None = None,
     progress: Callable[[Report], None] = lambda _: None,
     **options: Any,
 ) -> Report:
@@ -45,7 +44,7 @@ def distill(
     an unbroken run.
     """
     setup = Setup(source, out, media_root, on_bad_line, options)
-    return run(QuestionWorker(vlm, method_options or {}, setup), setup, progress)
+    return run(QuestionWorker(vlm, setup), setup, progress)
 
 
 class Setup:
@@ -119,16 +118,16 @@ class QuestionBatch:
 class QuestionWorker:
     """Answers batches of questions by a model of this process; a `saccade.resumable.Worker`."""
 
-    def __init__(self, vlm: VLM, method_options: Mapping[str, Any], setup: Setup) -> None:
+    def __init__(self, vlm: VLM, setup: Setup) -> None:
         if not vlm.lossless:
             raise MethodError(
                 f"Method {vlm.method} is lossy, so its answers are not the target's; choose a lossless one."
             )
-        self._vlm, self._method_options, self._setup = vlm, method_options, setup
+        self._vlm, self._setup = vlm, setup
 
     @property
     def facts(self) -> dict[str, Any]:
-        return facts_of(self._vlm, self._method_options)
+        return facts_of(self._vlm)
 
     def begin(self, folder: Path) -> None:
         """Take the folder that has the prompts of a pocket source."""

@@ -10,7 +10,7 @@ import os
 import queue
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -24,6 +24,7 @@ from saccade.wording import differences, shortened
 
 HOPELESS = 4
 """Lost actors after which an item is given up."""
+_DEAD = "The actor is dead because "
 _LOST_IN_A_ROW = 6  # actors that may be lost without an answer in between, per actor of the job, before it ends
 
 
@@ -32,7 +33,6 @@ class ActorModels:
     """Models and method that every actor loads by itself."""
 
     arguments: Mapping[str, Any]  # of `saccade.load`; folders must exist on every machine
-    method_options: Mapping[str, Any] = field(default_factory=dict)  # of them
     folder: str = field(default_factory=os.getcwd)  # to which paths are relative
 
     def load(self) -> VLM:
@@ -61,7 +61,7 @@ class EngineActor:
 
     def __init__(self, models: ActorModels, make: Callable[..., Worker], arguments: tuple[Any, ...]) -> None:
         self._models, self._make, self._arguments = models, make, arguments
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._messages = queue.SimpleQueue[Any]()
 
     def put(self, message: Any) -> None:
         """Take what `Worker.begin` gets, and lists of what is pending from then on."""
@@ -75,8 +75,7 @@ class EngineActor:
                 yield from self._messages.get()
 
         try:
-            vlm = self._models.load()
-            worker = self._make(vlm, self._models.method_options, *self._arguments)
+            worker = self._make(self._models.load(), *self._arguments)
             yield Hello(worker.facts, os.uname().nodename)
             worker.begin(self._messages.get())
             yield from worker.answers(pending())
@@ -103,16 +102,15 @@ class Actors:
         self._actors = [self._started() for _ in range(count)]
         self._facts: dict[str, Any] | None = None
         self._start: Any = None
-        self._again: deque[Pending] = deque()  # taken back from lost actors; each is answered alone
-        self._losses: Counter[int] = Counter()  # lost actors of every item that was taken back
+        self._again = deque[Pending]()  # taken back from lost actors; each is answered alone
+        self._losses = Counter[int]()  # lost actors of every item that was taken back
         self._lost_in_a_row = 0
 
     @property
     def facts(self) -> dict[str, Any]:
         """Wait for the first actor, and return what it has loaded."""
         while self._facts is None:
-            for _ in self._messages():
-                raise AssertionError("no actor has anything to answer yet")
+            list(self._messages())  # no actor has anything to answer yet
         return self._facts
 
     def begin(self, start: Any) -> None:
@@ -158,23 +156,21 @@ class Actors:
             actor = by_stream[stream]
             try:
                 message = self._ray.get(next(stream))
-            except StopIteration:
-                self._replace(actor, "it ended by itself")
-            except self._ray.exceptions.RayError as problem:
+            except (StopIteration, self._ray.exceptions.RayError) as problem:
                 self._replace(actor, _reason(problem))
-            else:
-                if isinstance(message, str):
-                    raise SaccadeError(message)
-                if isinstance(message, Hello):
-                    self._compare(message)
-                    actor.is_ready = True
-                    if self._start is not None:
-                        actor.handle.put.remote(self._start)
-                    continue
-                self._lost_in_a_row = 0
-                actor.pending.pop(message.number)
-                self._losses.pop(message.number, None)
-                yield message
+                continue
+            if isinstance(message, str):
+                raise SaccadeError(message)
+            if isinstance(message, Hello):
+                self._compare(message)
+                actor.is_ready = True
+                if self._start is not None:
+                    actor.handle.put.remote(self._start)
+                continue
+            self._lost_in_a_row = 0
+            actor.pending.pop(message.number)
+            self._losses.pop(message.number, None)
+            yield message
 
     def _compare(self, hello: Hello) -> None:
         """Refuse machines whose models differ: answers would depend on the machine."""
@@ -211,17 +207,15 @@ class Actors:
 def actors(
     ray: Any, places: Places, models: ActorModels, make: Callable[..., Worker], arguments: tuple[Any, ...], ahead: int
 ) -> Iterator[Actors]:
-    """Start actors whose workers are ``make(vlm, method_options, *arguments)``, each with a few items ahead."""
-    kind = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **places.options)(EngineActor)
-    started = Actors(ray, lambda: kind.remote(models, make, arguments), places.count, ahead)
-    try:
+    """Start actors whose workers are ``make(vlm, *arguments)``, each with a few items ahead."""
+    reserved = {"num_cpus": places.cpus, "num_gpus": places.gpus}
+    kind = ray.remote(max_concurrency=2, scheduling_strategy="SPREAD", **reserved)(EngineActor)
+    with closing(Actors(ray, lambda: kind.remote(models, make, arguments), places.count, ahead)) as started:
         yield started
-    finally:
-        started.close()
 
 
 def _reason(problem: BaseException) -> str:
     """Cause in the last line of Ray's error; the others are the traceback and where it happened."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    words = next((line for line in lines if line.startswith("The actor is dead because")), lines[-1] if lines else "")
-    return (words.removeprefix("The actor is dead because ") or type(problem).__name__)[:300].rstrip(".")
+    cause = next((line for line in lines if line.startswith(_DEAD)), "".join(lines[-1:]))
+    return (cause.removeprefix(_DEAD) or type(problem).__name__)[:300].rstrip(".")

@@ -7,7 +7,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,7 +85,6 @@ def batch_file(
     workers: int | None = None,
     retry_failed: bool = False,
     max_failures: int | None = None,
-    method_options: Mapping[str, Any] | None = None,
     progress: Callable[[Report], None] = lambda _: None,
     **options: Unpack[GenerationOptions],
 ) -> Report:
@@ -109,7 +108,6 @@ def batch_file(
         workers: threads that read media and tokenize; by default one per core, at most 4.
         retry_failed: whether items that failed in earlier attempts are tried again.
         max_failures: failed items after which this attempt ends; None for any number.
-        method_options: the method's options that differ from its defaults, as given to `saccade.load`; recorded.
         progress: called after every item.
 
     Raises:
@@ -129,7 +127,7 @@ def batch_file(
     )
     survey = preview(job, path, retry_failed)
     attempt = Attempt(max_rows, workers, retry_failed, max_failures)
-    return run(ItemWorker(vlm, method_options or {}, job, attempt), job, survey, path, attempt, progress)
+    return run(ItemWorker(vlm, job, attempt), job, survey, path, attempt, progress)
 
 
 def run(
@@ -189,7 +187,7 @@ def _write(journal: Journal, offsets: Sequence[int], out: Path, has_requests: bo
     return errors if has_requests and errors.exists() else None
 
 
-def facts_of(vlm: VLM, method_options: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(vlm: VLM) -> dict[str, Any]:
     """Groups of a run's header that depend on the models."""
 
     def facts(model: Any) -> dict[str, Any]:
@@ -201,7 +199,7 @@ def facts_of(vlm: VLM, method_options: Mapping[str, Any]) -> dict[str, Any]:
     elif vlm.draft_model is not None and vlm.method != "plain":
         drafter = facts(vlm.draft_model.model)
     return {
-        "method": {"method": vlm.method, "method_options": dict(method_options), "exact": vlm.target.exact},
+        "method": {"method": vlm.method, "method_options": vlm.options, "exact": vlm.target.exact},
         "target": facts(vlm.target.model),
         "processor": {"digest": vlm.processor.digest},
         "drafter": drafter,
@@ -262,25 +260,17 @@ class _Running:
 class ItemWorker:
     """Answers items by a model of this process; a `saccade.resumable.Worker`."""
 
-    def __init__(
-        self,
-        vlm: VLM,
-        method_options: Mapping[str, Any],
-        job: BatchJob,
-        attempt: Attempt,
-        kv_share: float = KV_MEMORY_SHARE,
-    ) -> None:
+    def __init__(self, vlm: VLM, job: BatchJob, attempt: Attempt, kv_share: float = KV_MEMORY_SHARE) -> None:
         (decoding,) = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
         vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
         self._vlm, self._job, self._attempt, self._kv_share = vlm, job, attempt, kv_share
-        self._method_options = method_options
         self._forms: dict[bool, PlainForm | OpenAIForm] = {False: PlainForm(vlm, job)}
         self._running: dict[int, _Running] = {}
         self._suspects: deque[_Running] = deque()
 
     @property
     def facts(self) -> dict[str, Any]:
-        return facts_of(self._vlm, self._method_options)
+        return facts_of(self._vlm)
 
     def begin(self, created: int) -> None:
         """Take the time that OpenAI's answers name; 0 where no item is a request of OpenAI's batch format."""
