@@ -41,7 +41,7 @@ def stored(folder: Path, split: str, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["textvqa", "seed-bench", "mmmu"])  # a picture, a list of them, numbered columns
+@pytest.mark.parametrize("name", ["seed-bench", "mmmu"])  # a list of pictures, numbered columns
 def test_a_ready_mapping_reads_files_in_its_layout(name: str, tmp_path: Path) -> None:
     data = catalogue.find(name)
     rows = [ROWS[name]] * 2
@@ -102,17 +102,10 @@ def test_files_and_saved_folders_are_read_alike(ending: str, tmp_path: Path) -> 
     assert [(shown(a.turns[0][0]["content"]), a.reference) for a in read(data)] == [("What?", "x"), ("Why?", "y")]
 
 
-def test_an_image_folder_is_read_with_its_metadata(tmp_path: Path) -> None:
-    (tmp_path / "pics").mkdir()
-    (tmp_path / "pics" / "a.png").write_bytes(png()["bytes"])
-    (tmp_path / "pics" / "metadata.jsonl").write_text('{"file_name": "a.png", "question": "What?"}\n')
-    (asked,) = read(catalogue.find(str(tmp_path / "pics")).with_columns({"images": "image"}))
-    assert shown(asked.turns[0][0]["content"]) == "[image]What?"
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"path": "someone/something"}, "Cannot load the data set someone/something"),
         ({"split": "train"}, r"Cannot load the data set .*\(train\): .*"),
         ({"where": {"kind": "z"}}, r"The data set mine \(test\) has no row with kind = z; choose another split"),
         ({"prompt": "{hint}"}, r"The data set mine .* has no column 'hint'; it has question, kind"),
@@ -126,14 +119,6 @@ def test_what_is_wrong_with_a_data_set_is_one_sentence(changes: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
-def test_a_data_set_that_is_not_there_is_not_looked_for_twice(tmp_path: Path) -> None:
-    (tmp_path / "notes.bin").write_text("x")
-    with pytest.raises(SaccadeError, match=r"Cannot load .*supported extension"):
-        list(read(catalogue.find(str(tmp_path / "notes.bin"))))
-    with pytest.raises(SaccadeError, match="Cannot load the data set someone/something"):
-        list(read(catalogue.find("someone/something")))
-
-
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, data: DataSet, rows: list[dict[str, Any]]) -> list[str]:
     def read(given: DataSet, limit: int | None) -> list[RowQuestion]:
         return [question_of(given, row, folder) for row in rows[:limit]]
@@ -143,7 +128,7 @@ def written(folder: Path, monkeypatch: pytest.MonkeyPatch, data: DataSet, rows: 
     return (folder / "out" / reading.FILE).read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", ["mmmu", "spot-the-diff", "textvqa"])
+@pytest.mark.parametrize("name", ["mmmu", "spot-the-diff"])
 def test_written_questions_are_conversations_with_their_pictures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

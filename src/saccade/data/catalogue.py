@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from saccade.errors import InputError, SaccadeError
-from saccade.options import check_whole, make
+from saccade.errors import InputError
+from saccade.options import check_whole
 
 PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED"}
 """Names of the papers by the word behind ``@``."""
@@ -73,7 +73,7 @@ class DataSet:
     reference: str | None = None  # column of the right answer, or of several
     scorer: str = "match"  # name of a scorer (`saccade.bench.scorers`) or `module:function`
     where: Mapping[str, Any] = field(default_factory=dict)  # values that rows must have, by column
-    join: Mapping[str, str] = field(default_factory=dict)  # `subset`
+    join: Mapping[str, str] = field(default_factory=dict)  # further columns: `subset`, its `key`, and our `column`
     shuffle: int | None = None  # seed of a random order
     count: int | None = None  # number of questions; None: as many as the run asks for
     max_new_tokens: int | None = None  # longest answer; the run's when None
@@ -94,8 +94,6 @@ class DataSet:
             raise InputError(f"{self.name}: fps must be above 0, not {self.fps}.")
         if self.num_frames is not None and self.fps is not None:
             raise InputError(f"{self.name}: num_frames and fps exclude each other; leave one of them out.")
-        if self.join and set(self.join) != {"subset", "column", "key"}:
-            raise SaccadeError(f"{self.name}: join needs subset, column and key.")
 
     def with_(self, **changes: Any) -> DataSet:
         """Return the same with some fields replaced; those that are None or empty remain."""
@@ -132,7 +130,11 @@ def find(name: str) -> DataSet:
     """Return the data set of a name: a ready mapping, one as a paper uses it (``gqa@hivis``), a hub id or a path."""
     base, at, paper = name.partition("@")
     if base in _table():
-        data = parse(_table()[base], base, f"data set {base}")
+        values = dict(_table()[base])
+        for key in _LISTS:
+            column = values.get(key, ())
+            values[key] = (column,) if isinstance(column, str) else tuple(column)
+        data = DataSet(base, **values)
         if not at:
             return data
         if paper not in data.papers:
@@ -149,16 +151,6 @@ def find(name: str) -> DataSet:
         f"There is no data set {name!r}{hint}; give one of `saccade datasets`, a hub id such as OWNER/NAME, or an "
         "existing folder or file."
     )
-
-
-def parse(table: Mapping[str, Any], name: str, where: str) -> DataSet:
-    """Make a data set of a table."""
-    lists = {
-        key: tuple([value] if isinstance(value, str) else value)
-        for key, value in table.items()
-        if key in _LISTS and isinstance(value, (str, list, tuple))
-    }
-    return make(DataSet, {"name": name, **table, **lists}, where)
 
 
 def changes_of(data: DataSet, paper: str) -> dict[str, Any]:

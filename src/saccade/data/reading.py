@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from importlib import import_module
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from saccade.data.catalogue import DataSet, Template
@@ -163,9 +164,6 @@ def _in_file(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**part, kind: name}
 
 
-_NO_CHOICE = ("", "N/A")
-
-
 @dataclass(frozen=True, slots=True)
 class RowQuestion:
     id: str | None  # None without a column of ids
@@ -199,8 +197,10 @@ def question_of(data: DataSet, row: Mapping[str, Any], root: Path) -> RowQuestio
     media = _Media(data, row, root)
     fields = {name: value for name, value in row.items() if not media.holds(name, value)}
     choices = tuple(_choices(data, row))
-    labelled = zip(_letters(choices), choices, strict=True)
-    lettered = [data.choice_form.format(letter=letter, choice=text) for letter, text in labelled]
+    lettered = [
+        data.choice_form.format(letter=letter, choice=text)
+        for letter, text in zip(ascii_uppercase, choices, strict=False)
+    ]
     prompt = Template(data.prompt if choices or data.open_prompt is None else data.open_prompt)
     filled = {**{n: "" if v is None else v for n, v in fields.items()}, "choices": "\n".join(lettered)}
     texts: Any = row.get(data.question if data.turns is None else data.turns)
@@ -246,10 +246,6 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
     return [entry.get(inner) if isinstance(entry, Mapping) else entry for entry in value]
 
 
-def _letters(choices: Sequence[str]) -> list[str]:
-    return [chr(ord("A") + number) for number in range(len(choices))]
-
-
 def _choices(data: DataSet, row: Mapping[str, Any]) -> Iterator[str]:
     """Texts of the choices: one column's list, which may be written as text, or several columns."""
     values: list[Any] = [row.get(name) for name in data.choices]
@@ -260,17 +256,17 @@ def _choices(data: DataSet, row: Mapping[str, Any]) -> Iterator[str]:
             raise InputError(f"{data.choices[0]} must be a list of choices, not {values[0][:60]!r}") from None
     if len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = list(values[0])
-    yield from (str(value) for value in values if value is not None and str(value).strip() not in _NO_CHOICE)
+    yield from (str(value) for value in values if value is not None and str(value).strip() not in ("", "N/A"))
 
 
 def _letter(reference: Any, choices: Sequence[str]) -> Any:
     """Letter of the right choice, which may be given as letter, text or index; the reference itself when it is none."""
-    letters = _letters(choices)
+    letters = ascii_uppercase[: len(choices)]
     if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(choices):
         return letters[reference]
     if isinstance(reference, str):
         bare = reference.strip().strip("().:").upper()
-        if bare in letters:
+        if len(bare) == 1 and bare in letters:
             return bare
         if reference in choices:
             return letters[list(choices).index(reference)]

@@ -1,11 +1,12 @@
-"""The model behind both plug-ins: answers tasks' questions in one running batch, and measures its speed."""
+"""The model behind both plug-ins: reads tasks' settings, answers questions in one running batch, measures its speed."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,19 +15,95 @@ from typing import Any
 import torch
 
 from saccade.engine import Row
-from saccade.engine.row import plan
+from saccade.engine.row import UNSUPPORTED, plan
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
-from saccade.evaluators.task_settings import decoding, sort_arguments
 from saccade.files import write_file
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions, Messages, RowInput, seeds_of
 from saccade.loading import name_of
-from saccade.stream import text_of
+from saccade.options import check_whole
+from saccade.stream import GenerationOptions, text_of
 from saccade.target_model.context import Context
 from saccade.vlm import VLM, load
 from saccade.wording import count
+
+NEW_TOKENS = 1024
+"""Limit of an answer where neither the task nor the caller sets one."""
+ALIASES = {"max_gen_toks": "max_new_tokens", "max_tokens": "max_new_tokens", "stop": "until", "stop_sequences": "until"}
+"""Names of generation settings in tasks -> the usual ones."""
+
+ELSEWHERE = {
+    "image_aspect_ratio": "the checkpoint's image processor decides how pictures are scaled",
+    "skip_special_tokens": "answers are decoded without special tokens",
+    "use_cache": "the KV cache is always used",
+}
+"""Settings of tasks that need nothing here, with the reason that is reported."""
+
+OF_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+GENERATION = {*GenerationOptions.__annotations__, *UNSUPPORTED, *ALIASES, "until", "seed"} - {*_OBJECTS}
+"""Accepted names of generation settings; `saccade.engine.row` refuses unsupported values."""
+
+
+@dataclass(slots=True)
+class PluginOptions:
+    """Arguments of the plug-ins themselves."""
+
+    batch_size: Any = 1  # rows of the running batch, or `auto`
+    system: str | None = None  # system prompt
+    speed: str | None = None  # JSON file of the speed
+    skip_failed: bool = False  # leave the answer to an unusable question empty
+    paragraphs: bool = False  # leave out stop strings of white space
+    num_frames: int | None = None
+    fps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size == "auto":
+            self.batch_size = 8
+        elif str(self.batch_size).isdecimal():
+            self.batch_size = int(self.batch_size)
+        check_whole(self.batch_size, 1, "batch_size", error=InputError)
+
+
+def sort_arguments(
+    arguments: Mapping[str, Any], target_names: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, Any], PluginOptions]:
+    """Sort arguments: those of `saccade.load`, generation settings where the task has none, and the plug-in's.
+
+    Those of no other purpose are options of the method, which `saccade.load` checks.
+    """
+    values = {name: value for name, value in arguments.items() if value is not None}
+    targets = [name for name in target_names if name in values]
+    if len(targets) != 1:
+        raise InputError(
+            f"Exactly one of {' and '.join(target_names)} must name the target, such as {target_names[0]}=pocket; "
+            f"{'both were' if targets else 'none was'} given."
+        )
+    values["target"] = values.pop(targets[0])
+    if isinstance(values.get("heads"), str):  # folders between semicolons: an evaluator's arguments hold no lists
+        entries = [entry.strip() for entry in values["heads"].split(";") if entry.strip()]
+        values["heads"] = [entry for entry in entries if "=" not in entry]
+        if not values["heads"]:
+            values["heads"] = dict(entry.split("=", 1) for entry in entries)
+        elif len(values["heads"]) < len(entries):
+            raise InputError(
+                f"Either all heads have a name (NAME=FOLDER;NAME=FOLDER) or none, not {'; '.join(entries)}."
+            )
+    if "device" in values:
+        values.setdefault("device_map", values.pop("device"))
+    plugin = {name: values.pop(name) for name in PluginOptions.__slots__ if name in values}
+    generation = {name: values.pop(name) for name in list(values) if name in GENERATION}
+    return values, generation, PluginOptions(**plugin)
+
+
+def _stops(value: Any) -> list[str]:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(entry is None or isinstance(entry, str) for entry in entries):
+        raise InputError(f"The setting until must be a string or a list of strings, not {value!r}.")
+    return [entry for entry in entries if entry]
+
 
 Speed = dict[str, float]
 """Sums over the answers of a task, or of all, by the names of `SUMS`."""
@@ -125,8 +202,7 @@ class EvaluatedModel:
             "rows": self.max_rows,
             "environment": environment(self.vlm.target.device),
         }
-        self.speeds: dict[str, Speed] = {}
-        """By task."""
+        self.speeds = defaultdict[str, Speed](lambda: dict.fromkeys(SUMS, 0))  # by task
 
     @property
     def total(self) -> Speed:
@@ -181,7 +257,7 @@ class EvaluatedModel:
         except InputError as problem:
             question.problem = problem
             return
-        self._speed(question)["seconds"] += time.perf_counter() - started
+        self.speeds[question.task]["seconds"] += time.perf_counter() - started
         self._running.append(question)
 
     def step(self) -> None:
@@ -192,12 +268,12 @@ class EvaluatedModel:
         self._batch.step()
         share = (time.perf_counter() - started) / len(self._running)
         for question in self._running:
-            self._speed(question)["seconds"] += share
+            self.speeds[question.task]["seconds"] += share
         self._running = [question for question in self._running if not question.done]
 
     def answer(self, question: TaskQuestion) -> TaskAnswer:
         """Answer to a question that is done; raises its error unless failed questions are skipped."""
-        row, speed, place = question.row, self._speed(question), f"{question.task}, {question.name}"
+        row, speed, place = question.row, self.speeds[question.task], f"{question.task}, {question.name}"
         problem = question.problem if row is None else row.error
         if isinstance(problem, SaccadeError) and self._options.skip_failed:
             speed["failed"] += 1
@@ -229,7 +305,7 @@ class EvaluatedModel:
             loss, is_greedy = self._teacher_forced(self._input(question).prompt(self.vlm.processor), ids)
         except SaccadeError as problem:
             raise type(problem)(f"{question.task}, {question.name}: {problem}") from problem
-        speed = self._speed(question)
+        speed = self.speeds[question.task]
         speed["scored"] += 1
         speed["scoring_seconds"] += time.perf_counter() - started
         return loss, is_greedy
@@ -256,11 +332,40 @@ class EvaluatedModel:
         self._batch.close()
         del self.vlm, self._batch, self._scoring
 
-    def _speed(self, question: TaskQuestion) -> Speed:
-        return self.speeds.setdefault(question.task, dict.fromkeys(SUMS, 0))
-
     def _decoding(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-        return decoding(settings, self._defaults, self._options.paragraphs, self.log)
+        """Return the generation options and the seed of a task's settings.
+
+        Greedy decoding where neither temperature nor do_sample says otherwise.
+        """
+        options: dict[str, Any] = {}
+        for source in (self._defaults, settings):
+            options |= {ALIASES.get(name, name): value for name, value in source.items()}
+        for name in ELSEWHERE.keys() & options.keys():
+            self.log(f"The task's setting {name}={options.pop(name)!r} is left out: {ELSEWHERE[name]}.")
+        if unknown := sorted(set(options) - GENERATION):
+            raise InputError(
+                f"The generation setting {unknown[0]}={options[unknown[0]]!r} is not known here; expected options of "
+                "Hugging Face's GenerationConfig, until and seed. Take it out of the task."
+            )
+        stops = [*_stops(options.pop("until", None)), *_stops(options.pop("stop_strings", None))]
+        if self._options.paragraphs:
+            stops = [stop for stop in stops if stop.strip()]
+        seed = options.pop("seed", None)
+        options = {"max_new_tokens": NEW_TOKENS} | {name: value for name, value in options.items() if value is not None}
+        longest = options["max_new_tokens"]
+        if isinstance(longest, float) and math.isfinite(longest) and longest == int(longest):
+            options["max_new_tokens"] = int(longest)  # an evaluator's parser makes floats of numbers
+        temperature, wanted = options.get("temperature"), options.get("do_sample")
+        samples = bool(temperature) if wanted is None else bool(wanted) and temperature != 0
+        if wanted and not samples:
+            self.log("The task asks for do_sample=True at temperature 0, which is greedy decoding.")
+        if temperature and not samples:
+            self.log(f"The task asks for do_sample=False, so its temperature={temperature} has no effect.")
+        if not samples:
+            options = {name: value for name, value in options.items() if name not in OF_SAMPLING}
+        if stops:
+            options["stop_strings"] = list(dict.fromkeys(stops))
+        return {**options, "do_sample": samples}, seed
 
     def _input(self, question: TaskQuestion) -> RowInput:
         messages, system = question.messages(), self._options.system
