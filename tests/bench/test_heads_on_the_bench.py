@@ -150,3 +150,16 @@ def test_a_suite_names_heads_and_refuses_what_it_cannot_mean(headed: saccade.VLM
     ):
         with pytest.raises(MethodError, match=message):
             prepare(suite(methods=[entry]), headed)
+
+
+def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do(vlm: saccade.VLM, heads: dict[str, Head]) -> None:
+    alone = saccade.VLM(vlm.target.model, vlm.processor, drafter=heads["hivis"])
+    optional = [{"name": name, "optional": True} for name in ("eagle2", "chain")]
+    prepared = prepare(suite(methods=["hivis", *optional], per_task=1), alone, ("target", "hivis"))
+    assert list(prepared.methods) == ["plain", "hivis"]
+    assert [m.split(":")[0] for m in prepared.missing if m.startswith("Method")] == ["Method eagle2", "Method chain"]
+    models = prepared.models()
+    assert models["drafter"] is None
+    assert models["heads"]["hivis"]["type"] == "hivis"
+    with pytest.raises(MethodError, match="needs a draft model"):
+        prepare(suite(methods=["chain"]), alone)

@@ -16,10 +16,12 @@ from commands import Shell
 import checkpoints
 from checkpoints import ready
 from saccade import __version__
+from saccade.cli import screen
 from saccade.cpu import usable_cores
 from saccade.data import catalogue
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.store import save_head
+from saccade.errors import InputError
 from saccade.methods import METHODS
 from saccade.pocket import head_paths
 from saccade.wording import count
@@ -231,3 +233,24 @@ def test_an_export_that_cannot_be_is_refused_before_the_target_is_loaded(
 def test_the_built_in_target_is_described_by_its_name(shell: Shell) -> None:
     found = json.loads(shell("inspect", "pocket", "--json").out)
     assert (found["holds"], found["facts"]["layers"]) == ("model", 16)
+
+
+def test_methods_are_listed_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from saccade.cli import main; main(['methods', '--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(json.loads(done.stdout)) == list(METHODS)
+
+
+def test_heads_on_the_command_line_have_one_name_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("saccade.vlm.load", lambda *given, **options: asked.update(options, given=given))
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    screen.load_models("pocket", "d", None, heads=screen.heads_by_name(["runs/mine/", "x=runs/other", str(odd)]))
+    assert asked == {
+        "given": ("pocket", "d", None),
+        "heads": {"mine": "runs/mine/", "x": "runs/other", "a=b": str(odd)},
+    }
+    with pytest.raises(InputError, match=r"Two heads are named 'best'.*--head NAME=FOLDER"):
+        screen.heads_by_name(["a/best", "b/best"])

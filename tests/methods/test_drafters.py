@@ -13,14 +13,10 @@ import torch
 import checkpoints
 from checkpoints import picture, ready
 from saccade import VLM, MethodError, ModelError, hf, load, methods, pocket
-from saccade.bench.preparing import prepare
-from saccade.bench.suites import MethodEntry, Suite, TaskEntry
-from saccade.cli import screen
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import load_head, save_head
 from saccade.draft.model import ModelDrafter
-from saccade.errors import InputError
 from saccade.methods import drafters
 
 QUESTION = "What is this?"
@@ -129,21 +125,6 @@ def test_a_head_drafts_in_generate() -> None:
         counts.append(speculation.outputs[0].stats.accepted_histogram)
     assert speculation.outputs[0].stats.drafted_tokens > 0
     assert counts[0] == counts[1]
-
-
-def test_a_suite_leaves_out_what_the_loaded_drafter_cannot_do() -> None:
-    entries = [MethodEntry("plain", "plain"), MethodEntry("hivis", "hivis")]
-    more = (MethodEntry("eagle2", "eagle2", optional=True), MethodEntry("chain", "chain", optional=True))
-    tasks = (TaskEntry(name="scene", task="scene"),)
-    suite = Suite("s", "t", tasks, (*entries, *more), per_task=1)
-    prepared = prepare(suite, with_head("hivis"), ("target", str(saved("hivis", "hivis"))))
-    assert list(prepared.methods) == ["plain", "hivis"]
-    assert [m.split(":")[0] for m in prepared.missing] == ["Method eagle2", "Method chain"]
-    models = prepared.models()
-    assert models["drafter"] is None
-    assert models["heads"]["hivis"]["type"] == "hivis"
-    with pytest.raises(MethodError, match="needs a draft model"):
-        prepare(Suite("s", "t", tasks, (*entries, MethodEntry("chain", "chain"))), with_head("hivis"))
 
 
 def test_nothing_is_loaded_twice() -> None:
@@ -300,20 +281,3 @@ def test_the_built_in_models_load_by_name_and_have_every_shipped_head() -> None:
     expected = vlm.using("plain").generate("What does it show?", max_new_tokens=8).tokens
     for method in ("chain", *vlm.heads):
         assert vlm.using(method).generate("What does it show?", max_new_tokens=8).tokens == expected
-
-
-# -- on the command line -----------------------------------------------------------------------------------
-
-
-def test_heads_on_the_command_line_have_one_name_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr("saccade.vlm.load", lambda *given, **options: asked.update(options, given=given))
-    odd = tmp_path / "a=b"
-    odd.mkdir()
-    screen.load_models("pocket", "d", None, heads=screen.heads_by_name(["runs/mine/", "x=runs/other", str(odd)]))
-    assert asked == {
-        "given": ("pocket", "d", None),
-        "heads": {"mine": "runs/mine/", "x": "runs/other", "a=b": str(odd)},
-    }
-    with pytest.raises(InputError, match=r"Two heads are named 'best'.*--head NAME=FOLDER"):
-        screen.heads_by_name(["a/best", "b/best"])

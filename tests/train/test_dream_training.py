@@ -14,9 +14,8 @@ from train_kit import head, listed, lm_head, samples, target
 
 sys.path.append(str(Path(__file__).parents[1] / "draft" / "heads"))
 
-from heads_kit import POLICIES, dropped_of, recorded, run_dream
-
 from families import FAMILIES, reset_rope_deltas
+from heads_kit import POLICIES, dropped_of, recorded, run_dream
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Placement
 from saccade.errors import TrainingError

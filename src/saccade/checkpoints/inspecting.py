@@ -120,7 +120,7 @@ def _released(
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     target = str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
     facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
-    inspection = Inspection(str(path), "head", layout.name(values), str(values.get(SPECULATORS, _UNKNOWN)), facts)
+    inspection = Inspection(str(path), "head", layout.title, str(values.get(SPECULATORS, _UNKNOWN)), facts)
     try:
         config, ours = layout.translate(Released(f"The head {path}", values, weights, guessed))
         inspection.kind, inspection.facts = config.kind, {**_facts(config, ours, guessed), "target": target}

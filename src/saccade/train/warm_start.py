@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def weights_digest(head: Head) -> str:
 
 def _known(begin: str | Path, target: Target, recipe: Recipe) -> Head:
     if found := trained(begin):
-        head = build_head(HeadConfig.from_json(json.dumps(found[0])))
+        head = build_head(HeadConfig.from_values(found[0]))
         check_fit(head.config, TargetShape.of(target))
         head.load_state_dict(found[1])
     else:

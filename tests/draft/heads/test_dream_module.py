@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, random_head, target
 from torch import Tensor
 
+from heads_kit import POLICIES, random_head, target
 from saccade import methods
 from saccade.draft.heads.dream import CrossBlock, Dream, DreamDraftSession
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
@@ -115,9 +115,9 @@ def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: 
         ({"keep": 0}, "keep must be a share above 0 and up to 1, not 0"),
         ({"keep": "most"}, "keep must be a share"),
         ({"keep": 1.5}, "keep must be a share"),
-        ({"gate": "sigmoid"}, "gate must be one of tanh, open, replace"),
-        ({"cross": 3}, "cross must be one of 0, 1, 2"),
-        ({"cross": 1.0}, "cross must be one of 0, 1, 2"),
+        ({"gate": "sigmoid"}, "gate must be one of open, tanh, replace"),
+        ({"cross": 3}, "cross must be one of 1, 0, 2"),
+        ({"cross": 1.0}, "cross must be one of 1, 0, 2"),
         ({"initial": 0}, "initial must be one of True, False"),
         ({"initial": False, "final": False}, "needs its initial or its final block"),
         ({"rotary": 1}, "rotary must be one of True, False"),

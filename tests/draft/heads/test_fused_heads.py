@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import KINDS, random_head, target
 from torch import Tensor, nn
 
+from heads_kit import KINDS, random_head, target
 from saccade.draft.heads.block import MOST_READ, Attention, Fusable, FusedHead, GatedMLP, Rotary, rotary_of
 from saccade.draft.heads.dream import CrossBlock
 from saccade.draft.heads.head import Head, HeadConfig, Placement

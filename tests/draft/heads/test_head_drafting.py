@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from families import FAMILIES, Inputs, pristine, reference_greedy
 from heads_kit import (
     AHEAD,
     DRAFTING,
@@ -30,10 +34,6 @@ from heads_kit import (
     trained_head,
     worst_difference,
 )
-from torch import Tensor
-from torch.nn import functional as F
-
-from families import FAMILIES, Inputs, pristine, reference_greedy
 from saccade.draft.heads import kangaroo, medusa, vispec
 from saccade.draft.heads import session as under_test
 from saccade.draft.heads.dream import Dream, DreamDraftSession

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import KINDS, random_head, target
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from heads_kit import KINDS, random_head, target
 from saccade.draft.heads.block import Block, Rotary
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import HeadConfig, Placement, build_head

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import AHEAD, random_head, target
 
 from checkpoints import picture, vlm
+from heads_kit import AHEAD, random_head, target
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.kangaroo import Kangaroo
 from saccade.draft.heads.session import HeadDrafter

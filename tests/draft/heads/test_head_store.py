@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import DRAFTING, EVERY, POLICIES, random_head, target
 from safetensors.torch import load_file, save_file
 
 from families import FAMILIES
+from heads_kit import DRAFTING, EVERY, POLICIES, random_head, target
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.heads.store import kind_at, kind_in, load_head, read_config, save_head

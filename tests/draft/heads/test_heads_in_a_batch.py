@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from heads_kit import POLICIES, engine, prompts, random_head, target
 
 from families import FAMILIES
+from heads_kit import POLICIES, engine, prompts, random_head, target
 from saccade.draft.heads import vispec
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.engine import Request, Row, RunningBatch

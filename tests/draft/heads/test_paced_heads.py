@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import LENGTH, Recording, prompts, random_head, recorded, target, trained_head
 from torch import Tensor
 
 from checkpoints import ready
 from families import FAMILIES
+from heads_kit import LENGTH, Recording, prompts, random_head, recorded, target, trained_head
 from saccade import VLM, load
 from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS

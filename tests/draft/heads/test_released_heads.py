@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, random_head, recorded, target
-from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from families import FAMILIES
+from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, random_head, recorded, target
+from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same
 from saccade.draft.heads import store
 from saccade.draft.heads.dream import DreamDraftSession
 from saccade.draft.heads.eagle import Eagle3
@@ -24,7 +23,7 @@ from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.draft.trees.policy import DrawProposer
 from saccade.engine import Request
-from saccade.errors import ModelError, TrainingError
+from saccade.errors import ModelError
 from saccade.target_model.selfcheck import LogitMap
 from saccade.verify.rule import Uniforms
 
@@ -300,26 +299,6 @@ def test_no_weights_of_deeper_models_are_looked_at(tmp_path: Path, monkeypatch: 
     save_head(CASES["msd"].head(), tmp_path)
     edit(tmp_path, num_hidden_layers=1)  # ours, whatever else it says
     assert kind_in(tmp_path) == "msd"
-
-
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [
-        ("eagle3", {"residual": "normed"}),
-        ("eagle3", {"state_norms": "each"}),
-        ("eagle3", {"feeds": "normed"}),
-        ("eagle2", {"norms": "block"}),
-        ("msd", {"bias": True}),
-        ("vispec", {"form": "released"}),
-    ],
-)
-def test_forms_of_others_are_not_trained(kind: str, option: dict[str, Any]) -> None:
-    from saccade.train.recipe import read_recipe
-    from saccade.train.warm_start import new_head
-
-    (name,) = option
-    with pytest.raises(TrainingError, match=rf"not trained here; leave out head\.{name}"):
-        new_head(target("llava"), replace(read_recipe(kind), head=option))
 
 
 # --------------------------------------------------------------------------- a vocabulary of its own

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, Text, prompts, recorded, target
-from released_kit import drop, edit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from families import FAMILIES
+from heads_kit import POLICIES, Text, prompts, recorded, target
+from released_kit import drop, edit
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.errors import ModelError
 

@@ -6,13 +6,12 @@ import warnings
 
 import pytest
 import torch
-from heads_kit import POLICIES, engine, prompts, random_head, target, trained_head
 
 from families import FAMILIES
+from heads_kit import POLICIES, engine, prompts, random_head, trained_head
 from saccade.draft.heads.session import TRIAL
 from saccade.engine import Request
 from saccade.errors import SaccadeWarning
-from saccade.train.validate import EngineMeasure
 from saccade.verify.rule import Verdict
 
 
@@ -39,16 +38,6 @@ def test_a_head_that_works_is_not_reported() -> None:
         warnings.simplefilter("error", SaccadeWarning)
         for _ in range(4):
             under_test.generate(requests(), max_new_tokens=24)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_head_that_is_still_learning_is_not_reported(kind: str) -> None:
-    head = random_head("llava", kind)
-    measure = EngineMeasure(target("llava"), [request.prompt for request in requests()], max_new_tokens=24)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SaccadeWarning)
-        for _ in range(3):
-            measure(head)
 
 
 def test_too_few_drafts_are_not_judged() -> None:

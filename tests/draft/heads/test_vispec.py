@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from heads_kit import POLICIES, drafting, engine, prompts, random_head, target
 
-from families import FAMILIES
+from heads_kit import POLICIES, drafting, engine, random_head, touching_images
 from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.engine import Request
 from saccade.errors import ModelError
-from saccade.inputs.families.family import Prompt
-from saccade.train.data import TrainingSample
-from saccade.train.feature_cache import FeatureCache
-from saccade.train.features import read_features
-from saccade.train.objectives.entries import entries_of
 
 VISUAL = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
 
@@ -73,20 +66,9 @@ def test_fewer_than_two_queries_are_refused() -> None:
         vispec(1)
 
 
-def touching() -> tuple[Prompt, Prompt]:
-    """A prompt with an image, and the same with another one right behind it."""
-    case = FAMILIES["llava"]
-    (base,) = prompts(case, case.row_inputs("image", 0))
-    (other,) = prompts(case, case.row_inputs("image", 1))
-    places = [i for i, token in enumerate(base.ids) if token == target("llava").config.image_token_id]
-    stop = places[-1] + 1
-    pictures = base.ids[places[0] : stop]
-    return base, Prompt((*base.ids[:stop], *pictures, *base.ids[stop:]), (base.media[0], other.media[0]))
-
-
 def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn() -> None:
     """The cache holds one entry per image, whether it came in the first prompt or in a later one."""
-    base, both = touching()
+    base, both = touching_images()
     again = replace(both, media=(base.media[0], replace(both.media[1], digest="another")))
     head = random_head("llava", "vispec")
     under, lengths, guesses = engine("llava", head, POLICIES["chain"]), [], []
@@ -100,23 +82,3 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
     words = len(both) - sum(medium.n_tokens for medium in both.media)
     assert lengths == [[words + 1], [words + 1]]  # two images, and no entry for the first token
     torch.testing.assert_close(*guesses, atol=1e-4, rtol=1e-4)  # roundings of float32 at size 1
-
-
-@pytest.mark.parametrize("kept", ["", "memory", "disk"])
-def test_images_that_touch_are_learnt_from_as_they_are_drafted_with(kept: str, tmp_path: Path) -> None:
-    own, head, (_, prompt) = target("llava"), random_head("llava", "vispec"), touching()
-    drafted: list[torch.Tensor] = []
-    handle = head.register_forward_pre_hook(lambda module, args: drafted.append(args[1][0]))
-    engine("llava", head, POLICIES["chain"]).generate([Request(prompt)], max_new_tokens=1)
-    handle.remove()
-    features = read_features(own, [TrainingSample("0", prompt, (20,))], head.layers)
-    if kept:
-        cache = FeatureCache(own, 1e9, tmp_path / "kept" if kept == "disk" else None)
-        cache.put(0, features[0])
-        cache.flush()
-        found = cache.get(0)
-        assert found is not None
-        features = [found]
-    supervised = entries_of(head, features).embeddings[0].detach()
-    assert len(supervised) == len(drafted[0]) + 1  # the answer's token
-    torch.testing.assert_close(drafted[0], supervised[:-1], atol=1e-4, rtol=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -132,6 +132,7 @@ def _stretched(head_dim: int, rope: dict[str, Any]) -> tuple[Tensor, float]:
 class Fusable(nn.Module):
     """A module with products that are fused while its head drafts."""
 
+    __call__: Callable[..., Tensor]
     groups: Mapping[str, Sequence[str]]
     """Names of linear layers by group; those of one group get the same input."""
 
@@ -200,6 +201,8 @@ def _fuse(layers: Sequence[nn.Linear]) -> Linear:
 
 class RMSNorm(nn.RMSNorm):
     """Root mean square norm (Zhang and Sennrich 2019) in the dtype of its input, also under autocast."""
+
+    __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -285,6 +288,8 @@ class GatedMLP(Fusable):
 class Block(nn.Module):
     """Pre-norm attention and pre-norm gated MLP, each with its residual."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, config: HeadConfig, place: int = 0, normed: bool = True) -> None:
         super().__init__()
         self._place = place
@@ -296,5 +301,4 @@ class Block(nn.Module):
     def forward(self, x: Tensor, at: Placement) -> Tensor:
         """The residual stream ``[B, N, d]`` after the block, from the one before it."""
         x = x + self.self_attn(self.input_layernorm(x), at, self._place)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), at.cache)
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x), at.cache)

@@ -27,36 +27,21 @@ class Dream(Head):
     The decoder blocks get the embeddings of entries alone. In between every entry attends to the features of all
     earlier tokens: the target's, and below the last emitted token the head's own outputs. Visual tokens with little
     attention have no entry (Section 3.3), but their features are attended to. Compression does not change positions.
-
-    Options:
-        keep: share of every medium's tokens with entries, those with the most attention in the target's last layer.
-        gate: of the cross-attention's residual: ``tanh``, ``open`` or ``replace``, see `CrossBlock`.
-        rotary: rotary positions of the features' tokens in the cross-attention.
-        direct: add a projection of the previous token's feature to every entry's stream ahead of the cross-attention;
-            no effect without cross-attention.
-        initial: a block before the cross-attention (Table 2).
-        cross: cross-attention blocks (Table 2).
-        final: a block after it (Table 2).
-        form: ``own``, or ``released``: no norms ahead of the first attention and of the features, a norm behind the
-            last block, and an entry of the first token, which attends to all features of the prompt alike.
     """
 
     kind: ClassVar[str] = "dream"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "keep": 0.75,
-        "gate": "open",
-        "rotary": True,
-        "direct": True,
-        "initial": True,
-        "cross": 1,
-        "final": True,
-        "form": "own",
-    }
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "gate": ("tanh", "open", "replace"),
-        "cross": (0, 1, 2),
+        "keep": 0.75,  # share of a medium's tokens with entries: those with the most attention in the last layer
+        "gate": ("open", "tanh", "replace"),  # of the cross-attention's residual, see `CrossBlock`
+        "rotary": (True, False),  # rotary positions of the features' tokens in the cross-attention
+        # Add a projection of the previous token's feature to an entry's stream ahead of the cross-attention, if any.
+        "direct": (True, False),
+        "initial": (True, False),  # a block before the cross-attention (Table 2)
+        "cross": (1, 0, 2),  # cross-attention blocks (Table 2)
+        "final": (True, False),  # a block after them (Table 2)
+        # Released: no norms ahead of the first attention and of the features, a norm behind the last block, and an
+        # entry of the first token, which attends to all features of the prompt alike.
         "form": ("own", "released"),
-        **dict.fromkeys(("initial", "final", "rotary", "direct"), (True, False)),
     }
     loaded_only: ClassVar[tuple[str, ...]] = ("form",)
     default_steps: ClassVar[int] = 2
@@ -80,7 +65,8 @@ class Dream(Head):
             for i in range(options["cross"])
         )
         self.last = Block(config, int(options["initial"])) if options["final"] else None
-        self.norm = RMSNorm(width, config.norm_eps) if self.is_released else nn.Identity()
+        if self.is_released:
+            self.norm = RMSNorm(width, config.norm_eps)
         self.blocks = sum(block is not None for block in (self.first, self.last))
 
     @property
@@ -99,8 +85,7 @@ class Dream(Head):
         """Return the stream ``[B, N, d]`` after the first block, before any feature."""
         if self.first is None:
             return embeddings
-        out: Tensor = self.first(embeddings, at)
-        return out
+        return self.first(embeddings, at)
 
     def finish(self, stream: Tensor, features: Tensor, at: Placement, over: Placement) -> Tensor:
         """Return the output ``[B, N, d]`` of `forward` from the stream of `begin`."""
@@ -115,8 +100,7 @@ class Dream(Head):
             out = block(out, features, at, over)
         if self.last is not None:
             out = self.last(out, at)
-        normed: Tensor = self.norm(out)
-        return normed
+        return self.norm(out) if self.is_released else out
 
 
 class DreamDraftSession(HeadDraftSession):
@@ -186,7 +170,7 @@ class DreamDraftSession(HeadDraftSession):
         self.memory.commit([row], [range(last - first)])
 
     def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
-        return self._dream(features, embedded, at, step, Placement(at.positions, cache=self.memory))  # type: ignore[no-any-return]
+        return self._dream(features, embedded, at, step, Placement(at.positions, cache=self.memory))
 
 
 class CrossBlock(nn.Module):
@@ -221,5 +205,5 @@ class CrossBlock(nn.Module):
         attended = self.cross_attn(self.input_layernorm(x), at, self._place, self.feature_norm(features), over)
         gates = None if self.gates is None else self.gates.tanh()
         x = attended if gates is None else x + gates[0] * attended
-        mixed: Tensor = self.mlp(self.post_attention_layernorm(x), over.cache)
+        mixed = self.mlp(self.post_attention_layernorm(x), over.cache)
         return x + (mixed if gates is None else gates[1] * mixed)

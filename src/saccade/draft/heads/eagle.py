@@ -1,4 +1,4 @@
-"""EAGLE-2's, EAGLE-3's and MSD's heads: decoder blocks over token embeddings and target states."""
+"""EAGLE-2's, EAGLE-3's, MSD's and HiViS's heads: decoder blocks over token embeddings and target states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
 from saccade.errors import ModelError
 
+NORMS = ("all", "block", "none")
+"""Option of norms ahead of the attention: all, the block's alone, or none."""
+AFTER_IMAGE = ("text", "visual")
+"""Option of the feature of the first token after hidden visual ones: that of the last text token, or visual one."""
+
 
 class Eagle2(Head):
     """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
@@ -19,30 +24,17 @@ class Eagle2(Head):
     Every token has an entry; embeddings of visual tokens are the visual features that the target's decoder gets.
     Positions are token indices. Both inputs are normalised: embeddings and features differ in scale by orders of
     magnitude, and training stalls otherwise. Released heads have no such norms (`published.blocks`).
-
-    Options:
-        text_only: hide the visual tokens.
-        features: the target's states (``target``), or none: entries are embeddings alone. With ``text_only`` the head
-            then sees nothing of the picture (HiViS, Table 1 (a), "text tokens only").
-        after_image: as in `Head.entries`; only read when visual tokens are hidden.
-        blocks: decoder blocks, 1 in the paper; more are DREAM's ablation (Table 2).
-        norms: norms ahead of the attention: ``all``, the block's alone (``block``), or ``none``.
-        bias: of the layer that mixes both inputs.
     """
 
     kind: ClassVar[str] = "eagle2"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "text_only": False,
-        "features": "target",
-        "after_image": "text",
-        "blocks": 1,
-        "norms": "all",
-        "bias": False,
-    }
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "norms": ("all", "block", "none"),
+        "text_only": False,  # hide the visual tokens
+        # Or none: entries are embeddings alone, and with text_only nothing of the picture (HiViS, Table 1 (a)).
         "features": ("target", "none"),
-        "bias": (False, True),
+        "after_image": AFTER_IMAGE,  # only read when visual tokens are hidden
+        "blocks": 1,  # decoder blocks, as in the paper; more are DREAM's ablation (Table 2)
+        "norms": NORMS,
+        "bias": (False, True),  # of the layer that mixes both inputs
     }
     loaded_only: ClassVar[tuple[str, ...]] = ("norms", "bias")
 
@@ -85,35 +77,18 @@ class Eagle3(Head):
     feature while drafting, without a norm; logits are computed from it by a norm of the head's own and the shared LM
     head. As released, the block's attention reads embedding and feature side by side, each behind a norm
     of its own, and the feature alone is the residual stream. Every token has an entry, visual ones too.
-
-    Options:
-        own_vocabulary: 0 for the target's LM head; N for its own over N of the target's tokens, in training those that
-            are most frequent in the answers (`saccade.train.warm_start`).
-        residual: the residual stream is the feature as it is (``raw``), or behind its norm (``normed``;
-            ``norm_before_residual`` of speculators).
-        state_norms: norms of the target's states ahead of the layer that mixes them: ``none``, of ``each``, or of all
-            three side by side (``joint``).
-        feeds: what takes the feature's place while drafting: the block's output (``raw``), or that behind the last
-            norm (``normed``; ``norm_output`` of speculators).
-        positions: of entries: their number (``entries``), or the target's M-RoPE positions of the tokens before
-            (``target``).
     """
 
     kind: ClassVar[str] = "eagle3"
     defaults: ClassVar[Mapping[str, Any]] = {
+        # 0 for the target's LM head; N for its own over N of the target's tokens (`saccade.train.warm_start`).
         "own_vocabulary": 0,
-        "residual": "raw",
-        "state_norms": "none",
-        "feeds": "raw",
-        "positions": "entries",
+        "residual": ("raw", "normed"),  # stream: the feature, or that behind its norm (``norm_before_residual``)
+        "state_norms": ("none", "each", "joint"),  # of the three states ahead of the layer that mixes them
+        "feeds": ("raw", "normed"),  # takes the feature's place: the block's output, or normed (``norm_output``)
+        "positions": ("entries", "target"),  # of entries: their number, or the target's M-RoPE positions
     }
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "residual": ("raw", "normed"),
-        "state_norms": ("none", "each", "joint"),
-        "feeds": ("raw", "normed"),
-        "positions": ("entries", "target"),
-    }
-    loaded_only: ClassVar[tuple[str, ...]] = tuple(choices)
+    loaded_only: ClassVar[tuple[str, ...]] = ("residual", "state_norms", "feeds", "positions")
     default_steps: ClassVar[int] = 7
 
     def __init__(self, config: HeadConfig) -> None:
@@ -158,7 +133,7 @@ class Eagle3(Head):
         x = normed if self.config.options["residual"] == "normed" else features
         both = torch.cat([self.embedding_norm(embeddings), normed], -1)
         x = x + self.self_attn(both, at, 0)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), at.cache)
+        out = x + self.mlp(self.post_attention_layernorm(x), at.cache)
         return self.norm(out) if self.config.options["feeds"] == "normed" else out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
@@ -170,8 +145,7 @@ class Eagle3(Head):
         return logits
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
-        return out
+        return hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
 
     @torch.no_grad()
     def use_tokens(self, ids: Tensor, rows: Tensor) -> None:
@@ -189,13 +163,10 @@ class Msd(Eagle2):
 
     Entries of text tokens get embedding and feature. Entries of visual tokens get the visual feature alone: the
     target's state before a visual token does not predict it. They are the entries whose feature is zero.
-
-    Options:
-        norms, bias: as of `Eagle2`.
     """
 
     kind: ClassVar[str] = "msd"
-    defaults: ClassVar[Mapping[str, Any]] = {"norms": "all", "bias": False}
+    defaults: ClassVar[Mapping[str, Any]] = {"norms": NORMS, "bias": (False, True)}
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         return decoupled(visual, *super().entries(visual))
@@ -204,3 +175,33 @@ class Msd(Eagle2):
         normed = self._normed(features, embeddings)
         both, words = self.fc(normed), normed[..., : embeddings.shape[-1]]
         return torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype))
+
+
+class HiViS(Head):
+    """Semantic fusion and step residuals over text tokens alone (HiViS, Sections 3.2 and 3.3, Algorithm 1).
+
+    An entry's input is ``f w1 + e w2 + r^s w``: the feature f, the embedding e, and a learned vector for the draft step
+    s. ``r^0`` is for entries with the target's feature, ``r^s`` for draft tokens s levels deep; deeper than trained,
+    the last one is reused. Positions are text positions without gaps for the hidden tokens.
+    """
+
+    kind: ClassVar[str] = "hivis"
+    defaults: ClassVar[Mapping[str, Any]] = {"after_image": AFTER_IMAGE}
+    default_steps: ClassVar[int] = 4
+    hides_visual = True
+    is_shown_visual = False
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.w1 = nn.Linear(width, width, bias=False)
+        self.w2 = nn.Linear(width, width, bias=False)
+        self.w = nn.Linear(width, width, bias=False)
+        self.residuals = nn.Parameter(torch.zeros(config.steps, width))
+        self.block = Block(config)
+
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
+        last = self.config.steps - 1
+        index = step.clamp(max=last) if isinstance(step, Tensor) else min(step, last)
+        fused = self.w1(features) + self.w2(embeddings) + self.w(self.residuals[index])
+        return self.block(fused, at)

@@ -115,14 +115,11 @@ class HeadConfig:
         return json.dumps({MARK: values.pop("kind"), **values}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> HeadConfig:
-        """Parse the text of `to_json`; options that it lacks have their default."""
-        try:
-            values = dict(json.loads(text))
-        except (ValueError, TypeError):
-            values = {}
+    def from_values(cls, values: Mapping[str, Any]) -> HeadConfig:
+        """Return the configuration that `to_json` wrote; options that it lacks have their default."""
         if MARK not in values:
             raise ModelError(f"This is not the config.json of a drafter head: it has no {MARK!r}.")
+        values = dict(values)
         values["kind"] = values.pop(MARK)
         if isinstance(values.get("options"), dict):
             kind = head_class(values["kind"])
@@ -199,8 +196,9 @@ class Head(nn.Module, ABC):
     """
 
     kind: ClassVar[str]  # its name in the registry
-    defaults: ClassVar[Mapping[str, Any]] = {}  # options of the kind with their defaults
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # values of the options that have few
+    # Options of the kind with their defaults; a tuple lists all values of an option, the default first.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # those tuples
     loaded_only: ClassVar[tuple[str, ...]] = ()  # options that may differ from their defaults in published heads alone
     default_steps: ClassVar[int] = 1  # draft steps of training
     gated: ClassVar[bool] = True  # has a gated MLP of the width `HeadConfig.intermediate_size`
@@ -215,6 +213,13 @@ class Head(nn.Module, ABC):
     has_lm_head: bool = False  # has its own LM head, with logits on their own scale
     token_ids: Tensor | None  # `[N]` the target's ids of the only tokens that its LM head knows; None for all
 
+    __call__: Callable[..., Tensor]
+
+    def __init_subclass__(cls) -> None:
+        if "defaults" in vars(cls):
+            cls.choices = {name: value for name, value in cls.defaults.items() if isinstance(value, tuple)}
+            cls.defaults = {**cls.defaults, **{name: values[0] for name, values in cls.choices.items()}}
+
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         if config.kind != self.kind or set(config.options) != set(self.defaults):
@@ -228,8 +233,8 @@ class Head(nn.Module, ABC):
                 f"The configuration of the {self.kind} head must name as many layers as it reads ({states}), "
                 f"not {len(config.layers)}; its config.json was changed."
             )
-        for name, choices in {"after_image": ("text", "visual"), **self.choices}.items():
-            value = config.options.get(name, choices[0])
+        for name, choices in self.choices.items():
+            value = config.options[name]
             if (type(value), value) not in [(type(choice), choice) for choice in choices]:
                 raise ModelError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
         self.config = config  # shape and options

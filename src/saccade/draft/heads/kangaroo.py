@@ -69,8 +69,7 @@ class Kangaroo(Head):
 
         Shapes: features ``[B, N, d]``.
         """
-        out: Tensor = features + self.self_attn(self.input_norm(features), at, 0)
-        return out
+        return features + self.self_attn(self.input_norm(features), at, 0)
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
         return lm_head(self.norm(hidden))

@@ -23,11 +23,6 @@ class StackedHead(Head):
 
     `HeadConfig.steps` is the number of stacks, and `Head.forward`'s ``step`` selects one. Entries do not attend to each
     other, so that there is no cache.
-
-    Options of all kinds:
-        layers: residual layers of each stack.
-        own_heads: each stack has an LM head of its own, as in released heads (`saccade.draft.heads.published.stacks`).
-        own_vocabulary: number of the target's tokens (``token_ids``) that these LM heads know; 0 for all.
     """
 
     default_steps: ClassVar[int] = 5
@@ -82,7 +77,11 @@ class Medusa(StackedHead):
     """
 
     kind: ClassVar[str] = "medusa"
-    defaults: ClassVar[Mapping[str, Any]] = {"layers": 1, "own_heads": False, "own_vocabulary": 0}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "layers": 1,  # residual layers of each stack
+        "own_heads": False,  # each stack has an LM head of its own, as in released heads
+        "own_vocabulary": 0,  # number of the target's tokens (``token_ids``) that these LM heads know; 0 for all
+    }
     loaded_only: ClassVar[tuple[str, ...]] = ("own_heads", "own_vocabulary")
 
     def __init__(self, config: HeadConfig) -> None:
@@ -110,15 +109,14 @@ class Hydra(StackedHead):
     embeddings of it and of the i draft tokens since. A stack is an MLP with one hidden layer over both, normalised, and
     adds to the state, for the target's LM head. `HeadConfig.steps` is the number of stacks. Hydra++'s prefix attention
     is left out.
-
-    Options:
-        stack: ``mlp``, or residual layers without norms as released (``residual``), the first of which projects state
-            and embeddings.
     """
 
     kind: ClassVar[str] = "hydra"
-    defaults: ClassVar[Mapping[str, Any]] = {"stack": "mlp", "layers": 1, "own_heads": False}
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stack": ("mlp", "residual")}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "stack": ("mlp", "residual"),  # or, as released, residual layers; the first projects state and embeddings
+        "layers": 1,
+        "own_heads": False,
+    }
     loaded_only: ClassVar[tuple[str, ...]] = ("stack", "layers", "own_heads")
     follows: ClassVar[bool] = True
     biased: ClassVar[bool] = True
@@ -185,8 +183,7 @@ class AheadDraftSession(HeadDraftSession):
         """Return outputs ``[A, W or 1, d]`` behind the last of the tokens ``[A, W, t + 1]``, root first."""
         _, width, count = paths.shape
         states = self._before.expand(-1, width, -1) if self._follows else self._before
-        out: Tensor = self._head(states, self._words(paths) if self._follows else None, step=count - 1)
-        return out
+        return self._head(states, self._words(paths) if self._follows else None, step=count - 1)
 
 
 def paths_to(frontier: Frontier, ran: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         settings={"tree": "dynamic", "tree=dynamic": {"top": 8, "max_depth": 4, "total": 30}},
     ),
     "hivis": HeadKind(
-        "hivis.HiViS",
+        "eagle.HiViS",
         "heads.HiViSObjective",
         summary="a trained head without visual tokens, whose content arrives in the target's states",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree; top=8 max_depth=4 total=30 is ViSpec's setting",

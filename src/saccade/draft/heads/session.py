@@ -316,8 +316,7 @@ class HeadDraftSession(DraftSession):
         return self._outputs(features, self._embed(rows, tokens), at, step)
 
     def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
-        out: Tensor = self._head(features, embedded, at, step)
-        return out
+        return self._head(features, embedded, at, step)
 
     def _placed(self, rows: Sequence[int], count: int, gap: int | None) -> Placement:
         """Return the placement of ``count`` pending entries per row; ``gap`` as of `_forward`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from saccade.draft.heads.head import MARK, Head, HeadConfig, TargetShape, build_head, check_fit
-from saccade.draft.heads.published.released import Released, ReleasedLayout
+from saccade.draft.heads.published.released import FILES, Released, ReleasedLayout
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
 from saccade.loading import draft_dtype, file_of, is_on_hub, path_of, refuse_code
@@ -57,12 +56,11 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
 
 def read_config(folder: str | Path) -> HeadConfig:
     """Return the configuration of the head in a folder."""
-    file = file_of(folder, "config.json")
-    if file is None and not Path(path_of(folder)).exists() and not is_on_hub(folder):
-        raise ModelError(f"There is no folder {folder}; give that of a trained head, or a hub id such as OWNER/NAME.")
-    if file is None:
+    if file_of(folder, "config.json") is None:
+        if not Path(path_of(folder)).exists() and not is_on_hub(folder):
+            raise ModelError(f"There is no folder {folder}; give that of a trained head, or a hub id like OWNER/NAME.")
         raise ModelError(f"The folder {folder} has no config.json, so it holds no drafter head; give one that has.")
-    return HeadConfig.from_json(file.read_text(encoding="utf-8"))
+    return HeadConfig.from_values(read_values(folder))
 
 
 def kind_at(folder: str | Path) -> str:
@@ -85,12 +83,11 @@ def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout |
     """Return the layout of the released head in a folder; None for ours and for other folders."""
     if MARK in values:
         return None
-    from saccade.draft.heads.published.blocks import DreamLayout, EagleLayout, ViSpecLayout
-    from saccade.draft.heads.published.eagle3 import Eagle3Layout
-    from saccade.draft.heads.published.stacks import StackLayout
+    from saccade.draft.heads.published.blocks import block_layout
+    from saccade.draft.heads.published.eagle3 import eagle3_layout
+    from saccade.draft.heads.published.stacks import stack_layout
 
-    layouts = (Eagle3Layout(), StackLayout(), ViSpecLayout(), DreamLayout(), EagleLayout())  # the first that fits
-    return next((layout for layout in layouts if layout.fits(values, partial(_shapes, folder, layout.files))), None)
+    return eagle3_layout(values) or stack_layout(values) or block_layout(values, lambda: _shapes(folder))
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
@@ -103,10 +100,10 @@ def read_values(folder: str | Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _shapes(folder: str | Path, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights in a folder, whose files are mapped and not read; empty if unreadable."""
     try:
-        return {name: tuple(weight.shape) for name, weight in read_weights(folder, names, mmap=True).items()}
+        return {name: tuple(weight.shape) for name, weight in read_weights(folder, FILES, mmap=True).items()}
     except ModelError:
         return {}
 

@@ -72,17 +72,16 @@ class ViSpec(Head):
     no feature (zero). The last vector, the global one, is mixed into the input of every later text token, draft tokens
     included, up to the next image. An image is a run of visual tokens; so is a video. Positions count entries, whereas
     the paper keeps token positions, which differ by the tokens left out before an entry.
-
-    Options:
-        queries: vectors per image, the last one included; 2 as released.
-        form: ``normed``, or ``released``: no norms of the inputs and before the block's attention, the global vector
-            mixed into the feature by a layer of its own, an adaptor without norms and MLP, and token positions.
-        bias: of the layers that mix, in the released form.
     """
 
     kind: ClassVar[str] = "vispec"
-    defaults: ClassVar[Mapping[str, Any]] = {"queries": 2, "form": "normed", "bias": False}
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {"form": ("normed", "released"), "bias": (False, True)}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "queries": 2,  # vectors per image, the last one included; 2 as released
+        # Released: no norms of the inputs and before the block's attention, the global vector mixed into the feature by
+        # a layer of its own, an adaptor without norms and MLP, and token positions.
+        "form": ("normed", "released"),
+        "bias": (False, True),  # of the layers that mix, in the released form
+    }
     loaded_only: ClassVar[tuple[str, ...]] = ("form", "bias")
 
     def __init__(self, config: HeadConfig) -> None:
@@ -142,8 +141,7 @@ class ViSpec(Head):
         else:
             words = self.embedding_norm(words)
             both = self.fc(torch.cat([words, self.feature_norm(features)], -1)) + self.told(global_vectors)
-        out: Tensor = self.block(torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype)), at)
-        return out
+        return self.block(torch.where(features.any(-1, keepdim=True), both, words.to(both.dtype)), at)
 
 
 def runs_of(visual: Tensor, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:

@@ -1,21 +1,9 @@
 """EAGLE-3 heads as EAGLE, SpecForge, SGLang and speculators write them (Li et al. 2025, EAGLE-3, Section 3.1).
 
-Facts of the layout, as EAGLE's own code (SafeAILab/EAGLE), SGLang, SpecForge (sgl-project) and vLLM read it:
-
-- config.json is a Llama's, of one layer; ``draft_vocab_size`` says how many tokens the head knows.
-- ``fc`` mixes three states of the target. The block, ``midlayer``, norms the embedding (``input_layernorm``) and the
-  feature (``hidden_norm``), and attends over both side by side, embedding first. The feature as it was is the residual
-  stream, or behind its norm with ``norm_before_residual``. What leaves the block takes the feature's place while
-  drafting; ``norm`` and ``lm_head`` read tokens from it. ``fc_norm`` says that each state has a norm ahead of ``fc``.
-- Draft token i is the target's token i + ``d2t[i]``. ``t2d`` is the same the other way round, and ``embed_tokens`` a
-  copy of the target's; neither is needed.
-- The states are those that enter layers 2, L/2 and L - 3 of the target. ``eagle_config`` may name others by the
-  layers that they leave (SGLang, SpecForge), or the top level of config.json by those that they enter (vLLM).
-- Positions are token indices, of the token before. With ``mrope_section`` they are the target's M-RoPE positions.
-
-Speculators (vllm-project/speculators) nests the block's settings in ``transformer_layer_config``, of which those with
-transformers' default may be left out, and names the block ``layers.0``. ``norm_before_fc`` says that one norm covers
-all states ahead of ``fc``, ``norm_output`` that what leaves the last norm is fed back.
+What leaves the block takes the feature's place while drafting; ``norm`` and ``lm_head`` read tokens from it. Draft
+token i is the target's token i + ``d2t[i]``. ``eagle_config`` names the target's layers by those that they leave
+(SGLang, SpecForge), the top level of config.json by those that they enter (vLLM). Positions are token indices of the
+token before, and with ``mrope_section`` the target's M-RoPE positions.
 """
 
 from __future__ import annotations
@@ -33,7 +21,6 @@ from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.published.released import (
     Released,
     ReleasedLayout,
-    Shapes,
     Values,
     bias_names,
     block_names,
@@ -49,6 +36,7 @@ ARCHITECTURES = (
     "Eagle3Qwen3vlForCausalLM",
 )
 """Of EAGLE-3 heads of one such block, which vLLM reads by the same code."""
+DRAFT_VOCAB = "draft_vocab_size"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = "speculators_model_type"
 NAMES = {
@@ -65,68 +53,62 @@ _OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
 _UNUSED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
-class Eagle3Layout(ReleasedLayout):
-    """EAGLE-3 heads and speculators."""
+def eagle3_layout(values: Values) -> ReleasedLayout | None:
+    """Return the layout of an EAGLE-3 head or a speculator, supported or not; None for other folders."""
+    if SPECULATORS in values:
+        return ReleasedLayout("speculators", _kind, _translate)
+    names = _architectures(values)
+    fits = any("eagle3" in name.lower() for name in names) or ("LlamaForCausalLM" in names and DRAFT_VOCAB in values)
+    return ReleasedLayout("EAGLE-3 (EAGLE, SpecForge, SGLang)", _kind, _translate) if fits else None
 
-    def fits(self, values: Values, shapes: Shapes) -> bool:
-        names = _architectures(values)
-        return (
-            SPECULATORS in values
-            or any("eagle3" in name.lower() for name in names)
-            or ("LlamaForCausalLM" in names and "draft_vocab_size" in values)
-        )
 
-    def name(self, values: Values) -> str:
-        return "speculators" if SPECULATORS in values else "EAGLE-3 (EAGLE, SpecForge, SGLang)"
+def _kind(values: Values) -> type[Eagle3]:
+    algorithm = values.get(SPECULATORS)
+    if algorithm not in (None, "eagle3"):
+        raise ModelError(f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is.")
+    return Eagle3
 
-    def kind(self, values: Values) -> type[Eagle3]:
-        algorithm = values.get(SPECULATORS)
-        if algorithm not in (None, "eagle3"):
+
+def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+    _kind(released.values)
+    if SPECULATORS in released.values:
+        values = _unnested(released)
+    else:
+        names = _architectures(released.values)
+        if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(names):
             raise ModelError(
-                f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is."
+                f"{released.title} has the architecture {', '.join(names)}, which is not known; expected "
+                f"{ARCHITECTURES[0]}."
             )
-        return Eagle3
-
-    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
-        self.kind(released.values)
-        if SPECULATORS in released.values:
-            values = _unnested(released)
-        else:
-            names = _architectures(released.values)
-            if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(names):
-                raise ModelError(
-                    f"{released.title} has the architecture {', '.join(names)}, which is not known; expected "
-                    f"{ARCHITECTURES[0]}."
-                )
-            released.check_settings(norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
-            values = {**released.values, "norm_output": False}
-        released = replace(released, values=values)
-        released.check_settings(partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
-        if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
-            raise ModelError(
-                f"{released.title} has attention in a sliding window, which is not supported; expected full attention."
-            )
-        norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
-        ours, vocabulary = _rename(released, norms)
-        mrope = released.shape.uses_mrope and "mrope_section" in rope_settings(values)
-        config = released.block_config(
-            Eagle3,
-            mrope,
-            layers=_layers(released),
-            qkv_bias=any(name in ours for name in BIASES.values()),
-            qk_norm=any(name in ours for name in QK_NORMS.values()),
-            options={
-                "own_vocabulary": vocabulary,
-                "residual": "normed" if values.get("norm_before_residual") else "raw",
-                "state_norms": norms,
-                "feeds": "normed" if values.get("norm_output") else "raw",
-                "positions": "target" if mrope else "entries",
-            },
+        released.check_settings(norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
+        values = {**released.values, "norm_output": False}
+    released = replace(released, values=values)
+    released.check_settings(partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
+    if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
+        raise ModelError(
+            f"{released.title} has attention in a sliding window, which is not supported; expected full attention."
         )
-        released.check_target("vocabulary", released.number("vocab_size"), released.shape.vocab_size)
-        if vocabulary:
-            ours["token_ids"] = _token_ids(released.title, ours.pop("token_ids", None), config)
-        return config, ours
+    norms = "each" if values.get("fc_norm") else "joint" if values.get("norm_before_fc") else "none"
+    ours, vocabulary = _rename(released, norms)
+    mrope = released.shape.uses_mrope and "mrope_section" in rope_settings(values)
+    config = released.block_config(
+        Eagle3,
+        mrope,
+        layers=_layers(released),
+        qkv_bias=any(name in ours for name in BIASES.values()),
+        qk_norm=any(name in ours for name in QK_NORMS.values()),
+        options={
+            "own_vocabulary": vocabulary,
+            "residual": "normed" if values.get("norm_before_residual") else "raw",
+            "state_norms": norms,
+            "feeds": "normed" if values.get("norm_output") else "raw",
+            "positions": "target" if mrope else "entries",
+        },
+    )
+    released.check_target("vocabulary", released.number("vocab_size"), released.shape.vocab_size)
+    if vocabulary:
+        ours["token_ids"] = _token_ids(released.title, ours.pop("token_ids", None), config)
+    return config, ours
 
 
 def _unnested(released: Released) -> dict[str, Any]:
@@ -166,14 +148,14 @@ def _rename(released: Released, norms: str) -> tuple[dict[str, Tensor], int]:
     names = {**NAMES, **BIASES, **QK_NORMS, **state_norms, "lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
     values = released.values
     # Heads without both use the target's LM head.
-    has_own = "lm_head.weight" in theirs or values.get("draft_vocab_size") is not None
+    has_own = "lm_head.weight" in theirs or values.get(DRAFT_VOCAB) is not None
     shares = not has_own and not values.get("tie_word_embeddings")
     needed = (*NAMES, *state_norms, *([] if shares else ["lm_head.weight"]))
     ours = replace(released, weights=theirs).renamed(names, needed, _UNUSED)
     if shares:
         ours.pop("token_ids", None)
         return ours, 0
-    return ours, released.number("draft_vocab_size", len(theirs["lm_head.weight"]))
+    return ours, released.number(DRAFT_VOCAB, len(theirs["lm_head.weight"]))
 
 
 def norm_names(norms: str) -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +19,8 @@ Weights = Mapping[str, Tensor]
 Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 """Returns the shapes of a folder's weights; a call reads the header of their file."""
 
+FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of weight files; the first that exists is read."""
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 """Settings of all layouts whose other values would need another module."""
 
@@ -96,28 +97,14 @@ class Released:
         return config
 
 
-class ReleasedLayout(ABC):
+@dataclass(frozen=True, slots=True)
+class ReleasedLayout:
     """One layout of released heads."""
 
-    files: ClassVar[tuple[str, ...]] = ("model.safetensors", "pytorch_model.bin")  # of weights; the first that exists
-    title: ClassVar[str]  # of the layout, for a person
-    head: ClassVar[type[Head]]
-
-    @abstractmethod
-    def fits(self, values: Values, shapes: Shapes) -> bool:
-        """Whether a folder holds a head of this layout, supported or not."""
-
-    def name(self, values: Values) -> str:
-        """Return the layout's name for a person."""
-        return self.title
-
-    def kind(self, values: Values) -> type[Head]:
-        """Return the class of the head; raises `ModelError` for heads that are known and not supported."""
-        return self.head
-
-    @abstractmethod
-    def translate(self, released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
-        """Return configuration and weights under our names."""
+    title: str  # for a person
+    kind: Callable[[Values], type[Head]]  # raises `ModelError` for heads that are known and not supported
+    translate: Callable[[Released], tuple[HeadConfig, dict[str, Tensor]]]  # configuration, weights under our names
+    files: tuple[str, ...] = FILES
 
 
 def block_names(theirs: str, ours: str, *more: str) -> dict[str, str]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from heads_kit import POLICIES, kind_of_prompt, prompts, random_head, recorded, target
-from released_kit import KNOWN, PlainEagle3, edit, randomised
 from safetensors.torch import load_file
 from torch import Tensor
 
 from families import FAMILIES
+from heads_kit import POLICIES, kind_of_prompt, prompts, random_head, recorded, target
+from released_kit import KNOWN, PlainEagle3, edit, randomised
 from saccade.checkpoints import export_head, inspect_checkpoint
 from saccade.checkpoints.exporting import obstacle
 from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from heads_kit import LENGTH, POLICIES, engine, prompts, target
 from torch import Tensor, nn
 
 from families import FAMILIES
+from heads_kit import LENGTH, POLICIES, engine, prompts, target
 from processes import exit_code_of, run_anew
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, build_head
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind, head_class

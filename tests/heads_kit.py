@@ -50,6 +50,17 @@ def prompts(case: FamilyCase, inputs: Inputs) -> list[Prompt]:
     return split(target(case.name).config, inputs)
 
 
+def touching_images() -> tuple[Prompt, Prompt]:
+    """A prompt with an image, and the same with another one right behind it."""
+    case = FAMILIES["llava"]
+    (base,) = prompts(case, case.row_inputs("image", 0))
+    (other,) = prompts(case, case.row_inputs("image", 1))
+    places = [i for i, token in enumerate(base.ids) if token == target("llava").config.image_token_id]
+    stop = places[-1] + 1
+    pictures = base.ids[places[0] : stop]
+    return base, Prompt((*base.ids[:stop], *pictures, *base.ids[stop:]), (base.media[0], other.media[0]))
+
+
 def kind_of_prompt(name: str) -> str:
     return "image" if FAMILIES[name].is_visual else "text"
 

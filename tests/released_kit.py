@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from heads_kit import Text, random_head, target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from families import pristine, reset_rope_deltas
+from heads_kit import Text, random_head, target
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.vispec import runs_of
