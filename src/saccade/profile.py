@@ -39,15 +39,6 @@ class Profile:
                 lines += ["", f"[{name}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
         write_file(path, "\n".join(lines) + "\n", error=InputError)
 
-    def completed(
-        self, drafter: Any, method: str | None, heads: Any, head: str | None, options: dict[str, Any]
-    ) -> tuple[str, Any, str, Any, str | None, dict[str, Any]]:
-        """Return the arguments of `saccade.load` with what was not given: target to options, in its order."""
-        drafter, heads = self.drafter if drafter is None else drafter, heads or self.heads
-        if method is not None:
-            return self.target, drafter, method, heads, head, options
-        return self.target, drafter, self.method, heads, head or self.head, {**self.options, **options}
-
 
 def read_profile(path: str | Path) -> Profile:
     """Read a profile."""

@@ -129,7 +129,10 @@ def check(
 
         profile = read_profile(target)
         exact = exact or profile.exact
-        target, drafter, method, heads, head, options = profile.completed(drafter, method, heads, head, options)
+        if method is None:
+            method, head, options = profile.method, head or profile.head, {**profile.options, **options}
+        target, heads = profile.target, heads or profile.heads
+        drafter = profile.drafter if drafter is None else drafter
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
     named = drafters.named(drafter, heads)

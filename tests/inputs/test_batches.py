@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kits import kit
-from test_same_as_transformers import assert_same_prompt, clip
+from test_same_as_transformers import clip
 
 from families import FAMILIES, FamilyCase
 from saccade.errors import InputError
-from saccade.inputs.families import join, media_spans, split, type_ids, visual_ids, visual_mask
+from saccade.inputs.families import join, media_spans, split, visual_ids, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
 
 TEXT_KEYS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
@@ -26,37 +26,6 @@ def config_of(case: FamilyCase) -> Any:
 
 def by_name(case: Any) -> str:
     return case.name if isinstance(case, FamilyCase) else str(case)
-
-
-@pytest.mark.parametrize(("case", "kind"), CASES, ids=by_name)
-def test_rows_of_a_batch_are_what_each_row_alone_would_be(case: FamilyCase, kind: str) -> None:
-    config = config_of(case)
-    for row, prompt in enumerate(split(config, case.inputs(kind, rows=3))):
-        alone = case.row_inputs(kind, row)
-        assert list(prompt.ids) == alone["input_ids"][0].tolist()
-        made = join(config, prompt.media)
-        assert made.keys() == alone.keys() - TEXT_KEYS
-        assert all(torch.equal(made[name], alone[name]) for name in made)
-        types = type_ids(config, prompt.ids)
-        assert types.keys() == alone.keys() & {"mm_token_type_ids", "token_type_ids"}
-        assert all(torch.equal(types[name], alone[name]) for name in types)
-
-
-@pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
-def test_text_rows_may_stand_next_to_image_rows(case: FamilyCase) -> None:
-    config, image, text = config_of(case), case.row_inputs("image", 0), case.row_inputs("text", 1)
-    length = max(image["input_ids"].shape[1], text["input_ids"].shape[1])
-    rows = [image, text]
-    pad = {
-        name: torch.cat([torch.nn.functional.pad(r[name], (length - r[name].shape[1], 0)) for r in rows])
-        for name in ("input_ids", "attention_mask")
-    }
-    visual = {name: value for name, value in image.items() if name not in TEXT_KEYS}
-    if config.model_type in ("idefics3", "smolvlm"):
-        visual = {name: torch.cat([value, torch.zeros_like(value)]) for name, value in visual.items()}
-    first, second = split(config, {**pad, **visual})
-    assert_same_prompt(first, split(config, image)[0])
-    assert_same_prompt(second, split(config, text)[0])
 
 
 @pytest.mark.parametrize(("case", "kind"), [c for c in CASES if c[1] != "text"], ids=by_name)

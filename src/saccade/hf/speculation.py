@@ -294,36 +294,9 @@ def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
     read = {*_READ, *family.visual_keys, family.types}
     takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
     present.discard("labels")  # for a loss, which `generate` ignores
-    if "position_ids" in present and _are_default(model, given["position_ids"], given):
-        present.remove("position_ids")
     for name in sorted(present & takes - read):
         if name not in TYPES or bool(torch.as_tensor(given[name]).any()):  # all zeros: text
             raise InputError(
                 f"The input {name} does not reach the model in speculative decoding, which prepares the model's "
                 "inputs itself; leave it out, or leave out custom_generate."
             )
-
-
-def _are_default(model: Any, positions: Tensor, given: Mapping[str, Any]) -> bool:
-    """Whether positions equal those that `generate` derives from ids, mask and media.
-
-    They are ``[B, S]``; of models with M-RoPE also ``[3, B, S]``, or ``[4, B, S]`` with those of the text first.
-    """
-    ids = given.get("input_ids")
-    mask = given.get("attention_mask")
-    if ids is None:
-        return False
-    mask = torch.ones_like(ids) if mask is None else mask
-    default = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)  # [B, S]
-    if positions.dim() == 3:
-        rope_index = getattr(getattr(model, "model", None), "get_rope_index", None)
-        if rope_index is None:
-            return False
-        wanted = inspect.signature(rope_index).parameters
-        present = {name: given[name] for name in wanted if given.get(name) is not None}
-        rotary, _ = rope_index(**{**present, "attention_mask": mask})  # [3, B, S]
-        default = torch.cat([default[None].to(rotary.device), rotary])[-positions.shape[0] :]
-    if positions.shape != default.shape:
-        return False
-    equal = positions.to(default.device) == default
-    return bool(equal.logical_or((mask == 0).to(default.device)).all())
