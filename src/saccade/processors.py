@@ -184,17 +184,17 @@ def process(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
 
 def _alone(processor: Any, row: int, each: int) -> Any:
     """Copy a processor of transformers without its data of other rows."""
-    own = copy.copy(processor)
+    alone = copy.copy(processor)
     prompt = row // each
-    if type(own) is logits_process.RepetitionPenaltyLogitsProcessor:
-        if isinstance(getattr(own, "prompt_ignore_length", None), Tensor):
-            own.prompt_ignore_length = int(own.prompt_ignore_length[row])
-    elif type(own) is logits_process.PrefixConstrainedLogitsProcessor:
-        allowed = own._prefix_allowed_tokens_fn
-        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
-    elif type(own) is logits_process.EncoderRepetitionPenaltyLogitsProcessor:
-        if len(own.encoder_input_ids) > 1:
-            own.encoder_input_ids = own.encoder_input_ids[prompt][None]
-    elif type(own) is logits_process.EncoderNoRepeatNGramLogitsProcessor and own.batch_size > 1:
-        own.generated_ngrams, own.batch_size = [own.generated_ngrams[prompt]], 1
-    return own
+    if type(alone) is logits_process.RepetitionPenaltyLogitsProcessor:
+        if isinstance(getattr(alone, "prompt_ignore_length", None), Tensor):
+            alone.prompt_ignore_length = int(alone.prompt_ignore_length[row])
+    elif type(alone) is logits_process.PrefixConstrainedLogitsProcessor:
+        allowed = alone._prefix_allowed_tokens_fn
+        alone._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    elif type(alone) is logits_process.EncoderRepetitionPenaltyLogitsProcessor:
+        if len(alone.encoder_input_ids) > 1:
+            alone.encoder_input_ids = alone.encoder_input_ids[prompt][None]
+    elif type(alone) is logits_process.EncoderNoRepeatNGramLogitsProcessor and alone.batch_size > 1:
+        alone.generated_ngrams, alone.batch_size = [alone.generated_ngrams[prompt]], 1
+    return alone

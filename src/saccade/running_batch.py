@@ -117,8 +117,8 @@ class Batch:
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
         media, generation = split_options(options)
         loaded = [load_image(image, media.limits) for image in one_or_more(images)]
-        given = RowInput(prompt, loaded, one_or_more(videos), media)
-        request = self._request(given, seeds_of(seed, 1)[0])
+        inputs = RowInput(prompt, loaded, one_or_more(videos), media)
+        request = self._request(inputs, seeds_of(seed, 1)[0])
         (decoding,) = plan(self._running.target, [request.prompt], tokenizer=self._tokenizer, **generation)
         row = self._running.add(request, decoding)
         ticket = Ticket(self, row, self._tokenizer)

@@ -137,8 +137,8 @@ def check(
         device_map = default_device()
     named = drafters.named(drafter, heads)
     options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
-    target, drafter, given = drafters.with_builtin(target, drafter, method, options, named)
-    kinds = drafters.kinds_of(given)
+    target, drafter, all_heads = drafters.with_builtin(target, drafter, method, options, named)
+    kinds = drafters.kinds_of(all_heads)
     name = method or drafters.default(drafter, kinds, head, options)
     draft = None if drafters.is_head(drafter) else drafter
     methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
@@ -162,7 +162,7 @@ def check(
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
         parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
-        return VLM(model, processor, **parts, heads=given, head=head, method=name, exact=exact, **options)
+        return VLM(model, processor, **parts, heads=all_heads, head=head, method=name, exact=exact, **options)
 
     return read
 
@@ -209,17 +209,17 @@ class VLM:
         self.draft_model: Target | None = None
         self.draft_processor: InputProcessor | None = None
         vocabulary: int | None = None
-        given = drafters.named(drafter, heads)
+        named = drafters.named(drafter, heads)
         if drafter is not None and not drafters.is_head(drafter):
             self.draft_model = adapt(drafter)
             self.draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
             vocabulary = shared_vocabulary(
                 self.processor.tokenizer, self.draft_processor.tokenizer, (name_of(model), name_of(drafter))
             )
-        self.heads: dict[str, Head] = drafters.read_heads(given, self.target, draft_dtype)
+        self.heads: dict[str, Head] = drafters.read_heads(named, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
         self._parts = Models(self.target, self.draft_model, vocabulary, special, self.draft_processor)
-        self._compose(method or drafters.default(drafter, drafters.kinds_of(given), head, options), head, options)
+        self._compose(method or drafters.default(drafter, drafters.kinds_of(named), head, options), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         kinds = drafters.kinds_of(self.heads)
@@ -387,12 +387,14 @@ class VLM:
         return prompt if is_made else row.prompt(self.draft_processor)
 
 
-def _processor(given: Any) -> InputProcessor:
-    if not isinstance(given, (str, Path)):
-        return InputProcessor.load(given.config._name_or_path)
-    check_checkpoint(path_of(given))
-    return InputProcessor.load(path_of(given))
+def _processor(source: Any) -> InputProcessor:
+    if not isinstance(source, (str, Path)):
+        return InputProcessor.load(source.config._name_or_path)
+    check_checkpoint(path_of(source))
+    return InputProcessor.load(path_of(source))
 
 
-def _model(given: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
-    return load_model(path_of(given), dtype=dtype, device_map=device_map) if isinstance(given, (str, Path)) else given
+def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:
+    return (
+        load_model(path_of(source), dtype=dtype, device_map=device_map) if isinstance(source, (str, Path)) else source
+    )

@@ -73,8 +73,8 @@ def traces(
         strict=True,
     )
     return [
-        TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path), own) if path else None
-        for tokens, parents, count, path, own in rows
+        TreeTrace(tuple(tokens[:count]), tuple(parents[:count]), tuple(path), numbers) if path else None
+        for tokens, parents, count, path, numbers in rows
     ]
 
 
@@ -135,8 +135,8 @@ class VerificationGroup:
 
 def tree_block(context: Context, slots: Sequence[int], tree: DraftTree) -> TokenBlock:
     """Block of the trees of decoding rows; ``tree`` may hold further rows behind theirs."""
-    own = tree.rows(0, len(slots))
-    return context.block(slots, own.tokens, None if tree.size == 1 else own.ancestors, own.depth)
+    ours = tree.rows(0, len(slots))
+    return context.block(slots, ours.tokens, None if tree.size == 1 else ours.ancestors, ours.depth)
 
 
 def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTree, index: int) -> TokenBlock:
@@ -149,7 +149,7 @@ def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTre
     if chunk.attention_mask is not None:
         mask[:count, :count] = chunk.attention_mask[0]
     mask[count:, count:] = one.ancestors[0, 1:, 1:]
-    own = torch.arange(count, device=device) if chunk.depth is None else chunk.depth[0]
+    before = torch.arange(count, device=device) if chunk.depth is None else chunk.depth[0]
     assert chunk.positions is not None
     root = chunk.positions[..., -1:]  # [3 or 1, 1, 1]
     below = target.traits.limits.clamp_positions(root[0] + depth, [length], None)
@@ -160,7 +160,7 @@ def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTre
         rows=chunk.rows,
         tokens=torch.cat([chunk.tokens, tokens[None]], 1),
         attention_mask=mask[None],
-        depth=torch.cat([own, own[-1] + depth])[None],
+        depth=torch.cat([before, before[-1] + depth])[None],
         slot_shifts=chunk.slot_shifts,
         embeddings=embeddings,
         deepstack=[pad(layer, (0, 0, 0, nodes)) for layer in chunk.deepstack],

@@ -76,12 +76,12 @@ class PaddedRows:
         )
 
     def _processor(self, processor: Any, row: int) -> Any:
-        own = of_row(processor, row, len(self._padding), self._each)
-        if not len(self._padding[row]) or type(own) in PREFIX_FREE or is_stateful(own):
-            return own
-        if type(own) in _READ_IDS and not self._kept[row, -1]:
-            return _without_padding(own, self._ids[row], self._kept[row])
-        return _Padded(own, self._padding[row])
+        alone = of_row(processor, row, len(self._padding), self._each)
+        if not len(self._padding[row]) or type(alone) in PREFIX_FREE or is_stateful(alone):
+            return alone
+        if type(alone) in _READ_IDS and not self._kept[row, -1]:
+            return _without_padding(alone, self._ids[row], self._kept[row])
+        return _Padded(alone, self._padding[row])
 
     def _stop(self, row: int) -> Callable[[Tensor, Any], bool]:
         padding = self._padding[row]

@@ -284,10 +284,10 @@ _READ = ("input_ids", "attention_mask", "past_key_values", "logits_to_keep", "as
 """Inputs besides images and videos that are read, or that change nothing."""
 
 
-def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
+def _check_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
     """Raise `InputError` for inputs of the model that would be ignored; `generate` reports those that none takes."""
-    check(model.config, given)
-    present = {name for name, value in given.items() if value is not None} - vars(GenerationConfig()).keys()
+    check(model.config, inputs)
+    present = {name for name, value in inputs.items() if value is not None} - vars(GenerationConfig()).keys()
     family = family_of(model.config)
     if present.intersection(family.visual_keys):
         check_types(model)
@@ -295,7 +295,7 @@ def _check_inputs(model: Any, given: Mapping[str, Any]) -> None:
     takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
     present.discard("labels")  # for a loss, which `generate` ignores
     for name in sorted(present & takes - read):
-        if name not in TYPES or bool(torch.as_tensor(given[name]).any()):  # all zeros: text
+        if name not in TYPES or bool(torch.as_tensor(inputs[name]).any()):  # all zeros: text
             raise InputError(
                 f"The input {name} does not reach the model in speculative decoding, which prepares the model's "
                 "inputs itself; leave it out, or leave out custom_generate."

@@ -240,7 +240,7 @@ def fit(
         )
     if head is not None:
         return head
-    fitting = [name for name, own in kinds.items() if own == kind]
+    fitting = [name for name, other in kinds.items() if other == kind]
     if not fitting:
         other = next(iter(kinds.values()), "chain" if has_draft_model else "prompt-lookup")
         raise MethodError(
