@@ -9,12 +9,12 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from saccade.errors import InputError, ModelError
 from saccade.files import write_file
@@ -156,13 +156,18 @@ def _speed_over_float32(dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(2048, 1024, generator=generator)
     tokens = torch.randn(8, 1024, generator=generator)
-    times: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+    products = [partial(linear, tokens.to(kind), weights.to(kind)) for kind in (torch.float32, dtype)]
     with torch.inference_mode():
-        for _ in range(7):
-            for kind, seconds in times.items():
-                weight, token = weights.to(kind), tokens.to(kind)
-                torch.nn.functional.linear(token, weight)
-                start = time.perf_counter()
-                torch.nn.functional.linear(token, weight)
-                seconds.append(time.perf_counter() - start)
-    return median(times[torch.float32]) / median(times[dtype])
+        wide, narrow = shortest_times(*products)
+    return wide / narrow
+
+
+def shortest_times(*functions: Callable[[], object]) -> list[float]:
+    """Shortest seconds of each function, called in turn."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(8):
+        for function, seconds in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+    return [min(seconds[1:]) for seconds in times]

@@ -293,9 +293,9 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     hooks = [len(module._forward_pre_hooks) for module in model.model.modules()]
     reading = context.forward(rows, tokens, TREE, DEPTH)
     context.cache.drop(rows)
-    first = context.early_exit(rows, tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1], layer)
-    rest = context.early_exit(rows, tokens[:, 1:], TREE[:, 1:], DEPTH, layer)  # behind the first, which is pending
-    torch.testing.assert_close(torch.cat([first, rest], 1), reading.hidden[layer], rtol=1e-4, atol=1e-3)
+    parts = (tokens[:, :1], TREE[:, :1, :1], DEPTH[:, :1]), (tokens[:, 1:], TREE[:, 1:], DEPTH)
+    states = [model.early_exit(context.cache, context.block(rows, *part), layer) for part in parts]
+    torch.testing.assert_close(torch.cat(states, 1), reading.hidden[layer], rtol=1e-4, atol=1e-3)
     context.cache.drop(rows)
     torch.testing.assert_close(context.forward(rows, tokens, TREE, DEPTH).logits, reading.logits)
     assert [len(module._forward_pre_hooks) for module in model.model.modules()] == hooks

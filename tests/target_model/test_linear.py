@@ -101,7 +101,7 @@ def test_the_longest_stretch_of_rows_that_clearly_gains_is_packed(
     ours: tuple[float, ...], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter(ours)
-    monkeypatch.setattr(linear, "_fastest", lambda *products: [1.0, next(times)])
+    monkeypatch.setattr(cpu, "shortest_times", lambda *products: [1.0, next(times)])
     assert linear._measure(64, 32, torch.float32) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from saccade.target_model.stock import (
     captured_states,
     mask_labels,
     packing,
+    replaced,
     replaced_embeddings,
 )
 from saccade.target_model.traits import ModelTraits, compute_device
@@ -121,14 +122,9 @@ class Target:
         elements = 2 * heads * dim * len(self.layers)
         return int(elements * self.dtype.itemsize) // shares
 
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
+    def pinned(self) -> AbstractContextManager[None]:
         """Take the model as unchanged while the context is open."""
-        before, self._pinned = self._pinned, self.is_lean
-        try:
-            yield
-        finally:
-            self._pinned = before
+        return replaced([(self, "_pinned", self.is_lean)])
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -225,9 +221,17 @@ class Target:
 
         Entries of later layers are not written, so these pending entries can only be dropped.
         """
-        if self.is_lean and not self._rows_run_alone:
-            return self._early_exit(cache, block, layer)
-        return torch.cat([self._early_exit(cache, single, layer) for single in block.split_rows()])
+        is_lean = self.is_lean
+        if len(block.rows) > 1 and (self._rows_run_alone or not is_lean):
+            return torch.cat([self.early_exit(cache, single, layer) for single in block.split_rows()])
+        if not is_lean:
+            with ending_at(self.layers[layer]) as entering:
+                self._run_row(cache, block, Requirements())
+            return entering["hidden_states"].to(self.device)  # type: ignore[no-any-return]
+        assert self._lean is not None
+        layout, positions, _ = self._plan(cache, [block])
+        states, _ = self._lean(self._embedded([block]), positions, cache, layout, until=layer)
+        return states.view(*block.tokens.shape, -1)
 
     @torch.inference_mode()
     def forward_prompt(self, cache: RowCache, row: int, prompt: Prompt, requirements: Requirements) -> ForwardOutput:
@@ -248,7 +252,12 @@ class Target:
 
     def _run(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         if self.is_lean:
-            return self._run_lean(cache, blocks, requirements)
+            assert self._lean is not None
+            layout, positions, logit_indices = self._plan(cache, blocks)
+            deepstack = pack_deepstack(blocks)
+            normed, hidden = self._lean(self._embedded(blocks), positions, cache, layout, requirements, deepstack)
+            logits = self._lean.logits(normed if logit_indices is None else normed[logit_indices])
+            return split_outputs(blocks, logits, hidden)
         if self.exact and not self._stock_contexts:
             raise ModelError(
                 "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
@@ -260,16 +269,6 @@ class Target:
             concat_outputs([self._run_row(cache, single, requirements) for single in block.split_rows()])
             for block in blocks
         ]
-
-    def _run_lean(
-        self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
-    ) -> list[ForwardOutput]:
-        assert self._lean is not None
-        layout, positions, logit_indices = self._plan(cache, blocks)
-        deepstack = pack_deepstack(blocks)
-        normed, hidden = self._lean(self._embedded(blocks), positions, cache, layout, requirements, deepstack)
-        logits = self._lean.logits(normed if logit_indices is None else normed[logit_indices])
-        return split_outputs(blocks, logits, hidden)
 
     def _run_packed(
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
@@ -295,16 +294,6 @@ class Target:
             embeddings = self.embed(block.tokens) if block.embeddings is None else block.embeddings
             parts.append(embeddings.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
-        if not self.is_lean:
-            with ending_at(self.layers[layer]) as entering:
-                self._run_row(cache, block, Requirements())
-            return entering["hidden_states"].to(self.device)  # type: ignore[no-any-return]
-        assert self._lean is not None
-        layout, positions, _ = self._plan(cache, [block])
-        states, _ = self._lean(self._embedded([block]), positions, cache, layout, until=layer)
-        return states.view(*block.tokens.shape, -1)
 
     # -- layout, masks and positions -----------------------------------------------------------------------
 

@@ -109,12 +109,6 @@ class Context:
         """Run blocks together."""
         return self.target.forward(self.cache, blocks, self.requirements)
 
-    def early_exit(
-        self, rows: Sequence[int], tokens: Tensor, attention_mask: Tensor | None, depth: Tensor, layer: int
-    ) -> Tensor:
-        """Return the input of ``layer``, ``[A, n, d]``; see `Target.early_exit`."""
-        return self.target.early_exit(self.cache, self.block(rows, tokens, attention_mask, depth), layer)
-
     def numbers_of(self, rows: Sequence[int], new: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Integers that a forward of some rows looks up on the device, once ``new`` more entries are committed."""
         if len(rows) == 1:

@@ -73,12 +73,7 @@ class _LayerWeights:
 class LeanDecoder:
     """Forwards of a model on fused weights, without its Python modules."""
 
-    def __init__(
-        self,
-        model: Any,
-        decoder: Any,
-        exact: ExactAttention | None = None,
-    ) -> None:
+    def __init__(self, model: Any, decoder: Any, exact: ExactAttention | None = None) -> None:
         product = Linear if exact is None else SteadyLinear
         attention = decoder.layers[0].self_attn
         self._layers = layers = [_fuse_layer(layer, product) for layer in decoder.layers]

@@ -8,8 +8,7 @@ depends on the processor and on the shape, so it is measured, once per machine.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -129,20 +128,9 @@ def _measure(out: int, width: int, dtype: torch.dtype) -> Sequence[int]:
     with torch.inference_mode():
         for index, rows in enumerate(ROWS):
             x = torch.randn(rows, width, generator=generator).to(dtype)
-            plain, ours = _fastest(partial(product, x), partial(packed, x))
+            plain, ours = cpu.shortest_times(partial(product, x), partial(packed, x))
             if ours >= _GAIN * plain:
                 first = index + 1
             elif index + 1 - first > len(best):
                 best = range(first, index + 1)
     return (ROWS[best[0]], 2 * ROWS[best[-1]]) if best else (0, 0)
-
-
-def _fastest(*products: Callable[[], Tensor]) -> list[float]:
-    """Shortest seconds of each, called in turn."""
-    times: list[list[float]] = [[] for _ in products]
-    for _ in range(8):
-        for product, seconds in zip(products, times, strict=True):
-            start = time.perf_counter()
-            product()
-            seconds.append(time.perf_counter() - start)
-    return [min(seconds[1:]) for seconds in times]

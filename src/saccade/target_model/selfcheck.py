@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
+from saccade.target_model.stock import replaced
 from saccade.target_model.traits import LAYER_TYPES, Thresholds, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 
@@ -60,8 +61,9 @@ def _compare(target: Target, length: int, start: int) -> None:
     """Compare behind a prompt of ``length`` tokens, with all new tokens around position ``start``."""
     ids = ordinary_ids(target.config, target.vocab_size, length + len(SHAPE.paths) + 2)
     parts = ids[:length], ids[length:-1], ids[-1], max(start - length - 1, 0)
+    deltas = [(m, "rope_deltas", None) for m in target.model.modules() if hasattr(m, "rope_deltas")]
     try:
-        with _undisturbed(target):
+        with replaced(deltas):  # which a plain forward leaves on M-RoPE models
             ours, theirs = _on_a_tree(target, *parts), _path_by_path(target, *parts)
     except torch.OutOfMemoryError:
         raise
@@ -117,29 +119,10 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
     return torch.stack([*shared, *leaves, logits[-1, start + 3]])
 
 
-@contextmanager
-def _undisturbed(target: Target) -> Iterator[None]:
-    """Restore the rope deltas that a plain forward leaves on M-RoPE models."""
-    before: list[tuple[Any, Any]] = [(m, m.rope_deltas) for m in target.model.modules() if hasattr(m, "rope_deltas")]
-    for module, _ in before:
-        module.rope_deltas = None
-    try:
-        yield
-    finally:
-        for module, deltas in before:
-            module.rope_deltas = deltas
-
-
-@contextmanager
-def _window(target: Target, length: int) -> Iterator[None]:
+def _window(target: Target, length: int) -> AbstractContextManager[None]:
     """Replace the window of the configuration and of the target's masks while the context is open."""
-    traits, window = target.traits, target.text_config.sliding_window
-    target.text_config.sliding_window = length
-    target.traits = replace(traits, masks=replace(traits.masks, window=length))
-    try:
-        yield
-    finally:
-        target.text_config.sliding_window, target.traits = window, traits
+    traits = replace(target.traits, masks=replace(target.traits.masks, window=length))
+    return replaced([(target.text_config, "sliding_window", length), (target, "traits", traits)])
 
 
 def _refusal(target: Target, why: str) -> ModelError:

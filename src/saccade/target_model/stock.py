@@ -8,8 +8,8 @@ windows, soft caps and sinks). The masks passed to the modules are only labels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
@@ -37,17 +37,23 @@ def can_switch_attention(decoder: Any) -> bool:
 
 
 @contextmanager
-def _attention(decoder: nn.Module, name: str) -> Iterator[None]:
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes, each given as owner, name and value, while the context is open."""
+    with ExitStack() as restoring:
+        for owner, name, value in changes:
+            restoring.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def _attention(decoder: nn.Module, name: str) -> AbstractContextManager[None]:
     """Run the decoder's attention by our functions of that name while the context is open."""
     configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    for config, kind in before:
-        config._attn_implementation_internal = f"{name}_eager" if kind == "eager" else f"{name}_sdpa"
-    try:
-        yield
-    finally:
-        for config, kind in before:
-            config._attn_implementation_internal = kind
+    changes = []
+    for config in configs.values():
+        kind = "eager" if config._attn_implementation_internal == "eager" else "sdpa"
+        changes.append((config, "_attn_implementation_internal", f"{name}_{kind}"))
+    return replaced(changes)
 
 
 # -- packed sequences ----------------------------------------------------------------------------------------

@@ -137,7 +137,8 @@ class KangarooDraftSession(HeadDraftSession):
         """``[A, W, d]`` states of pending tokens, ``attention_mask`` ``[A or 1, W, T]`` as in `Context.forward`."""
         self._depths += [depth] * tokens.shape[1]
         depths = self._numbers.get(self._depths)[None]
-        return self._context.early_exit(rows, tokens, attention_mask, depths, self._layer).to(self._features[0])
+        context, block = self._context, self._context.block(rows, tokens, attention_mask, depths)
+        return context.target.early_exit(context.cache, block, self._layer).to(self._features[0])
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._features[0].new_empty(*tokens.shape, 0)
