@@ -28,7 +28,7 @@ from saccade.target_model.forward import (
 )
 from saccade.target_model.graphs import GraphPool
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
-from saccade.target_model.sharding import Ranks, Shards
+from saccade.target_model.sharding import HOLDER, Ranks, Shards
 from saccade.target_model.stock import (
     can_switch_attention,
     captured_states,
@@ -78,7 +78,7 @@ class Target:
             )
         self.layers: nn.ModuleList = self.decoder.layers
         self.ranks = Ranks.of(self.model)  # processes over which the weights are split; None for a whole model
-        self.shards = Shards.of(self.decoder)
+        self.shards: Shards | None = getattr(self.decoder, HOLDER, None)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = compute_device(self._embeddings)
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]

@@ -41,14 +41,12 @@ SEEN = 3  # occurrences of a forward from which on it is captured
 MOST_GRAPHS = 64  # graphs of a cache; those not used for longest go first
 _MOST_COUNTED = 1024
 
-Function = Callable[[], Any]
-Capture = Callable[[Function, Any], tuple[Callable[[], None], Any]]
-"""Runs a function once or more while it is captured; returns what repeats it, and its outputs, whose memory a replay
-overwrites. Takes the pool of an earlier capture, or None."""
+Captured = tuple[Callable[[], None], Any]
+"""What repeats a function, and the function's outputs, whose memory a replay overwrites."""
 
 
-def capture_cuda(function: Function, pool: Any) -> tuple[Callable[[], None], Any]:
-    """Capture a function as a CUDA graph on the current device."""
+def capture_cuda(function: Callable[[], Any], pool: Any) -> Captured:
+    """Capture a function as a CUDA graph on the current device, in the pool of an earlier one, if any."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # kernels are chosen and workspaces allocated by the first calls
@@ -61,7 +59,7 @@ def capture_cuda(function: Function, pool: Any) -> tuple[Callable[[], None], Any
     return graph.replay, outputs
 
 
-CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}  # capturing function by kind of device
+CAPTURES: dict[str, Callable[..., Captured]] = {"cuda": capture_cuda}  # capturing function by kind of device
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ class GraphPool:
         made.graphs = StepGraphs(self, made)
         return made
 
-    def capture(self, function: Function) -> tuple[Callable[[], None], Any]:
+    def capture(self, function: Callable[[], Any]) -> Captured:
         """Capture a function; what was allocated while it ran is shared with the other graphs, but for its outputs."""
         if self.device.type != "cuda":
             return CAPTURES[self.device.type](function, None)

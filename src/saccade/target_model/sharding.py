@@ -23,7 +23,7 @@ from saccade.tree import DraftTree
 
 SHARDED = "fsdp"  # value of device_map that shards a target's decoder layers over the processes started by `torchrun`
 TENSOR_PARALLEL = "tp"  # value of device_map that splits a target over the processes started by `torchrun`
-_HOLDER = "_saccade_shards"
+HOLDER = "_saccade_shards"  # attribute of a sharded decoder with its `Shards`
 
 
 class Shards:
@@ -37,12 +37,6 @@ class Shards:
             self._num_running(1)
 
         decoder.register_forward_pre_hook(announce)
-
-    @classmethod
-    def of(cls, decoder: Any) -> Shards | None:
-        """Return the shards of a decoder that `sharded` returned; None for any other."""
-        shards: Shards | None = getattr(decoder, _HOLDER, None)
-        return shards
 
     def attend(self) -> None:
         """Join in the other processes' forwards until none of them has any left, and all have come here."""
@@ -78,9 +72,9 @@ def check_sharding(config: Any) -> None:
 
 def check_processes(device_map: Any, config: Any) -> None:
     """Check without weights that a device_map among processes can divide the model; others are not checked."""
-    if isinstance(device_map, str) and device_map == TENSOR_PARALLEL:
+    if device_map == TENSOR_PARALLEL:
         check_split(config)
-    if isinstance(device_map, str) and device_map == SHARDED:
+    if device_map == SHARDED:
         check_sharding(config)
 
 
@@ -116,7 +110,7 @@ def sharded(load: Callable[[], Any]) -> Any:
         distributed.barrier()
     decoder = model.get_decoder()
     _gather(decoder.layers)  # memory of whole layers must not be made in inference mode
-    setattr(decoder, _HOLDER, Shards(decoder, device))
+    setattr(decoder, HOLDER, Shards(decoder, device))
     return model
 
 
@@ -160,7 +154,8 @@ class Ranks:
 
     def numbers(self, values: Sequence[int]) -> list[int]:
         """Return rank 0's integers, of which all ranks have equally many."""
-        sent = self._send(torch.tensor(values, dtype=torch.long, device=self._device))
+        sent = torch.tensor(values, dtype=torch.long, device=self._device)
+        distributed.broadcast(sent, self._leader, group=self._group)
         return list(values) if self.rank == 0 else [int(v) for v in sent.tolist()]
 
     def tensors(self, numbers: Sequence[int], parts: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
@@ -175,7 +170,8 @@ class Ranks:
             joint = torch.cat([part.flatten().long() for part in parts]).to(self._device)
         else:
             joint = torch.empty(sum(counts), dtype=torch.long, device=self._device)
-        received = zip(self._send(joint).split(counts), sizes, parts, strict=True)
+        distributed.broadcast(joint, self._leader, group=self._group)
+        received = zip(joint.split(counts), sizes, parts, strict=True)
         tensors = [new.view(size).to(like.device, like.dtype) for new, size, like in received]
         return numbers, tensors
 
@@ -186,10 +182,6 @@ class Ranks:
         q = tree.q if tree.tokens.shape == tokens.shape else None
         shape = {"parents": parents, "depth": depth, "ancestors": ancestors, "valid": valid}
         return replace(tree, tokens=tokens, **shape, max_depth=bounds[0], max_children=bounds[1], q=q)
-
-    def _send(self, values: Tensor) -> Tensor:
-        distributed.broadcast(values, self._leader, group=self._group)
-        return values
 
 
 def processes() -> int | None:
