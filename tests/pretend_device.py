@@ -260,8 +260,7 @@ def _place() -> str:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation with a tensor of the device, or one that makes one."""
-    name, overload = func._schema.name, func._schema.overload_name
-    full = f"{name}.{overload}" if overload else name
+    name = func._schema.name
     flat, spec = tree_flatten((args, kwargs))
     ours = [x for x in flat if isinstance(x, OnPretend)]
     host = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, OnPretend)]
@@ -269,7 +268,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to_device = _is_pretend(devices[0]) if devices else bool(ours)
     is_copy = name in _CONVERSIONS or name == "aten::copy_"
     if not is_copy and ours:
-        _refuse_mixed(name, full, host)
+        _refuse_mixed(name, host)
     if (counts := _counts()) is not None:
         _count(counts, func, args, kwargs, ours, host, to_device)
 
@@ -293,25 +292,17 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: OnPretend(x) if isinstance(x, Tensor) and to_device else x, out)
 
 
-def _refuse_mixed(name: str, full: str, host: list[Tensor]) -> None:
+def _refuse_mixed(name: str, host: list[Tensor]) -> None:
     wrong = [h for h in host if h.dim() > 0]
-    if not wrong:
-        return
-    if name in _INDEXING and all(h.dtype in (torch.int64, torch.bool, torch.uint8) for h in wrong):
+    if wrong and name in _INDEXING and all(h.dtype in (torch.int64, torch.bool, torch.uint8) for h in wrong):
         _count_wait("index from the host")
-        return
-    shapes = ", ".join(str(list(h.shape)) for h in wrong)
-    raise MixedDevices(f"{full} at {_place()} got CPU tensors of shape {shapes} next to tensors of {NAME}.")
+    elif wrong:
+        shapes = ", ".join(str(list(h.shape)) for h in wrong)
+        raise MixedDevices(f"{name} at {_place()} got CPU tensors of shape {shapes} next to tensors of {NAME}.")
 
 
 def _count(
-    counts: Counts,
-    func: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    ours: list[OnPretend],
-    host: list[Tensor],
-    to_device: bool,
+    counts: Counts, func: Any, args: Any, kwargs: Any, ours: list[Any], host: list[Any], to_device: bool
 ) -> None:
     name, full = func._schema.name, ".".join(filter(None, (func._schema.name, func._schema.overload_name)))
     is_mixed_copy = name == "aten::copy_" and bool(ours) and bool(host) and host[0].dim() > 0
@@ -322,14 +313,13 @@ def _count(
         _count_wait("copy to the host")
     elif is_mixed_copy or (name in _CONVERSIONS and host and to_device):
         need_not_wait = kwargs.get("non_blocking") or (is_mixed_copy and (*args, False)[2])
-        is_sent = isinstance(host[0], _Pinned) and need_not_wait
-        (counts.sent if is_sent else counts.blocking)[_place()] += 1
+        is_pinned = isinstance(host[0], _Pinned) and need_not_wait
+        (counts.sent if is_pinned else counts.blocking)[_place()] += 1
     elif full in _WAITING or name in _WAITING:
         _count_wait(_WAITING.get(full) or _WAITING[name])
     else:
-        if name in _INDEXING and any(
-            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_flatten(args[1])[0]
-        ):
+        indices = tree_flatten(args[1])[0] if name in _INDEXING else []
+        if any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices):
             _count_wait("index by a mask")
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not is_view and name not in _FREE:

@@ -88,11 +88,13 @@ def assert_holds(cache: RowCache, reference: Reference) -> None:
                 assert torch.equal(tensor[:, at : at + len(numbers)], entries(numbers, layer, kind))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataObject) -> None:
-    cache, reference = new_cache(), Reference()
-    for _ in range(data.draw(st.integers(1, 14))):
+    """The arena exceeds the most slots only where the segments together do, whatever gaps lie between them."""
+    cache, reference, fits = new_cache(), Reference(), True
+    cache.max_slots = most = data.draw(st.integers(4, 12)) * QUANTUM
+    for _ in range(data.draw(st.integers(1, 20))):
         step = data.draw(
             st.sampled_from(["forward", "forward", "commit", "commit", "drop", "crop", "reserve", "release", "expect"])
         )
@@ -119,7 +121,7 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
             cache.crop(row, length)
             reference.rows[row], reference.pending[row] = reference.rows[row][:length], []
         elif step == "reserve":
-            cache.reserve(row, data.draw(st.integers(1, 300)))
+            cache.reserve(row, data.draw(st.integers(1, most)))
         elif step == "release":
             exported = cache.export(row) if reference.rows[row] else []
             cache.release(row)
@@ -128,47 +130,10 @@ def test_any_sequence_of_operations_leaves_what_lists_would_hold(data: st.DataOb
                 assert torch.equal(values[0], entries(reference.rows[row], layer, "value"))
             reference.rows[row], reference.pending[row] = [], []
         else:
-            cache.preallocate(data.draw(st.integers(1, 600)))
+            cache.preallocate(data.draw(st.integers(1, most)))
+        fits = fits and sum(map(cache.capacity, range(ROWS))) <= most
+        assert not fits or cache.slots <= most
         assert_holds(cache, reference)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_the_arena_never_exceeds_the_most_while_all_segments_fit(data: st.DataObject) -> None:
-    """Whatever gaps are left by rows that come, grow and go."""
-    cache, reference = new_cache(), Reference()
-    cache.max_slots = most = data.draw(st.integers(4, 12)) * QUANTUM
-    for _ in range(data.draw(st.integers(1, 24))):
-        row = data.draw(st.integers(0, ROWS - 1))
-        if data.draw(st.integers(0, 3)):
-            quanta = data.draw(st.integers(1, most // QUANTUM))
-            others = sum(cache.capacity(other) for other in range(ROWS) if other != row)
-            if others + quanta * QUANTUM > most:
-                continue
-            cache.reserve(row, quanta * QUANTUM)
-            n = data.draw(st.sampled_from([1, 3, 40]))
-            if cache.lengths[row] + cache.pending[row] + n <= cache.capacity(row):
-                add(cache, reference, row, n, keep=data.draw(st.booleans()))
-        else:
-            cache.release(row)
-            reference.rows[row], reference.pending[row] = [], []
-        assert cache.slots <= most
-        assert_holds(cache, reference)
-
-
-def test_a_row_between_others_grows_into_gaps_on_both_sides() -> None:
-    cache, reference = new_cache(), Reference()
-    cache.max_slots = 8 * QUANTUM
-    for row, quanta in enumerate((2, 4, 2)):
-        cache.reserve(row, quanta * QUANTUM)
-        add(cache, reference, row, 5, keep=row != 1)
-    cache.release(0)
-    reference.rows[0] = []
-    moves, addresses = cache.moves, [layer.keys.data_ptr() for layer in cache.layers]
-    cache.reserve(1, 6 * QUANTUM)
-    assert cache.slots == 8 * QUANTUM
-    assert (cache.moves, [layer.keys.data_ptr() for layer in cache.layers]) == (moves, addresses)
-    assert_holds(cache, reference)
 
 
 def test_a_row_that_grows_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

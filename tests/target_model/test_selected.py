@@ -15,7 +15,7 @@ from saccade.errors import ModelError
 from saccade.inputs.families import media_spans, split, visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.context import Context, PrefillResult, num_cached, retained_positions, slot_shifts
+from saccade.target_model.context import Context, PrefillResult, retained_positions
 from saccade.target_model.forward import Requirements
 from saccade.target_model.stock import captured_states, replaced_embeddings
 from saccade.tree import TreeShape
@@ -133,13 +133,6 @@ def test_a_row_with_gaps_runs_alone_as_next_to_one_without(name: str) -> None:
     context.load(1, given)
     again = context.forward([0, 1], *run).logits
     torch.testing.assert_close(again, both[:1].expand_as(again), **CLOSE)
-
-
-def test_gaps_are_counted_back_from_the_end() -> None:
-    assert retained_positions(2, 7, [1, 3, 4]) == [2, 5, 6]
-    assert num_cached(5, [1, 3, 4]) == 2
-    assert slot_shifts(6, [1, 3, 4]) == [-3, -2, 0]
-    assert slot_shifts(4, []) == [0, 0, 0, 0]
 
 
 # --------------------------------------------------------------------------- attention of the prompt's words
