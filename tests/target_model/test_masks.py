@@ -56,7 +56,7 @@ def build(plan: MaskPlan, tree: DraftTree, lengths: list[int], new: int) -> dict
 @settings(max_examples=60, deadline=None)
 @given(trees(rows=3, max_nodes=6), LENGTHS, st.data())
 def test_masks_equal_naive_ones(rows: list[NaiveTree], lengths: list[int], data: st.DataObject) -> None:
-    """Also for the last nodes alone, with the earlier ones pending; padding nodes see themselves, or softmax were NaN."""
+    """Also for the last nodes alone, with the earlier ones pending. Padding nodes see themselves, or softmax is NaN."""
     tree, new = draft_tree(rows), data.draw(st.integers(1, len(rows[0].parents)))
     for window in (None, data.draw(st.integers(1, 8))):
         built = build(MaskPlan(window, ()), tree, lengths, new)
