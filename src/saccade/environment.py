@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from saccade.target_model.sharding import whole
-
 PACKAGES = ("saccade", "torch", "transformers", "numpy")
 
 
@@ -91,7 +89,8 @@ def fingerprint(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> s
     for name, weight in sorted(model.named_parameters()):
         hasher.update(f"{name}|{tuple(weight.shape)}|".encode())
         if weight.numel() and weight.device.type != "meta":
-            row = whole(weight).detach()
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a sharded model
+            row = weight.detach()
             if row.dim():
                 row = row[(row.shape[0] // 2, *[0] * (row.dim() - 2))]
             numbers = row.reshape(-1)[:32].to(dtype).float()
