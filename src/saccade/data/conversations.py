@@ -134,17 +134,21 @@ def resolve(source: str, root: Path) -> str:
     return str(root / source)
 
 
-def resolve_media(messages: Sequence[Mapping[str, Any]], root: Path) -> Messages:
-    """Messages whose media can be opened from any working directory."""
-
-    def part(place: dict[str, Any]) -> dict[str, Any]:
-        kind = place["type"]
-        if kind == "text":
-            return place
-        paths = [resolve(source, root) for source in sources_of(place)]
-        return {**place, kind: paths if isinstance(place[kind], list) else paths[0]}
-
-    return [{**m, "content": [part(each) for each in m["content"]]} for m in messages]
+def resolve_media(
+    messages: Sequence[Mapping[str, Any]], root: Path, stored: Mapping[str, Any] | None = None
+) -> Messages:
+    """Messages whose media can be opened from any working directory; sources named in ``stored`` become its values."""
+    resolved = []
+    for message in messages:
+        content = []
+        for part in message["content"]:
+            kind = part["type"]
+            if kind != "text":
+                sources = [(stored or {}).get(source) or resolve(source, root) for source in sources_of(part)]
+                part = {**part, kind: sources if isinstance(part[kind], list) else sources[0]}
+            content.append(part)
+        resolved.append({**message, "content": content})
+    return resolved
 
 
 def check_media(messages: Sequence[dict[str, Any]], root: Path) -> None:

@@ -27,6 +27,7 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".mpg", ".mpeg", ".ogv", ".flv", ".wmv")
 _JSON, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+_ENDING = re.compile(r"\.[^/]*\Z")  # from the first dot of a file's name on
 _MOST_TEXT = 64 << 20  # bytes of a sample's JSON or text
 _PARQUET_ROWS = 16  # parquet rows that are read at once
 
@@ -112,18 +113,16 @@ class ItemSource:
         def fail(problem: OSError) -> None:
             raise SaccadeError(f"The folder {problem.filename} cannot be read: {problem.strerror}; allow it.")
 
-        top = os.path.realpath(root)
+        top = root.resolve()
         seen = {top}
-
-        def is_new(folder: str) -> bool:
-            place = os.path.realpath(folder)
-            if place in seen or (os.path.islink(folder) and Path(place).is_relative_to(top)):
-                return False
-            seen.add(place)
-            return True
-
         for name, folders, files in os.walk(root, onerror=fail, followlinks=True):
-            folders[:] = [folder for folder in sorted(folders) if is_new(os.path.join(name, folder))]
+            places = {folder: Path(name, folder) for folder in sorted(folders)}
+            folders.clear()
+            for folder, path in places.items():
+                place = path.resolve()
+                if place not in seen and not (path.is_symlink() and place.is_relative_to(top)):
+                    seen.add(place)
+                    folders.append(folder)
             shown = (Path(name, file) for file in sorted(files) if not file.startswith(".") and kind_of(file))
             for group in _grouped(shown, self.images_per_row):
                 yield _files(group, [(path if base is None else path.relative_to(base)).as_posix() for path in group])
@@ -247,7 +246,8 @@ def _samples(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
     is_plain, name = path.name.lower().endswith(".tar"), ""
     try:
         with tarfile.open(path, "r:" if is_plain else "r|*") as archive:
-            for name, members in groupby(_members(archive, path, is_plain), _sample_name):
+            by_name = groupby(_members(archive, path, is_plain), lambda member: _ENDING.sub("", member.name))
+            for name, members in by_name:
                 media: list[tuple[Kind, Any]] = []
                 texts: dict[str, bytes] = {}
                 facts = []
@@ -282,20 +282,14 @@ def _members(archive: tarfile.TarFile, path: Path, is_plain: bool) -> Iterator[t
                 raise EOFError("it breaks off")
 
 
-def _sample_name(member: tarfile.TarInfo) -> str:
-    folder, slash, name = member.name.rpartition("/")
-    return folder + slash + name.partition(".")[0]
-
-
 def _sample_row(texts: Mapping[str, bytes]) -> tuple[dict[str, Any], str]:
     """Row of a sample, and what is wrong with it."""
     try:
         row = json.loads(texts.get("json", b"{}"))
         if not isinstance(row, dict):
             return {}, "its json is no object"
-        if "txt" in texts:
-            row = {"txt": texts["txt"].decode().strip(), **row}
-        return row, ""
+        text = {"txt": texts["txt"].decode().strip()} if "txt" in texts else {}
+        return {**text, **row}, ""
     except UnicodeDecodeError:
         return {}, "its txt or json is not UTF-8 text"
     except (ValueError, RecursionError):

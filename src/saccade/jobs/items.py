@@ -16,8 +16,8 @@ from saccade.data.conversations import (
     media_parts,
     read_conversation,
     resolve,
+    resolve_media,
     sources_in,
-    sources_of,
 )
 from saccade.errors import InputError
 
@@ -141,13 +141,10 @@ def _messages(item: Item) -> Messages:
         raise InputError("expected either conversations (LLaVA) or messages (OpenAI), not both")
     conversation = read_conversation(row)
     messages = conversation.messages[: conversation.questions[0 if "conversations" in row else -1] + 1]
-    parts = list(media_parts(messages))
     if stored and "messages" in row:
+        parts = list(media_parts(messages))
         if len(parts) != len(stored):
             raise InputError(f"the messages have places for {len(parts)} media, but {len(stored)} are next to them")
         for part, name in zip(parts, stored, strict=True):
             part[part["type"]] = name
-    for part in parts:
-        sources = [stored[s] if s in stored else resolve(s, item.root) for s in sources_of(part)]
-        part[part["type"]] = sources if isinstance(part[part["type"]], list) else sources[0]
-    return messages
+    return resolve_media(messages, item.root, stored)

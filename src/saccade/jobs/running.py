@@ -207,28 +207,27 @@ def facts_of(vlm: VLM) -> dict[str, Any]:
 
 
 class Feed:
-    """Results of ``prepare`` for items, about in their order, a bounded number ahead of the batch.
+    """Results of ``prepare`` for items in their order, a bounded number ahead of the batch.
 
     Items are read by the worker threads too, one thread at a time, so that the thread of the batch waits for no disk.
     """
 
     def __init__(self, items: Iterator[Any], prepare: Callable[[Any], Any], threads: int, ahead: int) -> None:
         self._items, self._prepare, self._ahead = items, prepare, max(ahead, threads)
-        self._reading, self._is_read = threading.Lock(), False
+        self._reading = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "saccade-media")
-        self._waiting: deque[Future[Any]] = deque()
+        self._waiting = deque[Future[Any]]()
+        self._is_read = False
 
     def take(self, wait: bool) -> Any:
         """Return the next result; None when there are no more, or when it is not ready and ``wait`` is False."""
-        while True:
-            while not self._is_read and len(self._waiting) < self._ahead:
-                self._waiting.append(self._pool.submit(self._next))
-            if not self._waiting or not (wait or self._waiting[0].done()):
-                return None
-            result = self._waiting.popleft().result()
-            if result is not _END:
-                return result
-            self._is_read = True
+        while not self._is_read and len(self._waiting) < self._ahead:
+            self._waiting.append(self._pool.submit(self._next))
+        if not self._waiting or not (wait or self._waiting[0].done()):
+            return None
+        result = self._waiting.popleft().result()
+        self._is_read = self._is_read or result is None
+        return self.take(wait) if result is None else result
 
     @property
     def is_empty(self) -> bool:
@@ -242,11 +241,8 @@ class Feed:
 
     def _next(self) -> Any:
         with self._reading:
-            item = next(self._items, _END)
-        return item if item is _END else self._prepare(item)
-
-
-_END = object()
+            item = next(self._items, None)
+        return None if item is None else self._prepare(item)
 
 
 @dataclass(eq=False, slots=True)
@@ -319,17 +315,16 @@ class ItemWorker:
             yield from self._start(running)
 
     def _start(self, running: _Running) -> Iterator[Finished]:
+        running.rows = []
         try:
             if isinstance(running.prepared, Exception):
                 raise running.prepared
-            running.rows = []
             for start in running.prepared.starts():
-                running.rows.append(self._batch.add(*start))
+                row = self._batch.add(*start)
+                running.rows.append(row)
+                self._running[id(row)] = running
         except Exception as problem:
             yield self._failed(running, problem)
-            return
-        for row in running.rows:
-            self._running[id(row)] = running
 
     def _step(self) -> Iterator[Finished]:
         ended = [row for row, _ in self._batch.step() if row.done]
@@ -338,16 +333,15 @@ class ItemWorker:
             running = self._running.pop(id(row), None)
             if running is None:
                 continue  # another row of its item has failed, or all have ended in this step
-            if row.error is not None:
-                if causes[id(row.error)] > 1 and not running.alone:
-                    self._drop(running)
-                    running.alone = True
-                    self._suspects.append(running)
-                else:
-                    yield self._failed(running, row.error)
-            elif all(each.done for each in running.rows):
+            if row.error is None:
+                if all(each.done for each in running.rows):
+                    yield self._ended(running)
+            elif causes[id(row.error)] == 1 or running.alone:
+                yield self._failed(running, row.error)
+            else:
                 self._drop(running)
-                yield self._ended(running)
+                running.alone = True
+                self._suspects.append(running)
 
     def _ended(self, running: _Running) -> Finished:
         assert isinstance(running.prepared, PreparedItem), "it has rows"
@@ -355,6 +349,7 @@ class ItemWorker:
             record = running.prepared.record(running.rows)
         except Exception as problem:
             return self._failed(running, problem)
+        self._drop(running)
         tokens = sum(len(row.output) for row in running.rows)
         finishes = tuple(str(row.finish().finish_reason) for row in running.rows)
         return _finished(running.pending, record, tokens=tokens, finishes=finishes)
@@ -372,8 +367,8 @@ class ItemWorker:
 
 
 def _finished(pending: Pending, record: dict[str, Any], **facts: Any) -> Finished:
-    item, failed = pending.content, bool(facts.get("failures"))
-    row = {"key": f"{key_of(item.id, item.version):016x}", "failed": failed, "record": record}
+    key = key_of(pending.content.id, pending.content.version)
+    row = {"key": f"{key:016x}", "failed": "failures" in facts, "record": record}
     return Finished(pending.number, [row], **facts)
 
 
