@@ -70,10 +70,7 @@ def check_address(address: str) -> str:
 
 @contextmanager
 def connected(address: str, engines: int | None = None) -> Iterator[Any]:
-    """Connect to a cluster, or start one of this machine's own, with room for some engines however few cores it has.
-
-    It ends with the context or with the process. Yields the module ``ray``.
-    """
+    """Connect to a cluster, or start one of this machine's own, with room for some engines however few cores it has."""
     check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = load_ray(address)
@@ -109,10 +106,7 @@ def limit_threads(vlm: VLM, threads: int | None) -> None:
 
 
 def places(ray: Any, count: int | None, threads: int | None, with_gpu: bool) -> Places:
-    """Find room for engines: one per GPU that models may use; without GPUs one per machine, or ``count``.
-
-    On a CPU an engine has a number of threads, or an even share of the cores.
-    """
+    """Find room for engines: one per GPU that models may use; without GPUs one per machine, or ``count``."""
     if count is not None and count < 1:
         raise SaccadeError(f"The number of engines must be at least 1, not {count}.")
     resources = ray.cluster_resources()

@@ -104,11 +104,9 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         {"custom_id": "two", **chat, "body": {**body, "n": 2, "temperature": 1.0, "seed": 5, "logprobs": True}},
         {"custom_id": "raw", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Tell", "max_tokens": 3}},
         {"custom_id": "wrong", **chat, "body": {**body, "max_tokens": 0}},
-        {"custom_id": "tool", **chat, "body": {**body, "tools": [{}]}},
         {"custom_id": "stream", **chat, "body": {**body, "stream": True}},
         {"custom_id": "else", "method": "POST", "url": "/v1/embeddings", "body": body},
         {"custom_id": "own", **chat, "body": {**body, "speculation": "off"}},
-        {"custom_id": "long", **chat, "body": {**body, "max_tokens": 5000}},
         {"custom_id": "one", **chat, "body": body},
         {**chat, "body": body},
     ]
@@ -120,7 +118,7 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         [json.loads(line) for line in path.read_text().splitlines()] for path in (report.out, report.errors)
     )
     assert [row["custom_id"] for row in answers + errors] == [line.get("custom_id") for line in lines]
-    assert (report.answered, report.failed) == (3, 8)
+    assert (report.answered, report.failed) == (3, 6)
     assert [(row["response"], row["error"]["code"]) for row in errors[-2:]] == [
         (None, "duplicate_custom_id"),
         (None, "missing_required_parameter"),
@@ -146,11 +144,9 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     assert found["raw"]["response"]["body"]["object"] == "text_completion"
     for name, words in {
         "wrong": "The field max_tokens is wrong",
-        "tool": "The field tools is not supported here",
         "stream": "leave out stream",
         "else": "Expected POST to /v1/chat/completions or /v1/completions, not POST /v1/embeddings",
         "own": "A job has one method",
-        "long": "context is 1024",
     }.items():
         response = found[name]["response"]
         assert response["status_code"] == 400

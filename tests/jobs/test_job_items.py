@@ -63,30 +63,18 @@ def archive(path: Path, files: Sequence[tuple[str, bytes]], mode: Any = "w") -> 
 
 def test_a_folder_is_its_pictures_and_videos_by_path_also_behind_links(photos: Path) -> None:
     """Links to folders elsewhere are followed, each folder once."""
-    found = items(photos)
-    assert [i.id for i in found] == ["a.JPG", "b.png", "z.mp4", "sub/c.png", "sub/d.png", "sub/e.png"]
-    assert [kind for i in found for kind, _ in i.media] == ["image", "image", "video", "image", "image", "image"]
+    groups = items(photos, images_per_row=2)
+    names = [["a.JPG", "b.png"], ["z.mp4"], ["c.png", "d.png"], ["e.png"]]
+    assert [[Path(s).name for _, s in i.media] for i in groups] == names, "of one folder, and a video alone"
+    assert [i.media[0][0] for i in groups] == ["image", "video", "image", "image"]
     far = photos.parent / "far"
     far.mkdir()
     (far / "f.png").write_bytes(b"f")
     (far / "round").symlink_to(photos)
     for name, target in {"again": photos / "sub", "back": photos.parent, "far": far, "far2": far}.items():
         (photos / name).symlink_to(target)
-    names = [i.id for i in items(photos)]
-    assert names == ["a.JPG", "b.png", "z.mp4", "far/f.png", "sub/c.png", "sub/d.png", "sub/e.png"]
-
-
-def test_groups_of_pictures_stay_in_their_folder(photos: Path) -> None:
-    found = items(photos, images_per_row=2)
-    groups = [["a.JPG", "b.png"], ["z.mp4"], ["c.png", "d.png"], ["e.png"]]
-    assert [[Path(s).name for _, s in i.media] for i in found] == groups
-    assert found[2].row["files"] == ["sub/c.png", "sub/d.png"]
-
-
-def test_a_glob_and_files_that_the_shell_named_are_the_same(photos: Path) -> None:
-    by_glob = items(photos / "sub" / "*.png")
-    by_shell = items(*sorted((photos / "sub").glob("*.png")))
-    assert [(i.id, i.version) for i in by_glob] == [(i.id, i.version) for i in by_shell]
+    ids = [i.id for i in items(photos)]
+    assert ids == ["a.JPG", "b.png", "z.mp4", "far/f.png", "sub/c.png", "sub/d.png", "sub/e.png"]
 
 
 def test_files_of_other_kinds_are_skipped_in_folders_and_globs_and_refused_among_several(photos: Path) -> None:
@@ -108,13 +96,6 @@ def test_several_folders_keep_their_names_in_the_ids_and_a_tilde_is_a_letter(
     assert [i.id for i in items("~$a.png")] == ["~$a.png"]
     with pytest.raises(SaccadeError, match="There is no file or folder ~nobody"):
         items("~nobody-of-this-name/*.png")
-
-
-def test_a_replaced_picture_is_another_item(photos: Path) -> None:
-    before = {i.id: i.version for i in items(photos)}
-    (photos / "b.png").write_bytes(b"another one")
-    after = {i.id: i.version for i in items(photos)}
-    assert [name for name in before if before[name] != after[name]] == ["b.png"]
 
 
 def test_rows_of_every_form_ask_their_question(tmp_path: Path) -> None:

@@ -42,16 +42,10 @@ def export_head(head: Head, target: Target, folder: str | Path, to: str, *, targ
     reason = obstacle(head, target, to)
     if reason:
         raise ModelError(f"The layout {to} cannot hold this {head.kind} head: {reason}.")
-    if isinstance(head, Eagle3):
-        values, weights = _eagle3(head, target, to, target_name)
-    else:
-        assert isinstance(head, Eagle2)
-        values, weights = _first_eagle(head, target)
+    values, weights = _eagle3(head, target, to, target_name) if isinstance(head, Eagle3) else _eagle(head, target)
 
     def write(part: Path) -> None:
-        stored = {}
-        for name, weight in weights.items():
-            stored[name] = weight.detach().contiguous().cpu().clone()
+        stored = {name: weight.detach().contiguous().cpu().clone() for name, weight in weights.items()}
         save_file(stored, part / "model.safetensors", metadata={"format": "pt"})
         (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (part / "README.md").write_text(_card(head, to, target_name), encoding="utf-8")
@@ -114,9 +108,16 @@ def _rope(config: HeadConfig) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": rope["rope_theta"], **sections}
 
 
-def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
-    """config.json of a Llama of one layer, without its rotary settings."""
+def _llama(config: HeadConfig, target: Target, to: str = "eagle") -> dict[str, Any]:
+    """config.json of a Llama of one layer; layouts but that of speculators have the older form of rotary settings."""
     text = target.text_config
+    positions: dict[str, Any] = {"rope_parameters": _rope(config), "attention_bias": config.qkv_bias}
+    if to != "speculators":
+        rope = _rope(config)
+        theta = rope.pop("rope_theta")
+        positions = {"rope_theta": theta, "rope_scaling": None if rope == {"rope_type": "default"} else rope}
+        if config.qkv_bias:
+            positions["qkv_bias"] = True
     longest = config.rope.get("max_position_embeddings") or getattr(text, "max_position_embeddings", None)
     ids = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
@@ -134,15 +135,8 @@ def _llama(config: HeadConfig, target: Target) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         **{name: value for name, value in ids.items() if value is not None},
+        **positions,
     }
-
-
-def _older_rope(config: HeadConfig) -> dict[str, Any]:
-    """The older form of the rotary settings, and of the biases of queries, keys and values."""
-    rope = _rope(config)
-    theta = rope.pop("rope_theta")
-    scaling = None if rope == {"rope_type": "default"} else rope
-    return {"rope_theta": theta, "rope_scaling": scaling, **({"qkv_bias": True} if config.qkv_bias else {})}
 
 
 def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> Files:
@@ -165,12 +159,12 @@ def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> Files:
         ids = torch.arange(count) if head.token_ids is None else head.token_ids.cpu()
         weights["d2t"] = ids - torch.arange(count)
         weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    values = {**_llama(config, target), **_older_rope(config), "architectures": ["LlamaForCausalLMEagle3"]}
+    values = {**_llama(config, target, to), "architectures": ["LlamaForCausalLMEagle3"]}
     if to == "sglang":
         left = [layer - 1 for layer in config.layers]
         values["eagle_config"] = {LAYERS: left, "use_aux_hidden_state": True}
     elif to == "speculators":
-        values = _speculator(config, _llama(config, target), target_name)
+        values = _speculator(config, _llama(config, target, to), target_name)
         with torch.no_grad():
             everything = torch.arange(config.vocab_size, device=target.device)
             weights["embed_tokens.weight"] = target.embed(everything).to(dtype)
@@ -181,11 +175,7 @@ def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> Files:
 
 
 def _speculator(config: HeadConfig, block: dict[str, Any], target_name: str) -> dict[str, Any]:
-    block |= {
-        "attention_bias": config.qkv_bias,
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "rope_parameters": _rope(config),
-    }
+    block["model_type"] = "qwen3" if config.qk_norm else "llama"
     options = config.options
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
@@ -211,10 +201,10 @@ def _speculator(config: HeadConfig, block: dict[str, Any], target_name: str) -> 
     }
 
 
-def _first_eagle(head: Eagle2, target: Target) -> Files:
-    config = head.config
+def _eagle(head: Head, target: Target) -> Files:
+    """Files of an eagle2 or msd head."""
     weights = {name.replace("stack.", "layers."): weight for name, weight in head.state_dict().items()}
-    values = {**_llama(config, target), **_older_rope(config), "bias": bool(config.options["bias"])}
+    values = {**_llama(head.config, target), "bias": bool(head.config.options["bias"])}
     if isinstance(head, Msd):
         values["model_type"] = target.config.model_type
     return values, weights

@@ -180,14 +180,12 @@ def _checks(config: HeadConfig, shape: TargetShape, eps: float | None, is_ours: 
         ("model class", config.target_class, shape.model_class),
     ):
         yield Check(what, head, target, head == target)
-    positions = build_head(config).positions
+    positions, expected = build_head(config).positions, "M-RoPE" if shape.uses_mrope else "one per token"
     if shape.uses_mrope and positions != "target" and not is_ours:
         note = "right only if it was trained so; files with mrope_section are read with the target's positions"
-        yield Check("positions", positions, "M-RoPE", None, note)
+        yield Check("positions", positions, expected, None, note)
     else:
-        yield Check("positions", positions, "M-RoPE" if shape.uses_mrope else "one per token", True)
-    if eps in (None, config.norm_eps):
-        yield Check("norms' epsilon", config.norm_eps, eps, True)
-    else:
-        note = "heads usually have their target's; a wrong one shows in long answers at most"
-        yield Check("norms' epsilon", config.norm_eps, eps, None, note)
+        yield Check("positions", positions, expected, True)
+    equal = eps in (None, config.norm_eps)
+    note = "" if equal else "heads usually have their target's; a wrong one shows in long answers at most"
+    yield Check("norms' epsilon", config.norm_eps, eps, True if equal else None, note)

@@ -27,12 +27,7 @@ _ENDINGS = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF
 
 
 def read(data: DataSet, limit: int | None = None) -> Iterator[RowQuestion]:
-    """Yield the questions of a data set, in its order or shuffled.
-
-    Without a shuffle rows are streamed: no more is downloaded than the questions need, up to the readers' blocks. A
-    shuffle loads the whole split first. Media that rows name are in the chosen folder, the data set's own, or the
-    current one for the hub's.
-    """
+    """Yield the questions of a data set, in its order or shuffled."""
     path, count = Path(data.path).expanduser(), 0
     root = path if path.is_dir() else path.parent if path.is_file() else Path()
     root = root if data.media is None else Path(data.media).expanduser()
@@ -67,19 +62,15 @@ def _loaded(data: DataSet, subset: str | None) -> Iterator[dict[str, Any]]:
             f"The data set {data.name} needs the package datasets; run `pip install saccade[datasets]`, or give the "
             "prompts as a JSONL file."
         ) from None
-    where = f"the data set {data.path} ({', '.join(w for w in (subset, data.split) if w)})"
-    begin = f"Cannot load {where}"
     try:
         for row in _opened(datasets, data, subset):
             yield {name: _fetched(value) for name, value in row.items()}
-            begin = f"Cannot read on in {where}"
     except SaccadeError:
         raise
     except Exception as problem:  # of `datasets`, the hub, its cache and its readers, which are of many kinds
+        part = ", ".join(word for word in (subset, data.split) if word)
         text = " ".join(str(problem).split()) or type(problem).__name__
-        raise SaccadeError(f"{begin}: {text[:300].rstrip('.')}.") from problem
-    if begin.startswith("Cannot load"):
-        raise SaccadeError(f"The data set {data.path} ({data.split}) is empty; choose another split.")
+        raise SaccadeError(f"Cannot load the data set {data.path} ({part}): {text[:300].rstrip('.')}.") from problem
 
 
 def _opened(datasets: Any, data: DataSet, subset: str | None) -> Iterable[Mapping[str, Any]]:
@@ -115,10 +106,7 @@ def _fetched(value: Any) -> Any:
 
 
 def write(data: DataSet, folder: Path, limit: int | None = None) -> int:
-    """Write ``prompts.jsonl`` (OpenAI messages, ``id``, ``reference``) and the media that are not files yet.
-
-    The file appears when it is complete; media of a broken attempt are written again. Returns the number of questions.
-    """
+    """Write ``prompts.jsonl`` (OpenAI messages, ``id``, ``reference``) and the media that are not files yet."""
     path, count = folder / FILE, 0
     if path.exists():
         raise InputError(f"{path} exists already; delete it, or choose another folder.")

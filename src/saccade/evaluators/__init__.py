@@ -1,7 +1,4 @@
-"""Model plug-ins of evaluators: lmms-eval (by the package's entry point) and VLMEvalKit (by a class).
-
-Neither evaluator is a dependency of Saccade: the code that imports one is loaded by that evaluator alone.
-"""
+"""Model plug-ins of evaluators: lmms-eval (by the package's entry point) and VLMEvalKit (by a class)."""
 
 from __future__ import annotations
 
@@ -9,10 +6,7 @@ from typing import Any
 
 
 def lmms_eval_models() -> Any:
-    """Return the manifest that lmms-eval's registry reads from the entry point ``lmms_eval.models``.
-
-    Chat models get the messages that each task makes; `SaccadeSimple` (``--force_simple``) also scores continuations.
-    """
+    """Return the manifest that lmms-eval's registry reads from the entry point ``lmms_eval.models``."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     place = f"{__name__}.lmms_models"

@@ -70,10 +70,7 @@ class PluginOptions:
 def sort_arguments(
     arguments: Mapping[str, Any], target_names: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, Any], PluginOptions]:
-    """Sort arguments: those of `saccade.load`, generation settings where the task has none, and the plug-in's.
-
-    Those of no other purpose are options of the method, which `saccade.load` checks.
-    """
+    """Sort arguments: those of `saccade.load`, generation settings where the task has none, and the plug-in's."""
     values = {name: value for name, value in arguments.items() if value is not None}
     targets = [name for name in target_names if name in values]
     if len(targets) != 1:
@@ -333,10 +330,7 @@ class EvaluatedModel:
         del self.vlm, self._batch, self._scoring
 
     def _decoding(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-        """Return the generation options and the seed of a task's settings.
-
-        Greedy decoding where neither temperature nor do_sample says otherwise.
-        """
+        """Return the generation options and the seed of a task's settings."""
         options: dict[str, Any] = {}
         for source in (self._defaults, settings):
             options |= {ALIASES.get(name, name): value for name, value in source.items()}

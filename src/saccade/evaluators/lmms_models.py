@@ -1,7 +1,4 @@
-"""Saccade's models in lmms-eval: any method on its tasks, with the speed beside the scores.
-
-lmms-eval imports this module when ``--model saccade`` is chosen; nothing else does.
-"""
+"""Saccade's models in lmms-eval: any method on its tasks, with the speed beside the scores."""
 
 from __future__ import annotations
 
@@ -103,10 +100,7 @@ class _Saccade(lmms):
         return results
 
     def generate_until_multi_round(self, requests: list[Any]) -> list[list[str]]:
-        """Answer every round of requests; the task's function is called with the answers so far.
-
-        All questions of a round share the batch.
-        """
+        """Answer every round of requests; the task's function is called with the answers so far."""
         answers: list[list[str]] = [[] for _ in requests]
         notes: list[Any] = [None] * len(requests)
         questions = {place: self._question(request.args) for place, request in enumerate(requests)}
@@ -196,11 +190,7 @@ class SaccadeSimple(_Saccade):
 
 
 def with_visuals(text: str, visuals: Sequence[Any]) -> tuple[Messages, bool]:
-    """One user message of a text and its visuals, and whether ``<image>`` was removed because its number is wrong.
-
-    Pictures go where the text has ``<image>``, once for each, or ``<image 1>``, ``<image 2>`` and so on, at their first
-    mention; all others come first.
-    """
+    """One user message of a text and its visuals, and whether ``<image>`` was removed because its number is wrong."""
     media: dict[str, list[Any]] = {"image": [], "video": []}
     for part in map(_part_of, visuals):
         media[part["type"]].append(part[part["type"]])

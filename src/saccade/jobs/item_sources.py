@@ -105,10 +105,7 @@ class ItemSource:
         return paths
 
     def _folder(self, root: Path, base: Path | None) -> Iterator[Item]:
-        """Pictures and videos of a folder and those in it, by path; an item's are of one folder.
-
-        Links to folders elsewhere are followed, each folder once.
-        """
+        """Pictures and videos of a folder and those in it, by path; an item's are of one folder."""
 
         def fail(problem: OSError) -> None:
             raise SaccadeError(f"The folder {problem.filename} cannot be read: {problem.strerror}; allow it.")
@@ -194,10 +191,7 @@ def json_row_at(path: Path, offset: int) -> bytes:
 
 
 def _elements(file: IO[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
-    """Offset and text of the elements of an array behind an offset in bytes.
-
-    Bytes are decoded as Latin-1, in which JSON's structure is the same and every byte is a letter.
-    """
+    """Offset and text of the elements of an array behind an offset in bytes."""
     file.seek(offset)
     scan, text, at = json.JSONDecoder().raw_decode, "", 0
     while True:
@@ -209,7 +203,7 @@ def _elements(file: IO[bytes], offset: int) -> Iterator[tuple[int, bytes]]:
         except (ValueError, RecursionError):
             end = len(text)  # it is not there as a whole, or is none
         if end == len(text) and (block := file.read(max(_BLOCK, len(text) - at))):
-            text, offset, at = text[at:] + block.decode("latin-1"), offset + at, 0
+            text, offset, at = text[at:] + block.decode("latin-1"), offset + at, 0  # every byte a letter
         elif at == len(text):
             yield offset + at, b"["
             return
@@ -238,11 +232,7 @@ def _json_items(path: Path, root: Path) -> Iterator[Item]:
 
 
 def _samples(path: Path, root: Path, with_media: bool) -> Iterator[Item]:
-    """Samples of a WebDataset shard: neighbouring files whose names are equal up to the first dot.
-
-    A shard that breaks off ends with an item that says so, in place of its last sample, which may be torn. Media of an
-    uncompressed archive are read when needed.
-    """
+    """Samples of a WebDataset shard: neighbouring files whose names are equal up to the first dot."""
     is_plain, name = path.name.lower().endswith(".tar"), ""
     try:
         with tarfile.open(path, "r:" if is_plain else "r|*") as archive:

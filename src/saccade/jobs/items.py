@@ -127,10 +127,7 @@ def _sources(item: Item, kind: Kind) -> list[Any]:
 
 
 def _messages(item: Item) -> Messages:
-    """Messages up to the question: the first one of a LLaVA conversation, the last one of messages.
-
-    Media next to the row take the places of those that the row names.
-    """
+    """Messages up to the question: the first one of a LLaVA conversation, the last one of messages."""
     row = dict(item.row)
     stored = {f"sample:{number}": source for number, (_, source) in enumerate(item.media)}
     if stored and "conversations" in row:

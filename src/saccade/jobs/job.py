@@ -72,10 +72,7 @@ class BatchJob:
             ) from None
 
     def items(self, with_media: bool = True) -> Iterator[Item]:
-        """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``.
-
-        A request of OpenAI's batch format needs its own id, and has a problem otherwise.
-        """
+        """Yield the items with unique ids: the second one of an id is followed by ``@2``, the third one by ``@3``."""
         named = self._named(with_media)
         return islice((item for item in named if self.shard.holds(item.id)), self.limit)
 
@@ -141,8 +138,7 @@ class Streamed:
         self._out, self._header = out, header
 
     def __enter__(self) -> Self:
-        """Open it; a named pipe waits for its reader."""
-        self._file = sys.stdout.buffer if str(self._out) in _STDOUT else self._out.open("wb")
+        self._file = sys.stdout.buffer if str(self._out) in _STDOUT else self._out.open("wb")  # a pipe waits here
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -154,7 +150,6 @@ class Streamed:
         return self._header
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Write the records of some rows, whole lines."""
         try:
             for row in rows:
                 self._file.write(encoded(row["record"]))
@@ -214,25 +209,23 @@ class Known:
 class Survey:
     """Result of a pass over a job's items."""
 
+    timed: int  # records whose time is known
+    seconds: float  # that these took together
     items: int = 0  # of the job
     kinds: Counter[str] = field(default_factory=Counter)  # number of items by content
     problems: list[str] = field(default_factory=list)  # sentences of the first unusable items
+    files: list[str] = field(default_factory=list)  # the first ones that items name
     there: int = 0  # items with a record of an earlier attempt
     failed: int = 0  # of them, failed ones
-    timed: int = 0  # records whose time is known
-    seconds: float = 0.0  # that these took together
 
 
 def preview(job: BatchJob, out: Path, retry_failed: bool = False) -> Survey:
     """Read all items once, without media and models; nothing is written."""
     known = Known(job.journal(out, None), retry_failed)
-    survey = Survey(timed=known.timed, seconds=known.seconds)
-    files: list[str] = []  # the first ones that items name
+    survey = Survey(known.timed, known.seconds)
     for item in job.items(with_media=False):
         survey.items += 1
-        kind, named = _kind(job, item, survey.problems)
-        survey.kinds[kind] += 1
-        files += named[: max(_FILES - len(files), 0)]
+        survey.kinds[_kind(job, item, survey)] += 1
         record = known.get(item)
         if record is not None:
             survey.there += 1
@@ -243,38 +236,37 @@ def preview(job: BatchJob, out: Path, retry_failed: bool = False) -> Survey:
             f"There is no item{part} in {', '.join(job.source.inputs)[:200]}; expected pictures, videos, JSON lines, "
             "JSON, Parquet or tar files."
         )
-    if len(files) == _FILES and not any(Path(file).exists() for file in files):
+    if len(survey.files) == _FILES and not any(Path(file).exists() for file in survey.files):
         raise SaccadeError(
-            f"None of the first {_FILES} files that the items name exists, such as {files[-1]}; give the folder of "
-            "the media with --media-root."
+            f"None of the first {_FILES} files that the items name exists, such as {survey.files[-1]}; give the folder "
+            "of the media with --media-root."
         )
     if survey.kinds["unusable"] == survey.items:
         raise SaccadeError(f"None of the items can be used. The first one: {survey.problems[0]}")
     return survey
 
 
-def _kind(job: BatchJob, item: Item, problems: list[str]) -> tuple[str, list[str]]:
-    """Kind of an item by its content, and the files that it names."""
+def _kind(job: BatchJob, item: Item, survey: Survey) -> str:
+    """Kind of an item by its content; its problem or its files are noted in the survey."""
     if item.is_conversation and not item.problem:
         what, system = ("request", job.prompts.system) if item.is_request else ("conversation", None)
         if job.prompts.prompt is not None or system is not None:
             option = "--prompt" if job.prompts.prompt is not None else "--system"
             raise SaccadeError(f"{item.id} is a {what} with a question of its own; leave out {option}.")
     if item.is_request and not item.problem:
-        return "request", []
+        return "request"
     try:
         parts = list(media_parts(job.prompts.of(item)))
     except InputError as problem:
-        if len(problems) < SHOWN:
-            problems.append(f"{item.id}: {sentence_of(problem)}")
-        return "unusable", []
-    kind = "image" if parts else "text"
-    if len(parts) > 1:
-        kind = "images"
+        if len(survey.problems) < SHOWN:
+            survey.problems.append(f"{item.id}: {sentence_of(problem)}")
+        return "unusable"
+    for source in (source for part in parts for source in sources_of(part)):
+        if len(survey.files) < _FILES and isinstance(source, str) and not source.startswith("data:"):
+            survey.files.append(source)
     if any(part["type"] == "video" for part in parts):
-        kind = "video"
-    sources = [source for part in parts for source in sources_of(part)]
-    return kind, [source for source in sources if isinstance(source, str) and not source.startswith("data:")]
+        return "video"
+    return ("text", "image", "images")[min(len(parts), 2)]
 
 
 def sentence_of(error: BaseException) -> str:

@@ -207,10 +207,7 @@ def facts_of(vlm: VLM) -> dict[str, Any]:
 
 
 class Feed:
-    """Results of ``prepare`` for items in their order, a bounded number ahead of the batch.
-
-    Items are read by the worker threads too, one thread at a time, so that the thread of the batch waits for no disk.
-    """
+    """Results of ``prepare`` for items in their order, a bounded number ahead of the batch."""
 
     def __init__(self, items: Iterator[Any], prepare: Callable[[Any], Any], threads: int, ahead: int) -> None:
         self._items, self._prepare, self._ahead = items, prepare, max(ahead, threads)
