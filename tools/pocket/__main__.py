@@ -128,7 +128,6 @@ def inflate_model(
     heads: list[Path] = option(
         [], "Head of the model, inflated to OUT/heads/NAME; may be repeated.", "--head", metavar="FOLDER"
     ),
-    shard_gb: float = option(4.0, "Largest size of a file in gigabytes.", "--shard-gb", min=0.01),
     seed: int = SEED,
 ) -> None:
     """Write a checkpoint of a big model's width and depth that computes exactly a small model's function.
@@ -147,7 +146,7 @@ def inflate_model(
                 f"Two heads are named {head.name}; rename a folder, as each is written to OUT/heads/NAME."
             )
     with screen.waiting("Writing"):
-        report = inflate(source or target_path(), out, like, dtype=dtype, shard_gb=shard_gb, seed=seed)
+        report = inflate(source or target_path(), out, like, dtype=dtype, seed=seed)
         for head in heads:
             inflate_head(head, out / "heads" / head.name, like, dtype=FORMATS[dtype], seed=seed)
     print(f"{out}: {report}")

@@ -22,7 +22,7 @@ from tools.pocket.__main__ import inflate_model
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import batch_of, pixels
 from tools.pocket.experts import upcycle
-from tools.pocket.inflate import SHAPES, copies_of, inflate, inflate_head
+from tools.pocket.inflate import SHAPES, Shape, inflate, inflate_head
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
 
@@ -88,26 +88,18 @@ def test_bfloat16_keeps_nearly_every_argmax_where_scaling_is_by_powers_of_two(
     assert (here.argmax(-1) == there.argmax(-1)).float().mean() > 0.99
 
 
-def test_grouped_heads_and_copies_of_the_stream_keep_the_function(
+def test_grouped_heads_keep_the_function(
     small: Path, inputs: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tools.pocket import inflate as module
-
-    monkeypatch.setitem(SHAPES, "grouped", module.Shape(512, 4, 8, 2, 64, 224))
-    assert copies_of(64, 512) == 2
+    monkeypatch.setitem(SHAPES, "grouped", Shape(512, 4, 8, 2, 64, 224))
     assert "scaling rounds" in inflate(small, tmp_path / "wide", "grouped", dtype="float32")
     here, there = _logits(small, inputs), _logits(tmp_path / "wide", inputs)
     assert torch.equal(here.argmax(-1), there.argmax(-1))
 
 
-def test_the_folder_is_whole_and_comes_in_shards(small: Path, tmp_path: Path) -> None:
+def test_the_folder_is_whole(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "wide"
-    inflate(small, out, "256x4x8", shard_gb=0.002)
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert len(files) > 1
-    assert set(index["weight_map"].values()) == set(files)
-    assert sum((out / name).stat().st_size for name in files) >= index["metadata"]["total_size"]
+    inflate(small, out, "256x4x8")
     assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<image>") == AutoTokenizer.from_pretrained(
         small
     ).convert_tokens_to_ids("<image>")
@@ -128,12 +120,11 @@ def test_an_inflated_head_computes_the_small_ones_states(kind: str, shape: str, 
     config = read_config(tmp_path / "wide")
     wide = build_head(config).eval()
     wide.load_state_dict(read_weights(tmp_path / "wide", [WEIGHTS]))
-    live = 64 * copies_of(64, config.hidden_size)
     features, embeddings = torch.randn(2, 2, 40, 64)
     at = Placement(torch.arange(40)[None], torch.ones(40, 40, dtype=torch.bool).tril()[None])
 
     def widened(states: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(states.repeat(1, 1, live // 64), (0, config.hidden_size - live))
+        return torch.nn.functional.pad(states, (0, config.hidden_size - 64))
 
     for step in (0, 2):
         expected = head(features, embeddings, at, step)
