@@ -13,22 +13,46 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import nan
 from statistics import median, quantiles
 from typing import Any
 
+import torch
+
+import tools.pocket.world  # noqa: F401  # registers its tasks
 from benchmarks import pocket_pair
-from benchmarks.pocket_pair import FIRST_SEED, MIXED_TASKS, Clock, load, stock_inputs
+from benchmarks.pocket_pair import FIRST_SEED, load, stock_inputs
 from saccade import VLM
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draw
 
+MIXED_TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 LOADS = (0.5, 1.5, 4.0)
 """Arrival rates, as multiples of what one request after the other can serve."""
 LATER = 5
 """How many other requests arrive between the first question about a picture and the second."""
+
+
+class Clock:
+    """Seconds of wall time or of processor time since its start, all work on the device done; it can jump ahead."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._read, self._device = CLOCKS[name], device
+        self._zero = self._read()
+
+    def __call__(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._read() - self._zero
+
+    def jump(self, to: float) -> None:
+        """Leave out idle time."""
+        self._zero -= max(to - self(), 0.0)
 
 
 @dataclass
@@ -208,10 +232,8 @@ def kept_full(
     return {n: (counts[n] / s, counts[n] / s / alone) for n, s in seconds.items()}
 
 
-def serve_loads(
-    vlm: VLM, model: Any, requests: Sequence[Arrival], start: Start, options: argparse.Namespace
-) -> dict[str, dict[str, Figures]]:
-    """Every way to serve, at every load."""
+def serve_loads(vlm: VLM, model: Any, requests: Sequence[Arrival], start: Start, options: argparse.Namespace) -> None:
+    """Print every way to serve, at every load."""
     now = start()
     closed(vlm, 1)([Arrival(r.prompt) for r in requests], now, options.new_tokens)
     rate = len(requests) / now()
@@ -222,38 +244,42 @@ def serve_loads(
         "closed batches": closed(vlm, options.rows),
         "Hugging Face batches": stock(model, options.rows),
     }
-    measured: dict[str, dict[str, Figures]] = {}
     header = "".join(f"{h:>13}" for h in ("tokens/s", "TTFT p50", "p95", "ITL p50", "p95", "follow-up"))
     for load_ in LOADS:
         print(f"\nload {load_}\n{'':22}{header}")
-        measured[str(load_)] = {}
         for name, serve in ways.items():
             mine = arrivals(requests, load_ * rate, 3)
             serve(mine, start(), options.new_tokens)
-            figures = measured[str(load_)][name] = Figures.of(mine)
+            figures = Figures.of(mine)
             row = (figures.throughput, *figures.first_token, *figures.between, figures.followup)
             print(f"{name:22}" + "".join(f"{value:13.3f}" for value in row), flush=True)
-    return measured
 
 
 def main() -> None:
-    parser = pocket_pair.batch_parser(__doc__)
+    parser = pocket_pair.parser(__doc__)
+    parser.set_defaults(target_dtype="float32", threads=1)
+    parser.add_argument("--method", default="chain", help="what the running batch drafts with (default: chain)")
+    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=48, help="per load (default: 48)")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per step (default: 256)")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
     parser.add_argument("--only", choices=("full", "arrivals"), help="one of them alone")
     options = pocket_pair.options_of(parser)
     model = load(options.target, options.target_dtype, options.device)
-    vlm = pocket_pair.load_pair(options)
-    start, tokens, chunk = pocket_pair.clocks(options), options.new_tokens, options.chunk
+    draft = load(options.draft, options.draft_dtype, options.device)
+    vlm = VLM(model, drafter=draft, method=options.method, gamma=options.gamma)
+    start = partial(Clock, options.clock, torch.device(options.device))
+    tokens, chunk = options.new_tokens, options.chunk
     requests = questions(vlm, options.requests, 1)
     closed(vlm, 1)([Arrival(r.prompt) for r in requests[:2]], start(), 8)  # warm
-    measured: dict[str, Any] = {}
     if options.only in (None, "full"):
-        measured["full"] = kept_full(vlm, model, requests, start, tokens, chunk)
         print(f"{'at a time':22}{'tokens/s':>10}{'x generate':>12}")
-        for name, (speed, ratio) in measured["full"].items():
+        for name, (speed, ratio) in kept_full(vlm, model, requests, start, tokens, chunk).items():
             print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
     if options.only in (None, "arrivals"):
-        measured["arrivals"] = serve_loads(vlm, model, requests, start, options)
-    pocket_pair.write_json(options.json, measured)
+        serve_loads(vlm, model, requests, start, options)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 from benchmarks import pocket_pair
-from benchmarks.pocket_pair import Inputs, load
+from benchmarks.pocket_pair import FIRST_SEED, Inputs, load
 from saccade.bench.metrics import median_estimate
 from saccade.hf import Speculation, speculate
 from saccade.inputs.processor import InputProcessor
+from saccade.pocket import draw
+from tools.pocket.world import FIRST_TASKS
 
 BASELINE = "hf generate"
 _CONSTANT = {
@@ -61,7 +61,7 @@ class Measured:
     seconds: list[float] = field(default_factory=list)  # of the whole call, per prompt
     tokens: list[list[int]] = field(default_factory=list)  # new ones, per prompt
     passes: list[int] = field(default_factory=list)  # target forwards, prefill included, per prompt
-    stages: dict[str, float] = field(default_factory=dict)  # seconds by stage, summed over prompts; Saccade only
+    decode: float = 0.0  # seconds after prefill, summed over prompts; Saccade only
     decoded: int = 0  # tokens after prefill, summed over prompts; Saccade only
 
     @property
@@ -145,8 +145,7 @@ class Ours:
             measured.tokens.append(output.tokens)
             measured.passes.append(output.stats.target_passes + 1)
             measured.decoded += output.stats.decoded_tokens
-            for name, value in output.stats.as_dict()["seconds"].items():
-                measured.stages[name] = measured.stages.get(name, 0.0) + value
+            measured.decode += output.stats.as_dict()["seconds"]["decode"]
 
 
 Contestant = Callable[[Inputs, int, Measured | None], None]
@@ -200,8 +199,8 @@ def table(results: dict[str, Measured], repeats: int) -> Iterator[str]:
     rows = []
     for name, one in results.items():
         decoding = "-"
-        if plain is not None and one.stages:
-            rates = [contestant.decoded / contestant.stages["decode"] for contestant in (one, plain)]
+        if plain is not None and one.decode:
+            rates = [contestant.decoded / contestant.decode for contestant in (one, plain)]
             decoding = f"{rates[0] / rates[1]:.2f}"
         equal = sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
         cells = [name, f"{1 / median(one.per_token):.1f}", ratio(base, one), ratio(best, one), decoding]
@@ -211,7 +210,7 @@ def table(results: dict[str, Measured], repeats: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure, print the table, and write JSON on request."""
+    """Measure and print the table."""
     parser = pocket_pair.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=24, help="prompts that count (default: 24)")
     parser.add_argument("--repeats", type=int, default=1, help="answers per prompt and method (default: 1)")
@@ -223,19 +222,13 @@ def main() -> None:
     running: dict[str, Any] = contestants(options)
     processor = InputProcessor.load(str(options.target))
     model = running[BASELINE].model
-    prompts = [
-        pocket_pair.stock_inputs(model, [processor.prompt(sample.messages())])
-        for sample in pocket_pair.samples(range(options.prompts + 1), options.grammar)
+    drawn = [
+        draw(FIRST_SEED + number, FIRST_TASKS[number % len(FIRST_TASKS)], options.grammar)
+        for number in range(options.prompts + 1)
     ]
+    prompts = [pocket_pair.stock_inputs(model, [processor.prompt(sample.messages())]) for sample in drawn]
     results = measure(running, prompts, options.new_tokens, options.repeats)
     print("\n".join(table(results, options.repeats)))
-    content = {
-        "options": {name: str(value) for name, value in vars(options).items()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "threads": torch.get_num_threads(),
-        "results": results,
-    }
-    pocket_pair.write_json(options.json, content)
 
 
 if __name__ == "__main__":

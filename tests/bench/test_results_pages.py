@@ -160,7 +160,7 @@ def test_what_is_measured_is_not_measured_again_nor_for_other_prompts(
     assert report.measured == list(NAMES)
     assert "[1/2] quick: measured before" in LINES
     more = [replace(m, suite=m.suite.with_(tasks=m.suite.tasks[:2], per_task=2)) for m in measurements(("quick",))]
-    with pytest.raises(SaccadeError, match=r"quick measured with 1 prompt of .*, not 2; give the same --per-task"):
+    with pytest.raises(SaccadeError, match=r"quick measured otherwise \(prompts of scene: 1 there, 2 now\); give"):
         session.run(more)
 
 

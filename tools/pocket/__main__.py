@@ -152,28 +152,6 @@ def inflate_model(
     print(f"{out}: {report}")
 
 
-@app.command("experts")
-def make_experts(
-    out: Path = OUT,
-    source: Path | None = SOURCE,
-    experts: int = option(8, "Experts per layer.", min=1),
-    per_token: int = option(2, "Experts that a token is sent to.", "--per-token", min=1),
-    seed: int = SEED,
-) -> None:
-    """Write a mixture of experts that computes exactly a dense model's function: every expert is a copy of its MLP.
-
-    Answers, and so acceptance, are the dense model's, while a pass over several tokens reads more experts than one over
-    a single token, as in trained mixtures.
-
-    Example: `python -m tools.pocket experts --out pocket-experts`, then `saccade chat -t pocket-experts -d pocket`
-    """
-    from tools.pocket.experts import upcycle
-
-    with screen.waiting("Writing"):
-        report = upcycle(source or target_path(), out, experts, per_token, seed=seed)
-    print(f"{out}: {report}")
-
-
 @app.command("train")
 def train_pair(
     out: Path = OUT,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from saccade.errors import TrainingError
 from saccade.files import write_file
@@ -40,31 +40,16 @@ def optimisers_for(named: Iterable[tuple[str, nn.Parameter]], rate: float) -> li
     return muon_and_adamw(inside, list(weights.values()), rate, 0.02, (0.9, 0.95), fused=True)
 
 
-class _Numbered(Dataset[_Batch]):
-    def __init__(self, make: Callable[[int], _Batch], numbers: range) -> None:
-        self.make, self.numbers = make, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, place: int) -> _Batch:
-        return self.make(self.numbers[place])
-
-
-def _unchanged(batch: _Batch) -> _Batch:
-    return batch
-
-
 def batches(make: Callable[[int], _Batch], first: int, last: int, device: torch.device) -> DataLoader[_Batch]:
     """Batches `first` to `last - 1`, made by spare cores; for a model that trains on the CPU by this process."""
     workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 2) - 2)
     # Workers are spawned, because a process that has used CUDA cannot be forked; the generator keeps torch's own state.
     options: dict[str, Any] = {"multiprocessing_context": "spawn", "prefetch_factor": _AHEAD} if workers else {}
     return DataLoader(
-        _Numbered(make, range(first, last)),
+        range(first, last),  # type: ignore[arg-type]
         batch_size=None,
         num_workers=workers,
-        collate_fn=_unchanged,
+        collate_fn=make,  # type: ignore[arg-type]  # without batches it gets one number
         generator=torch.Generator(),
         **options,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from saccade.bench import suites
 from saccade.bench.suites import Suite
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import InputError
-from tools.pocket.experts import upcycle
-from tools.pocket.inflate import INFLATABLE, inflate
+from tools.pocket.inflate import INFLATABLE
 from tools.results.claims import with_claims
 
 SUITES = Path("tools", "results", "suites")
@@ -30,7 +29,7 @@ class Measurement:
 
     name: str  # of the page
     suite: Suite  # what is run
-    variant: str = ""  # key of `VARIANTS`; empty for the target itself
+    is_inflated: bool = False  # whether its target is widened to `SHAPE`
 
     @property
     def shipped(self) -> bool:
@@ -40,7 +39,7 @@ class Measurement:
     @property
     def heads(self) -> tuple[str, ...]:
         """Names of the heads that the suite's rows draft with, of an inflated target those that can be inflated."""
-        kinds = INFLATABLE if self.variant == INFLATED else HEAD_KINDS
+        kinds = INFLATABLE if self.is_inflated else HEAD_KINDS
         named = (method.head or method.name for method in self.suite.methods if method.name in kinds)
         return tuple(dict.fromkeys(named))
 
@@ -63,34 +62,19 @@ class Measurement:
         return replace(self, suite=self.suite.with_(tasks=tasks, per_task=1, repeats=1, trace=0, max_new_tokens=16))
 
 
-Variant = Callable[[Path, Path], str]
-"""Writes a checkpoint of the function of the target in the first folder to the second one."""
-
-
-INFLATED = "inflated"
 SHAPE = "1024x24x8"
-"""Of the inflated target."""
+"""Of inflated targets."""
 
-
-def _inflated(source: Path, out: Path) -> str:
-    return inflate(source, out, SHAPE)
-
-
-VARIANTS: dict[str, Variant] = {INFLATED: _inflated, "experts": upcycle}
-"""Checkpoints derived from the target, whose answers they have, by name."""
-
-_VARIANT_OF = {"sage-3": "experts"}
-"""Suites that need another form of the target."""
 _SHIPPED = ("heads-long", "small-trees")
 """Suites of the heads that come with the target; all others compare heads of equal training."""
-_EXTRA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("quick-1024", "quick", INFLATED, {}),
-    ("small-trees-1024", "small-trees", INFLATED, {"per_task": 3}),
-    ("sage-figure-3-64", "sage-figure-3", "", {"max_new_tokens": 64}),
-    ("sage-figure-3-128", "sage-figure-3", "", {"max_new_tokens": 128}),
+_EXTRA: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
+    ("quick-1024", "quick", True, {}),
+    ("small-trees-1024", "small-trees", True, {"per_task": 3}),
+    ("sage-figure-3-64", "sage-figure-3", False, {"max_new_tokens": 64}),
+    ("sage-figure-3-128", "sage-figure-3", False, {"max_new_tokens": 128}),
 )
-"""Name, suite, variant and changed sizes of measurements besides the suites themselves; SAGE's Figure 3 has answers of
-three lengths, of which the whole one is the suite's own."""
+"""Name, suite, whether inflated, and changed sizes of measurements besides the suites themselves; SAGE's Figure 3 has
+answers of three lengths, of which the whole one is the suite's own."""
 
 
 def suite_names() -> list[str]:
@@ -112,9 +96,9 @@ def load(name: str) -> Suite:
 
 def measurements(names: Iterable[str] = ()) -> list[Measurement]:
     """Return the measurements of these names, all without any."""
-    known = {name: Measurement(name, load(name), _VARIANT_OF.get(name, "")) for name in suite_names()}
-    for name, suite, variant, sizes in _EXTRA:
-        known[name] = Measurement(name, load(suite).with_(**sizes), variant)
+    known = {name: Measurement(name, load(name)) for name in suite_names()}
+    for name, suite, is_inflated, sizes in _EXTRA:
+        known[name] = Measurement(name, load(suite).with_(**sizes), is_inflated)
     wanted = list(dict.fromkeys(names)) or list(known)
     for name in wanted:
         if name not in known:

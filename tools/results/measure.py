@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from saccade.wording import count, differences, duration, shortened
 from tools.heads.workshop import steps_of, usable_head
-from tools.pocket.inflate import inflate_head
-from tools.results.catalogue import INFLATED, SHAPE, VARIANTS, Measurement, load, measurements
+from tools.pocket.inflate import inflate, inflate_head
+from tools.results.catalogue import SHAPE, Measurement, load, measurements
 from tools.results.pages import MARK, Folder, Place, facts, prompts, refuse_modified
 
 
@@ -131,18 +130,15 @@ class Session:
             return False
         suite, done = measurement.suite, self.folder.done(measurement.name)
         wanted = prompts(suite.per_task, {task.name: task.count for task in suite.tasks})
-        for task, number in done.get("prompts", {}).items():
-            if number != wanted[task]:
+        pairs = {"head": (done["heads"], self._digests(measurement)), "prompts": (done.get("prompts", wanted), wanted)}
+        for what, (there, now) in pairs.items():
+            for name, old, new in differences(there, now):
                 raise SaccadeError(
-                    f"{self._setup.out} holds {measurement.name} measured with {count(number, 'prompt')} of {task}, "
-                    f"not {wanted[task]}; give the same --per-task, or another folder with --out."
+                    f"{self._setup.out} holds {measurement.name} measured otherwise ({what} of {name}: "
+                    f"{shortened(old)} there, {shortened(new)} now); give the same --per-task and heads, another "
+                    f"folder with --out, or remove {self.folder.page(measurement.name)} and "
+                    f"{self._setup.out / measurement.name} to measure it again."
                 )
-        for name, old, new in differences(done["heads"], self._digests(measurement)):
-            raise SaccadeError(
-                f"{self._setup.out} holds {measurement.name} measured with another head {name} ({shortened(old)}, now "
-                f"{shortened(new)}); give another folder with --out, or remove {self.folder.page(measurement.name)} "
-                f"and {self._setup.out / measurement.name} to measure it again."
-            )
         return True
 
     def _measure(self, measurement: Measurement) -> None:
@@ -161,21 +157,20 @@ class Session:
     def prepared(self, measurement: Measurement) -> Prepared:
         """Load the models of a measurement and draw its prompts."""
         heads = self.heads(measurement)
-        target = self._variant(measurement.variant)
-        if measurement.variant == INFLATED:
-            heads = {name: self._inflated(path, Path(target) / "heads") for name, path in heads.items()}
+        target: str | Path = self._setup.target
+        if measurement.is_inflated:
+            target = self._inflated_target()
+            heads = {name: self._inflated(path, target / "heads") for name, path in heads.items()}
         vlm = self._setup.load(target, heads)
         return prepare(measurement.suite, vlm, (str(target), self._setup.drafter))
 
-    def _variant(self, name: str) -> str | Path:
-        """Return the target, or a checkpoint that is derived from it; made where it is missing."""
-        if not name:
-            return self._setup.target
-        folder = self._setup.models / f"{name}-{self._target}"
+    def _inflated_target(self) -> Path:
+        """Return the folder of the inflated target; made where it is missing."""
+        folder = self._setup.models / f"inflated-{self._target}"
         if not (folder / "config.json").is_file():
             source = target_path() if is_pocket(self._setup.target) else Path(self._setup.target)
             self._say(f"    writing {folder}")
-            write_folder(folder, partial(VARIANTS[name], source))
+            write_folder(folder, lambda part: inflate(source, part, SHAPE))
         return folder
 
     def _inflated(self, head: Path, folder: Path) -> Path:
@@ -230,7 +225,7 @@ class Session:
         def words(name: str, model: Mapping[str, Any]) -> str:
             return f"{name} {model['layers']} x {model['width']}, {model['dtype']}, digest {model['digest']}"
 
-        parts = [words("Target", models["target"]) + _VARIANT_WORDS.get(measurement.variant, "")]
+        parts = [words("Target", models["target"]) + _INFLATED * measurement.is_inflated]
         if models["drafter"]:
             parts.append(words("draft VLM", models["drafter"]))
         heads = []
@@ -248,10 +243,7 @@ class Session:
 
 _EVERY = 60.0
 """Seconds between lines of progress."""
-_VARIANT_WORDS = {
-    "inflated": ", which is the pair's inflated to 1024 x 24",
-    "experts": ", which is the pair's as a mixture of 8 experts, 2 per token",
-}
+_INFLATED = ", which is the pair's inflated to 1024 x 24"
 
 
 def _digest(head: Path) -> str:

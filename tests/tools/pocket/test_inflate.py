@@ -1,4 +1,4 @@
-"""Inflated models and mixtures of experts compute the small model's function; what does not fit is refused."""
+"""Inflated models compute the small model's function; what does not fit is refused."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-import saccade
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_head
@@ -21,7 +20,6 @@ from saccade.pocket import draw
 from tools.pocket.__main__ import inflate_model
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import batch_of, pixels
-from tools.pocket.experts import upcycle
 from tools.pocket.inflate import SHAPES, Shape, inflate, inflate_head
 from tools.pocket.models import build
 from tools.pocket.recipe import LanguageShape, TowerShape
@@ -169,56 +167,3 @@ def test_what_does_not_fit_is_refused_in_a_sentence(small: Path, tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ModelError, match=words):
             inflate(tmp_path, tmp_path / "wide", "128x4x4")
-
-
-@pytest.fixture(scope="module")
-def mixture(small: Path) -> Path:
-    folder = small.parent / "mixture"
-    assert "M parameters" in upcycle(small, folder, 4, 2)
-    return folder
-
-
-@torch.no_grad()
-def test_logits_are_the_dense_model_s(small: Path, mixture: Path) -> None:
-    ids = torch.arange(20, 60)[None]
-    one, other = (
-        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=ids).logits
-        for folder in (small, mixture)
-    )
-    assert (one - other).abs().max() < 1e-4 * one.abs().max(), "sums of two halves round once more"
-
-
-@torch.no_grad()
-def test_tokens_go_to_different_experts(mixture: Path) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(mixture, dtype=torch.float32).eval()
-    routers = [layer.mlp.gate for layer in model.model.language_model.layers]
-    sent: list[torch.Tensor] = []
-    for router in routers:
-        router.register_forward_hook(lambda module, given, out: sent.append(out[-1]))
-    model(input_ids=torch.arange(20, 60)[None])
-    assert len(sent) == 3
-    for chosen in sent:
-        counts = torch.bincount(chosen.flatten(), minlength=4)
-        assert counts.sum() == 2 * 40
-        assert (counts > 0).all()
-
-
-def test_drafting_for_a_mixture_changes_no_token(small: Path, mixture: Path) -> None:
-    vlm = saccade.load(str(mixture), str(small), "chain", dtype="float32", draft_dtype="float32")
-    question = draw(0, "scene").messages()
-    plain = vlm.using("plain").generate(question, max_new_tokens=16)
-    for method in ("chain", "sage"):
-        drafted = vlm.using(method).generate(question, max_new_tokens=16)
-        assert drafted.tokens == plain.tokens
-        assert drafted.stats.target_passes < plain.stats.target_passes
-
-
-def test_what_cannot_be_upcycled_is_refused_in_one_sentence(small: Path, mixture: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not empty; choose a new folder"):
-        upcycle(small, mixture)
-    with pytest.raises(ModelError, match="1 to 2 experts of 2, not to 3"):
-        upcycle(small, tmp_path / "new", 2, 3)
-    with pytest.raises(ModelError, match="type 'mixtral'; only a Llama without biases"):
-        upcycle(mixture, tmp_path / "new")
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        upcycle(tmp_path, tmp_path / "new")
