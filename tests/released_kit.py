@@ -394,9 +394,15 @@ def drop(folder: Path, *keys: str) -> None:
 
 
 def reweigh(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    weights = load_file(folder / "model.safetensors")
+    """Change the weights in a folder's only weight file."""
+    (file,) = (file for file in folder.iterdir() if file.name != "config.json")
+    weights = torch.load(file) if file.suffix == ".pt" else load_file(file)
     change(weights)
-    save_file(weights, folder / "model.safetensors")
+    (torch.save if file.suffix == ".pt" else save_file)(weights, file)
+
+
+def weighs(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    return lambda folder: reweigh(folder, change)
 
 
 def same(one: Head, other: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from heads_kit import POLICIES, kind_of_prompt, prompts, random_head, recorded, target
-from released_kit import KNOWN, PlainEagle3, edit, randomised
+from released_kit import KNOWN, PlainEagle3, edit, randomised, same
 from saccade.checkpoints import export_head, inspect_checkpoint
 from saccade.checkpoints.exporting import obstacle
 from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
@@ -73,8 +73,8 @@ def test_a_round_trip_drafts_the_same(case: str, tmp_path: Path) -> None:
     outputs, steps = recorded(name, again, POLICIES["static"], asked, n=10)
     assert [o.tokens for o in outputs] == family.reference(prompt_kind, rows=2, n=10)
     _, expected = recorded(name, head, POLICIES["static"], asked, n=10)
-    for step, same in zip(steps, expected, strict=True):
-        for (tokens, _, logits), (same_tokens, _, same_logits) in zip(step.levels, same.levels, strict=True):
+    for step, other in zip(steps, expected, strict=True):
+        for (tokens, _, logits), (same_tokens, _, same_logits) in zip(step.levels, other.levels, strict=True):
             assert torch.equal(tokens, same_tokens)
             torch.testing.assert_close(logits.exp(), same_logits.exp(), atol=1e-4, rtol=1e-3)
     assert "some-target" in (tmp_path / "out" / "README.md").read_text()
@@ -88,8 +88,7 @@ def test_the_layers_that_eagle_s_own_code_reads(to: str, tmp_path: Path) -> None
     assert head.layers == (2, 4, 5)
     export_head(head, deep, tmp_path / "out", to, target_name="x")
     again = load_head(tmp_path / "out", deep)
-    assert again.config == head.config
-    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
+    same(head, again)
 
 
 @pytest.mark.parametrize("to", ["speculators", "sglang"])

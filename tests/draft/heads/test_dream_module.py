@@ -109,27 +109,6 @@ def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: 
     assert all(target("llava").vocab_size not in weight.shape for weight in head.parameters())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keep": 0}, "keep must be a share above 0 and up to 1, not 0"),
-        ({"keep": "most"}, "keep must be a share"),
-        ({"keep": 1.5}, "keep must be a share"),
-        ({"gate": "sigmoid"}, "gate must be one of open, tanh, replace"),
-        ({"cross": 3}, "cross must be one of 1, 0, 2"),
-        ({"cross": 1.0}, "cross must be one of 1, 0, 2"),
-        ({"initial": 0}, "initial must be one of True, False"),
-        ({"initial": False, "final": False}, "needs its initial or its final block"),
-        ({"rotary": 1}, "rotary must be one of True, False"),
-        ({"direct": "yes"}, "direct must be one of True, False"),
-        ({"colour": 1}, "dream head has no option colour"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        fresh(**options)
-
-
 @torch.no_grad()
 def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
     features, embeddings, at = given()

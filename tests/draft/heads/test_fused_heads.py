@@ -180,5 +180,5 @@ def test_angles_read_from_the_table_are_the_computed_ones_however_far() -> None:
     assert rotary_of(config) is rotary_of(random_head("llava", "hivis").config)
     for last in (7, MOST_READ + 100, 10 * MOST_READ):
         positions = torch.tensor([[0, 3, last], [last, 1, 2]])
-        for read, computed in zip(rotary.read(positions, last), rotary(positions), strict=True):
+        for read, computed in zip(rotary.of(Placement(positions, last=last)), rotary(positions), strict=True):
             torch.testing.assert_close(read, computed, atol=1e-6, rtol=0)

@@ -13,10 +13,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from heads_kit import KINDS, random_head, target
-from saccade.draft.heads.block import Block, Rotary
+from saccade.draft.heads.block import Block
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
-from saccade.errors import ModelError
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -164,8 +163,8 @@ def test_steps_beyond_the_trained_ones_reuse_the_last_residual() -> None:
 )
 def test_which_tokens_have_entries(kind: str, options: Any, tokens: list[int], sources: list[int]) -> None:
     visual = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.bool)
-    found = random_head("llava", kind, **options).entries(visual)
-    assert [part.tolist() for part in found] == [tokens, sources]
+    head = random_head("llava", kind, **options)
+    assert [part.tolist() for part in head.entries(visual)] == [tokens, sources]
 
 
 def test_a_prompt_that_begins_with_its_image() -> None:
@@ -183,37 +182,6 @@ def test_a_narrower_mlp_makes_a_lighter_head() -> None:
     light, usual = (build_head(HeadConfig.from_target(target("llava"), "eagle2", mlp=width)) for width in (8, None))
     shapes = [head.state_dict()["stack.0.mlp.up_proj.weight"].shape[0] for head in (light, usual)]
     assert shapes == [8, target("llava").text_config.intermediate_size]
-
-
-def _config(**changes: Any) -> HeadConfig:
-    base = HeadConfig.from_target(target("llava"), "hivis")
-    return HeadConfig(**{**base.__dict__, **changes})
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: HeadConfig.from_target(target("llava"), "eagle9"), "no drafter head of the kind 'eagle9'"),
-        (
-            lambda: HeadConfig.from_target(target("llava"), "hivis", colour=1),
-            "The hivis head has no option colour",
-        ),
-        (lambda: HeadConfig.from_target(target("llava"), "medusa", mlp=8), "has no option mlp"),
-        (lambda: HeadConfig.from_target(target("llava"), "eagle2", mlp=0), "a whole number from 1, not 0"),
-        (
-            lambda: random_head("llava", "hivis", after_image="none"),
-            "after_image must be one of text, visual",
-        ),
-        (lambda: random_head("llava", "eagle2", blocks=0), "blocks must be a whole number from 1, not 0"),
-        (lambda: _config(heads=3), "heads that are a multiple of its kv_heads"),
-        (lambda: _config(steps=0), "steps must be at least 1, not 0"),
-        (lambda: build_head(_config(options={})), r"takes the options \['after_image'\]"),
-        (lambda: Rotary(16, {"rope_type": "wavy", "rope_theta": 1.0}), "rope type 'wavy' is not known"),
-    ],
-)
-def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        call()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,8 +43,6 @@ def test_a_new_medusa_head_guesses_the_target_s_own_next_token_again() -> None:
     x = torch.randn(1, 3, 64)
     for step in range(5):
         assert torch.equal(head(x, step=step), x)  # type: ignore[call-arg]
-    with pytest.raises(ModelError, match="layers must be at least 1"):
-        build_head(HeadConfig.from_target(target("llava"), "medusa", layers=0))
 
 
 @pytest.mark.parametrize("options", [{}, *({"tree": tree} for tree in TREE_OPTIONS)])
@@ -83,12 +82,6 @@ def test_a_sixteenth_of_the_layers_drafts(layers: int, left: int) -> None:
     assert Kangaroo.reads(layers, exit=1) == (1,)
 
 
-@pytest.mark.parametrize("layer", [2, -1, 1.0, "1", True])
-def test_an_exit_that_cannot_be_is_refused(layer: Any) -> None:
-    with pytest.raises(ModelError, match="exit must be a whole number below the target's 2 layers"):
-        HeadConfig.from_target(target("llava"), "kangaroo", exit=layer)
-
-
 def test_an_exit_that_the_layers_contradict_is_refused(tmp_path: Any) -> None:
     head = random_head("gemma3", "kangaroo", exit=2)
     assert head.layers == (2,)
@@ -97,3 +90,48 @@ def test_an_exit_that_the_layers_contradict_is_refused(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text(changed)
     with pytest.raises(ModelError, match="reads layer 2, not 3 as its exit says"):
         load_head(tmp_path, target("gemma3"))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("eagle9", {}, "no drafter head of the kind 'eagle9'"),
+    ("hivis", {"colour": 1}, "The hivis head has no option colour"),
+    ("hivis", {"after_image": "none"}, "after_image must be one of text, visual"),
+    ("eagle2", {"blocks": 0}, "blocks must be a whole number from 1, not 0"),
+    ("eagle2", {"mlp": 0}, "a whole number from 1, not 0"),
+    *(
+        ("eagle3", {"own_vocabulary": known}, "own_vocabulary must be a whole number from 0 to 192")
+        for known in (-1, 193, True, "all")
+    ),
+    ("medusa", {"mlp": 8}, "has no option mlp"),
+    ("medusa", {"layers": 0}, "layers must be at least 1"),
+    ("vispec", {"queries": 1}, "at least 2 queries, not 1"),
+    *(
+        ("kangaroo", {"exit": layer}, "exit must be a whole number below the target's 2 layers")
+        for layer in (2, -1, 1.0, "1", True)
+    ),
+    ("dream", {"keep": 0}, "keep must be a share above 0 and up to 1, not 0"),
+    ("dream", {"keep": "most"}, "keep must be a share"),
+    ("dream", {"keep": 1.5}, "keep must be a share"),
+    ("dream", {"gate": "sigmoid"}, "gate must be one of open, tanh, replace"),
+    ("dream", {"cross": 1.0}, "cross must be one of 1, 0, 2"),
+    ("dream", {"initial": 0}, "initial must be one of True, False"),
+    ("dream", {"initial": False, "final": False}, "needs its initial or its final block"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_an_option_that_cannot_be_is_refused(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        random_head("llava", kind, **options)
+
+
+def test_a_configuration_that_cannot_be_is_refused() -> None:
+    config = HeadConfig.from_target(target("llava"), "hivis")
+    for changes, message in (
+        ({"heads": 3}, "heads that are a multiple of its kv_heads"),
+        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"options": {}}, r"takes the options \['after_image'\]"),
+        ({"rope": {"rope_type": "wavy", "rope_theta": 1.0}}, "rope type 'wavy' is not known"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            build_head(replace(config, **changes))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 from families import FAMILIES
 from heads_kit import POLICIES, Text, engine, kind_of_prompt, prompts, random_head, recorded, target
-from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same
+from released_kit import CASES, drop, edit, positions_of, randomised, release, reweigh, same, weighs
 from saccade.draft.heads import store
 from saccade.draft.heads.dream import DreamDraftSession
 from saccade.draft.heads.eagle import Eagle3
@@ -176,10 +176,6 @@ def nested(folder: Path, **changes: Any) -> None:
     edit(folder, transformer_layer_config=values["transformer_layer_config"] | changes)
 
 
-def weighs(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    return lambda folder: reweigh(folder, change)
-
-
 def with_weight(name: str, *shape: int) -> Callable[[Path], None]:
     return weighs(lambda weights: weights.update({name: torch.ones(shape)}))
 
@@ -302,12 +298,6 @@ def test_no_weights_of_deeper_models_are_looked_at(tmp_path: Path, monkeypatch: 
 
 
 # --------------------------------------------------------------------------- a vocabulary of its own
-
-
-@pytest.mark.parametrize("known", [-1, 193, True, "all"])
-def test_sizes_of_vocabularies(known: Any) -> None:
-    with pytest.raises(ModelError, match="own_vocabulary must be a whole number from 0 to 192"):
-        random_head("llava", "eagle3", own_vocabulary=known)
 
 
 def test_trees_wider_than_the_vocabulary() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from families import FAMILIES
 from heads_kit import POLICIES, Text, prompts, recorded, target
-from released_kit import drop, edit
+from released_kit import drop, edit, same, weighs
 from saccade.draft.heads.store import kind_at, kind_in, load_head, save_head
 from saccade.errors import ModelError
 
@@ -158,39 +158,30 @@ def test_answers_and_drafts(case: str, tmp_path: Path) -> None:
                 expected = by_hand(folder, text, start + len(step.emitted[row]), path)
                 torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
     save_head(head, tmp_path / "ours")
-    again = load_head(tmp_path / "ours", target("llava"))
-    assert again.config == head.config
-    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
-
-
-def reweigh(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    (file,) = folder.glob("*.pt")
-    weights = torch.load(file)
-    change(weights)
-    torch.save(weights, file)
+    same(head, load_head(tmp_path / "ours", target("llava")))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] = {
     "another weight": (
         medusa,
-        lambda d: reweigh(d, lambda w: w.update({"5.weight": torch.ones(1)})),
+        weighs(lambda w: w.update({"5.weight": torch.ones(1)})),
         "has the weight 5.weight, which is not known",
     ),
     "another stack's layer": (
         medusa,
-        lambda d: reweigh(d, lambda w: w.update({"4.1.linear.weight": torch.ones(1)})),
+        weighs(lambda w: w.update({"4.1.linear.weight": torch.ones(1)})),
         "lacks the weight 0.1.linear.weight",
     ),
     "vocabulary in vLLM": (lambda d: vllm(d, words=96), lambda d: edit(d, vocab_size=96), "vocabulary is 96 but this"),
     "fewer stacks": (medusa, lambda d: edit(d, medusa_num_heads=6), "lacks the weight 5.0.linear.weight"),
     "vocabulary": (
         medusa,
-        lambda d: reweigh(d, lambda w: w.update({"0.1.weight": torch.ones(191, D)})),
+        weighs(lambda w: w.update({"0.1.weight": torch.ones(191, D)})),
         "vocabulary is 191 but this target's is 192",
     ),
     "width": (
         medusa,
-        lambda d: reweigh(d, lambda w: w.update({"0.0.linear.weight": torch.ones(96, 96)})),
+        weighs(lambda w: w.update({"0.0.linear.weight": torch.ones(96, 96)})),
         "hidden size is 96 but this target's is 64",
     ),
     "no weights": (medusa, lambda d: (d / "medusa_lm_head.pt").unlink(), "has no medusa_lm_head.safetensors or"),
@@ -198,7 +189,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object], str]] 
     "not grounded": (hydra, lambda d: drop(d, "grounded_heads"), "has grounded_heads None, which is not supported"),
     "no projection": (
         hydra,
-        lambda d: reweigh(d, lambda w: w.pop("hydra_mlp.2.0.res_connection.bias")),
+        weighs(lambda w: w.pop("hydra_mlp.2.0.res_connection.bias")),
         "lacks the weight hydra_mlp.2.0.res_connection.bias; copy the whole folder again",
     ),
 }

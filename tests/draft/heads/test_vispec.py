@@ -10,7 +10,6 @@ import torch
 from heads_kit import POLICIES, drafting, engine, random_head, touching_images
 from saccade.draft.heads.vispec import ViSpec, runs_of
 from saccade.engine import Request
-from saccade.errors import ModelError
 
 VISUAL = torch.tensor([0, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
 
@@ -59,11 +58,6 @@ def test_words_are_told_of_the_last_image_before_them() -> None:
         (embeddings[7], two[2]),
     ]
     torch.testing.assert_close(head.embed(embeddings, VISUAL), torch.stack([torch.cat(pair) for pair in expected]))
-
-
-def test_fewer_than_two_queries_are_refused() -> None:
-    with pytest.raises(ModelError, match="at least 2 queries, not 1"):
-        vispec(1)
 
 
 def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn() -> None:

@@ -63,21 +63,21 @@ class Rotary:
         return angles.cos() * self._scale, angles.sin() * signs
 
     def of(self, places: Placement) -> tuple[Tensor, Tensor]:
-        """As `__call__` of places, computed once for all blocks."""
-        angles = places.angles.get(self)
-        if angles is None:
-            angles = self(places.positions) if places.last is None else self.read(places.positions, places.last)
-            places.angles[self] = angles
+        """As `__call__`, computed once for all blocks; where no position is beyond ``last``, read from a table."""
+        positions, last = places.positions, places.last
+        if self in places.angles:
+            return places.angles[self]
+        if last is None:
+            angles = self(positions)
+        else:
+            table = self._tables.get(positions.device)
+            if table is None or len(table) <= last:
+                every = torch.arange(max(MOST_READ, 2 * last), device=positions.device)
+                table = self._tables[positions.device] = torch.cat([part[0, :, 0] for part in self(every[None])], 1)
+            cos, sin = F.embedding(positions, table)[:, :, None].chunk(2, -1)
+            angles = cos, sin
+        places.angles[self] = angles
         return angles
-
-    def read(self, positions: Tensor, last: int) -> tuple[Tensor, Tensor]:
-        """As `__call__` for ``positions`` ``[B, N]`` up to ``last``, from a table that was computed once."""
-        table = self._tables.get(positions.device)
-        if table is None or len(table) <= last:
-            every = torch.arange(max(MOST_READ, 2 * last), device=positions.device)
-            table = self._tables[positions.device] = torch.cat([part[0, :, 0] for part in self(every[None])], 1)
-        cos, sin = F.embedding(positions, table)[:, :, None].chunk(2, -1)
-        return cos, sin
 
 
 @lru_cache(maxsize=64)

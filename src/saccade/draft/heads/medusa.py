@@ -40,11 +40,19 @@ class StackedHead(Head):
             )
         self.reach = config.steps
         self.has_lm_head = bool(config.options["own_heads"])
-        known = config.options.get("own_vocabulary", 0)
+        width, known = config.hidden_size, config.options.get("own_vocabulary", 0)
+        is_residual = config.options.get("stack", "residual") == "residual"
+        self.stacks = nn.ModuleList(
+            nn.Sequential(
+                ResidualLayer(width, (i + 2) * width if self.follows else None),
+                *(ResidualLayer(width) for _ in range(config.options["layers"] - 1)),
+            )
+            for i in range(config.steps if is_residual else 0)
+        )
         if known:
             self.register_buffer("token_ids", torch.arange(known))
         self.lm_heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, known or config.vocab_size, bias=self.biased)
+            nn.Linear(width, known or config.vocab_size, bias=self.biased)
             for _ in range(config.steps if self.has_lm_head else 0)
         )
 
@@ -84,13 +92,6 @@ class Medusa(StackedHead):
     }
     loaded_only: ClassVar[tuple[str, ...]] = ("own_heads", "own_vocabulary")
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        layers, width = config.options["layers"], config.hidden_size
-        self.stacks = nn.ModuleList(
-            nn.Sequential(*(ResidualLayer(width) for _ in range(layers))) for _ in range(config.steps)
-        )
-
     def forward(
         self, features: Tensor, embeddings: Tensor | None = None, at: Placement | None = None, step: Step = 0
     ) -> Tensor:
@@ -123,13 +124,8 @@ class Hydra(StackedHead):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        width, layers = config.hidden_size, config.options["layers"]
-        self._is_residual = config.options["stack"] == "residual"
-        if self._is_residual:
-            self.stacks = nn.ModuleList(
-                nn.Sequential(ResidualLayer(width, (i + 2) * width), *(ResidualLayer(width) for _ in range(layers - 1)))
-                for i in range(config.steps)
-            )
+        width = config.hidden_size
+        if len(self.stacks):
             return
         self.embedding_norm = RMSNorm(width, config.norm_eps)
         self.feature_norm = RMSNorm(width, config.norm_eps)
@@ -142,7 +138,7 @@ class Hydra(StackedHead):
         Shapes: features ``[B, N, d]``; embeddings ``[B, N, step + 1, d]``.
         """
         index = int(step)
-        if self._is_residual:
+        if len(self.stacks):
             guess: Tensor = self.stacks[index](torch.cat([features[..., None, :], embeddings], -2).flatten(-2))
             return guess
         state = self.feature_norm(features)[..., None, :]

@@ -195,9 +195,7 @@ class HeadDraftSession(DraftSession):
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
-        states = self._states(output)  # [A, N, F]
-        along = at_nodes(states, verdict.path)  # [A, D + 1, F]
-        along = self._head.fuse(along)  # [A, D + 1, d]
+        along = self._head.fuse(at_nodes(self._states(output), verdict.path))  # [A, D + 1, d]
         # States beyond the accepted tokens are overwritten before they are read.
         for place, row in enumerate(rows):
             first = self._known[row] - 1
@@ -205,14 +203,13 @@ class HeadDraftSession(DraftSession):
         self._shaping.observe(rows, verdict)
         self._drafter.judge(verdict)
 
-    def _states(self, output: ForwardOutput) -> Tensor:
-        """Return the states ``[A, N, F]`` that the head reads of a target forward."""
+    def _states(self, output: ForwardOutput | PrefillResult) -> Tensor:
+        """Return the states ``[A, N, F]``, or ``[N, F]`` of a prompt, that the head reads of a target forward."""
         return torch.cat([output.hidden[layer] for layer in self._head.layers], -1).to(self._like)
 
     def _store(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Store the features of the tokens that the target has read."""
-        states = torch.cat([prefill.hidden[layer] for layer in self._head.layers], -1).to(self._like)
-        self._features[row][prefill.start : len(prompt)] = self._head.fuse(states)
+        self._features[row][prefill.start : len(prompt)] = self._head.fuse(self._states(prefill))
 
     def _visual(self, prompt: Prompt) -> Tensor:
         return visual_mask(self._drafter.target.config, prompt.ids)
