@@ -121,29 +121,9 @@ def test_whole_characters_stay_when_generation_ends_inside_the_next(
     assert len(shown) - len(whole) <= 3  # bytes of a character without its last
 
 
-def test_a_space_behind_special_tokens_stays() -> None:
-    """Llama 2's tokenizer drops a space in front, so that the ids behind a special token must not stand alone."""
-    tok = tokenizer("fallback")
-    first, second = tok("a b", add_special_tokens=False)["input_ids"]
-    ids = [first, tok.eos_token_id, tok.eos_token_id, second]
-    assert streamed(tok, ids, [1] * 4) == ["a", "", "", " b", "", ""]
-
-
-def test_a_character_is_held_back_until_its_last_byte_comes() -> None:
-    tok = tokenizer("bytes")
-    ids = tok("x🙂y", add_special_tokens=False)["input_ids"]
-    assert streamed(tok, ids, [1] * 6) == ["x", "", "", "", "🙂", "y", "", ""]
-
-
 def test_what_was_streamed_stays_when_the_bytes_behind_it_make_no_character() -> None:
     tok = tokenizer("fallback")
     ids = tok("你好", add_special_tokens=False)["input_ids"]
     assert decode(tok, ids[:-1]) == INCOMPLETE * 5
     for sizes in ([1] * 6, [6], [2, 4], [5, 1]):
         assert "".join(streamed(tok, ids[:-1], sizes)) == text_of(tok, ids[:-1]) == "你" + INCOMPLETE * 2
-
-
-def test_what_is_incomplete_at_the_end_comes_last() -> None:
-    tok = tokenizer("bytes")
-    ids = tok("a€", add_special_tokens=False)["input_ids"][:-1]
-    assert streamed(tok, ids, [1, 1, 1]) == ["a", "", "", "", INCOMPLETE]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
-from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, VOCAB, pristine, reference_greedy
+from families import BOS, EOS, FAMILIES, FIRST_WORD, LAST_WORD, pristine, reference_greedy
 from harness import METHODS, OPTIONS, draft, engine, requests, run, tokens
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
@@ -169,34 +169,3 @@ def test_prefix_allowed_tokens_fn_sees_each_row(method: str) -> None:
     ]
     outputs = run("llama", method, case.inputs("text", 2), NEW, prefix_allowed_tokens_fn=allowed)
     assert tokens(outputs) == wanted
-
-
-# --------------------------------------------------------------------------- stop strings
-
-
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One character per id, as `StopStringCriteria` needs to take every token's text apart."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    characters = Tokenizer(models.WordLevel({character(i): i for i in range(VOCAB)}, unk_token=character(3)))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters)
-
-
-def character(token: int) -> str:
-    return chr(ord("!") + token)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
-def test_stop_strings_end_a_row_where_generate_ends_it(name: str, method: str) -> None:
-    case, answer = FAMILIES[name], common(name)
-    stop = ["".join(map(character, answer[13:15])), character(answer[21])]
-    inputs = case.row_inputs(kind_of(name), 0)
-    wanted = reference_greedy(pristine(name), inputs, NEW, stop_strings=stop, tokenizer=tokenizer())
-    outputs = run(name, method, inputs, NEW, stop_strings=stop, tokenizer=tokenizer())
-    assert tokens(outputs) == wanted
-    assert len(wanted[0]) < NEW
-    assert outputs[0].finish_reason == "stop"
