@@ -73,17 +73,13 @@ def _compare(target: Target, length: int, start: int) -> None:
     centred = theirs - theirs.mean(-1, keepdim=True)
     spread = centred.float().norm(dim=-1).clamp(min=1e-12)
     relative = float((difference.norm(dim=-1) / spread).max())
-    if not relative <= tolerance(target.dtype):  # not <=, so that NaN is refused
+    rounding = torch.finfo(target.dtype).eps ** 0.5
+    if not relative <= rounding:  # not >, so that NaN is refused
         raise _refusal(
             target,
             f"logits differ from a plain forward by up to {float(difference.abs().max()):.3g} "
-            f"({relative:.2%} of their spread; rounding explains {tolerance(target.dtype):.2%})",
+            f"({relative:.2%} of their spread; rounding explains {rounding:.2%})",
         )
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Largest difference of logits attributed to rounding, relative to their spread over the vocabulary."""
-    return float(torch.finfo(dtype).eps ** 0.5)
 
 
 def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int) -> Tensor:

@@ -289,11 +289,8 @@ def _probed_fused(
         probe, layer = _PROBES[module]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-
-        def rows(part: Tensor) -> Tensor:
-            return attention_rows(query, key, attention_mask, part, scale=scale, causal=causal and query.shape[2] > 1)
-
-        probe.observe(layer, query, rows)
+        causal = causal and query.shape[2] > 1
+        probe.observe(layer, query, partial(attention_rows, query, key, attention_mask, scale=scale, causal=causal))
     options.update(scaling=scaling, is_causal=is_causal)
     out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out
