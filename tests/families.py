@@ -423,8 +423,7 @@ def _vision_language_model(
 
 def _gemma3(layers: int | None) -> PreTrainedModel:
     """Sliding and full layers mixed; the window is shorter than an image, which is attended both ways."""
-    count = 4 if layers is None else layers
-    kinds = ["sliding_attention", "full_attention"] * count
+    count = layers or 4
     return _vision_language_model(
         "gemma3",
         text={
@@ -432,7 +431,7 @@ def _gemma3(layers: int | None) -> PreTrainedModel:
             "head_dim": 16,
             "query_pre_attn_scalar": 16,
             "sliding_window": 12,
-            "layer_types": kinds[:count],
+            "layer_types": (["sliding_attention", "full_attention"] * count)[:count],
         },
         vision=_vision(model_type="siglip_vision_model", patch_size=2, vision_use_head=False),
         mm_tokens_per_image=16,
