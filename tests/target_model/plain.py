@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, Inputs, reset_rope_deltas
-from harness import target
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
+from saccade.target_model.adapter import Target
 from saccade.tree import TreeShape, ancestors_of
 
 SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
@@ -22,6 +22,11 @@ SHAPE = TreeShape.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
 def tree_inputs(shape: TreeShape = SHAPE) -> tuple[Tensor, Tensor]:
     """Attention mask and depth of a tree's nodes."""
     return ancestors_of(torch.tensor([shape.parents]), shape.max_depth), torch.tensor([[0, *map(len, shape.paths)]])
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(FAMILIES[name].model())
 
 
 def prompt(name: str, kind: str, row: int = 0) -> Prompt:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from plain import target
 from torch import nn
 
 from families import FAMILIES
@@ -24,6 +24,11 @@ LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3
 # experts, norms on both sides of each block, and queries that are scaled by position
 TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
 DEPTH = torch.tensor([[0, 1, 1, 2]])
+
+
+@cache
+def target(name: str) -> Target:
+    return Target(FAMILIES[name].model())
 
 
 def loaded(model: Target, kind: str, case: Any, layers: tuple[int, ...] = (), final: Any = "post") -> Context:

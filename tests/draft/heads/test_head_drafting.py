@@ -44,6 +44,7 @@ from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
 from saccade.engine.row import plan
+from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput
 
@@ -355,10 +356,10 @@ def guesses_that_do_not_see_the_root(patch: Patch) -> None:
 
 
 def all_guesses_at_the_root_s_position(patch: Patch) -> None:
-    def flat(right: Any, self: Any, rows: Any, tokens: Any, mask: Any, depth: Tensor, layer: int) -> Any:
-        return right(self, rows, tokens, mask, depth * 0, layer)
+    def flat(right: Any, self: Any, cache: Any, block: Any, layer: int) -> Any:
+        return right(self, cache, replace(block, depth=block.depth * 0), layer)
 
-    changed(patch, Context, "early_exit", flat)
+    changed(patch, Target, "early_exit", flat)
 
 
 def state_of_the_root(patch: Patch) -> None:
