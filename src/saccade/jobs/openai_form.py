@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +96,7 @@ class OpenAIForm:
         if not isinstance(fields, dict):
             raise InputError("the body must be a JSON object, such as one with model and messages")
         if url == _CHAT:
-            fields = {**fields, "messages": _resolved(deepcopy(fields.get("messages")), item.root)}
+            fields = {**fields, "messages": _resolved(fields.get("messages"), item.root)}
         body: Any = parse(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(fields).encode())
         if body.stream:
             raise InputError("the answer of a batch is not streamed; leave out stream")
@@ -111,19 +110,16 @@ class OpenAIForm:
         return body
 
 
-def _resolved(messages: Any, root: Path) -> Any:
+def _resolved(value: Any, root: Path, is_url: bool = False) -> Any:
     """Messages whose relative paths of media are those of files; what has no such form remains."""
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else []:
-            for key in ("image_url", "video_url"):
-                source = part.get(key) if isinstance(part, dict) else None
-                url = source.get("url") if isinstance(source, dict) else source
-                if isinstance(url, str) and url and "://" not in url[:16]:
-                    part[key] = (
-                        {**source, "url": resolve(url, root)} if isinstance(source, dict) else resolve(url, root)
-                    )
-    return messages
+    if isinstance(value, list):
+        return [_resolved(entry, root) for entry in value]
+    if isinstance(value, dict):
+        urls = ("image_url", "video_url", *(["url"] if is_url else []))
+        return {key: _resolved(entry, root, key in urls) for key, entry in value.items()}
+    if is_url and isinstance(value, str) and value and "://" not in value[:16]:
+        return resolve(value, root)
+    return value
 
 
 def _response(item: Item, status: int, body: dict[str, Any]) -> dict[str, Any]:
