@@ -272,15 +272,16 @@ class EvaluatedModel:
         """Answer to a question that is done; raises its error unless failed questions are skipped."""
         row, speed, place = question.row, self.speeds[question.task], f"{question.task}, {question.name}"
         problem = question.problem if row is None else row.error
-        if isinstance(problem, SaccadeError) and self._options.skip_failed:
+        if isinstance(problem, SaccadeError):
+            if not self._options.skip_failed:
+                advice = "(skip_failed=True leaves such answers empty and goes on.)"
+                raise type(problem)(f"{place}: {problem} {advice}") from problem
             speed["failed"] += 1
             self.log(f"{place} is left empty: {problem}")
             return TaskAnswer("", failure=str(problem))
-        if isinstance(problem, SaccadeError):
-            advice = "(skip_failed=True leaves such answers empty and goes on.)"
-            raise type(problem)(f"{place}: {problem} {advice}") from problem
-        if problem is not None or row is None:
-            raise problem or AssertionError("answer() is for questions that are done")
+        if problem is not None:
+            raise problem
+        assert row is not None, "it is done"
         output = row.finish(self.vlm.lossless)
         speed["answers"] += 1
         speed["cut"] += output.finish_reason == "length"
@@ -288,8 +289,7 @@ class EvaluatedModel:
             speed[name] += getattr(output.stats, name)
         text = text_of(self.vlm.processor.tokenizer, output.tokens)
         stops = self._decoding(question.settings)[0].get("stop_strings", ())
-        ends = [text.index(stop) for stop in stops if stop in text]
-        end = min(ends, default=len(text))
+        end = min((text.index(stop) for stop in stops if stop in text), default=len(text))
         return TaskAnswer(text[:end], output.stats.prompt_tokens, output.stats.new_tokens)
 
     def score(self, question: TaskQuestion, continuation: str) -> tuple[float, bool]:

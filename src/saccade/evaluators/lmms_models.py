@@ -1,4 +1,4 @@
-"""Saccade's models in lmms-eval: any method on its tasks, with the speed beside the scores."""
+"""Saccade's models in lmms-eval: any method on its tasks, with the speed next to the scores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from saccade.data.conversations import placed
 from saccade.errors import InputError
 from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion, described, rates
 from saccade.inputs.processor import Messages
+from saccade.jobs.item_sources import IMAGES
 
-IMAGE_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}
 
 _MARKS = re.compile(r"(<image(?: \d+)?>)")
@@ -241,7 +241,7 @@ def _part_of(item: Any, is_text: bool = False) -> Part:
         ending = PurePath(item).suffix.lower()
         if ending in SOUND_ENDINGS:
             raise InputError(f"{item} is audio, which Saccade's models do not accept; choose another task.")
-        if ending in IMAGE_ENDINGS or str(item).startswith("data:image/"):
+        if ending in IMAGES or str(item).startswith("data:image/"):
             kind = "image"
     elif isinstance(item, Image.Image) or (isinstance(item, np.ndarray) and item.ndim == 3):
         kind = "image"

@@ -1,4 +1,4 @@
-"""Saccade's model in VLMEvalKit: any method on its data sets, with the speed beside the scores.
+"""Saccade's model in VLMEvalKit: any method on its data sets, with the speed next to the scores.
 
 VLMEvalKit has no entry points for models: it looks classes up in ``vlmeval.vlm`` and names in ``supported_VLM``.
 `register` adds both, and ``python -m saccade.evaluators.vlmevalkit run.py ...`` then runs VLMEvalKit's own script.

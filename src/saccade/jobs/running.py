@@ -177,7 +177,7 @@ def _write(journal: Journal, offsets: Sequence[int], out: Path, has_requests: bo
                 if with_errors == (row["failed"] and "custom_id" in row["record"]):
                     file.write(encoded(row["record"]))
 
-    advice = "all answers are in the journal beside it; free some space and run the same command again"
+    advice = "all answers are in the journal next to it; free some space and run the same command again"
     _, errors, _ = written(out)
     if has_requests:
         write_file(errors, partial(write, True), advice=advice)
@@ -257,7 +257,7 @@ class ItemWorker:
         (decoding,) = plan(vlm.target, [Prompt((0,))], tokenizer=vlm.processor.tokenizer, **job.options)
         vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
         self._vlm, self._job, self._attempt, self._kv_share = vlm, job, attempt, kv_share
-        self._forms: dict[bool, PlainForm | OpenAIForm] = {False: PlainForm(vlm, job)}
+        self._forms: dict[bool, PlainForm | OpenAIForm] = {False: PlainForm(vlm, job)}  # True: of requests
         self._running: dict[int, _Running] = {}
         self._suspects: deque[_Running] = deque()
 
@@ -377,7 +377,8 @@ class PlainForm:
     job: BatchJob
 
     def prepare(self, item: Item) -> PreparedItem:
-        messages, reading, processor = self.job.prompts.of(item), self.job.reading, self.vlm.processor
+        reading, processor = self.job.reading, self.vlm.processor
+        messages = self.job.prompts.of(item)
         for part in media_parts(messages):
             source = part[part["type"]]
             if isinstance(source, Stored):
@@ -391,15 +392,13 @@ class PlainForm:
         request = self.vlm.request(row, seed_of(self.job.seed, item.id))
 
         def starts() -> list[tuple[Request, RowPlan]]:
-            options = self.job.options
-            (decoding,) = plan(self.vlm.target, [request.prompt], tokenizer=processor.tokenizer, **options)
-            return [(request, decoding)]
+            plans = plan(self.vlm.target, [request.prompt], tokenizer=processor.tokenizer, **self.job.options)
+            return [(request, plans[0])]
 
         def record(rows: Sequence[Row]) -> dict[str, Any]:
             output = rows[0].finish(self.vlm.lossless)
             return {
-                "id": item.id,
-                **_files(item),
+                **_name_of(item),
                 "text": text_of(processor.tokenizer, output.tokens),
                 "finish_reason": output.finish_reason,
                 "prompt_tokens": output.stats.prompt_tokens,
@@ -412,8 +411,10 @@ class PlainForm:
         return PreparedItem(starts, record)
 
     def failure(self, item: Item, sentence: str) -> dict[str, Any]:
-        return {"id": item.id, **_files(item), "error": sentence}
+        return {**_name_of(item), "error": sentence}
 
 
-def _files(item: Item) -> dict[str, Any]:
-    return {"files": item.row["files"]} if item.media and "files" in item.row else {}
+def _name_of(item: Item) -> dict[str, Any]:
+    """Id of an item, and the files of a group of pictures."""
+    files = {"files": item.row["files"]} if item.media and "files" in item.row else {}
+    return {"id": item.id, **files}
