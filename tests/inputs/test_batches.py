@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from test_same_as_transformers import clip
 
 from families import FAMILIES, FamilyCase
 from saccade.errors import InputError
-from saccade.inputs.families import join, media_spans, split, visual_ids, visual_mask
+from saccade.inputs.families import join, media_spans, split, visual_ids
 from saccade.inputs.families.family import Medium, Prompt
 
 TEXT_KEYS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
@@ -26,21 +25,6 @@ def config_of(case: FamilyCase) -> Any:
 
 def by_name(case: Any) -> str:
     return case.name if isinstance(case, FamilyCase) else str(case)
-
-
-@pytest.mark.parametrize(("case", "kind"), [c for c in CASES if c[1] != "text"], ids=by_name)
-def test_spans_cover_the_placeholders_of_their_medium_and_no_other(case: FamilyCase, kind: str) -> None:
-    config = config_of(case)
-    (prompt,) = split(config, case.row_inputs(kind, 0))
-    mask = visual_mask(config, prompt.ids)
-    spans = media_spans(config, prompt)
-    assert mask.shape == (len(prompt),)
-    for medium, (start, end) in zip(prompt.media, spans, strict=True):
-        assert mask[start:end].sum() == medium.n_tokens
-        assert mask[start]
-        assert mask[end - 1]
-    assert mask.sum() == sum(m.n_tokens for m in prompt.media)
-    assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("case", VISUAL_CASES, ids=by_name)
