@@ -109,7 +109,9 @@ def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:
         counts += torch.bincount(ids[ids < len(counts)], minlength=len(counts))
     ids = counts.argsort(descending=True, stable=True)[: head.config.options["own_vocabulary"]].sort().values  # `[N]`
     rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logit_map(target).factor
-    head.use_tokens(ids, rows)
+    assert head.token_ids is not None
+    head.token_ids.copy_(ids)
+    head.lm_head.weight.data.copy_(rows)
     share = float(counts[ids].sum() / counts.sum().clamp(min=1))
     return (
         f"The head's vocabulary: the {len(ids):,} most frequent of {target.vocab_size:,} tokens, {share:.1%} of the "

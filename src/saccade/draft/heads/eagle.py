@@ -147,16 +147,6 @@ class Eagle3(Head):
     def _normed(self, hidden: Tensor) -> Tensor:
         return hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
 
-    @torch.no_grad()
-    def use_tokens(self, ids: Tensor, rows: Tensor) -> None:
-        """Set the tokens of its own vocabulary, and initial rows of its LM head.
-
-        Shapes: ids ``[N]``; rows ``[N, d]``.
-        """
-        assert self.token_ids is not None
-        self.token_ids.copy_(ids)
-        self.lm_head.weight.copy_(rows)
-
 
 class Msd(Eagle2):
     """Decoupled text and visual tokens (Lin et al. 2025, MSD, Section 3.2), otherwise EAGLE-2's head.
