@@ -19,7 +19,7 @@ from saccade.bench import cost
 from saccade.bench.cost import Costs
 from saccade.bench.preparing import prepare
 from saccade.bench.records import RecordedRun
-from saccade.bench.report import contents
+from saccade.bench.report.tables import contents
 from saccade.bench.runner import Runner
 from saccade.draft.heads.head import Head, HeadConfig, build_head
 from saccade.draft.heads.registry import HEAD_KINDS

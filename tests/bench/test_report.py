@@ -14,11 +14,12 @@ from fake_runs import HOSTILE, make_run, write_run
 from typer.testing import CliRunner
 
 from saccade import files
-from saccade.bench import metrics, report
+from saccade.bench import metrics
 from saccade.bench.metrics import cautions, headline
-from saccade.bench.records import RecordedRun
+from saccade.bench.records import RecordedRun, read
 from saccade.bench.report import tables
-from saccade.bench.report.page import embed, shown_prompts
+from saccade.bench.report.page import embed, render, shown_prompts
+from saccade.bench.report.tables import contents, document
 from saccade.cli import report as command
 from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError
@@ -69,12 +70,12 @@ def test_other_tokens_of_a_lossless_method_and_warnings_are_named() -> None:
     for number, record in enumerate(run.records):
         warned = ["Nothing fits."] if record.key[:2] == ("scene-0", "chain") else []
         run.records[number] = replace(record, equal=False, difference=difference, warnings=warned)
-    contents = report.contents([run])
-    text, remark = report.html(contents), "chain warned in 1 of 2 answers: Nothing fits."
+    content = contents([run])
+    text, remark = render(content), "chain warned in 1 of 2 answers: Nothing fits."
     assert "chain: 2 of 2 answers, first on scene-0 at position 7: 3 instead of 4 with logits 2.5 and 2.4" in text
     assert "lvspec: 2 of 2" not in text
     assert remark in text
-    assert remark in report.markdown_tables(contents)
+    assert remark in document(content)
 
 
 def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> None:
@@ -87,7 +88,7 @@ def test_markdown_rows_have_as_many_cells_as_the_head_whatever_the_text() -> Non
 
 def test_markdown_names_every_run_and_says_what_columns_mean(run: RecordedRun) -> None:
     other = make_run(Path("other"), prompts=2, repeats=1, methods=["plain", "chain"])
-    text = report.markdown_tables(report.contents([run, other]))
+    text = document(contents([run, other]))
     assert text.startswith("**every method of every run")
     assert "## pocket, pocket with pocket-draft (run)" in text
     assert "## pocket, pocket with pocket-draft (other)" in text
@@ -145,16 +146,16 @@ def test_a_corrupted_record_is_named_with_its_line_and_skipped(folder: Path, tmp
     wrong["stats"] = "none"
     lines[3], lines[5] = cut, json.dumps(wrong)
     (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
-    found = report.load([tmp_path])[0]
+    found = contents([read(tmp_path)])[0]
     assert len(found.run.records) == count - 2
     assert [re.search(r"line (\d+): .*skipped\.$", problem)[1] for problem in found.run.problems] == ["4", "6"]  # type: ignore[index]
-    assert "line 4" in (text := report.html([found], prompts=0))
+    assert "line 4" in (text := render([found], prompts=0))
     assert str(tmp_path) not in text
 
 
 @pytest.fixture(scope="module")
 def page(run: RecordedRun) -> str:
-    return report.html(report.contents([run]))
+    return render(contents([run]))
 
 
 def test_the_page_loads_nothing_is_small_and_escapes_hostile_text(page: str) -> None:
@@ -172,14 +173,14 @@ def test_runs_that_lack_something_have_a_report_with_unique_ids(run: RecordedRun
     bare = make_run(Path("bare"), prompts=2, repeats=1, methods=["chain"])
     for record in bare.records:
         record.scores.clear()
-    ids = re.findall(r'\bid="([^"]+)"', report.html(report.contents([run, one, bare])))
+    ids = re.findall(r'\bid="([^"]+)"', render(contents([run, one, bare])))
     assert len(ids) == len(set(ids))
-    text = report.html(report.contents([bare]))
+    text = render(contents([bare]))
     assert "Speed against quality" not in text
     assert "Acceptance by depth" in text
     write_run(tmp_path / "run", prompts=1, methods=[])
     with pytest.raises(SaccadeError, match="no readable record"):
-        report.load([tmp_path / "run"])
+        contents([read(tmp_path / "run")])
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -189,9 +190,9 @@ def test_a_report_opens_with_the_fastest_lossless_method(run: RecordedRun) -> No
     speeds = {m: r.speedup.value for m, r in results.items() if r.lossless and r.speedup and m != "plain"}
     best = max(speeds, key=lambda method: speeds[method])
     assert said.startswith(f"{best}, the fastest of 3 lossless methods, is {speeds[best]:.2f} times (95 % interval ")
-    text = report.html(report.contents([run]))
+    text = render(contents([run]))
     assert text.index('class="headline"') < text.index("Comparison")
-    assert said.split(" (")[0] in report.markdown_tables(report.contents([run]))
+    assert said.split(" (")[0] in document(contents([run]))
 
 
 def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_method() -> None:
@@ -214,8 +215,8 @@ def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_me
 def test_few_prompts_are_a_caution(prompts: int, words: str) -> None:
     small = make_run(prompts=prompts, repeats=1)
     assert words in " ".join(cautions(small))
-    assert words in report.html(report.contents([small]))
-    assert words in report.markdown_tables(report.contents([small]))
+    assert words in render(contents([small]))
+    assert words in document(contents([small]))
     assert not list(cautions(make_run(prompts=12, repeats=1)))
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from fake_runs import make_run, picture
 
-from saccade.bench import report
+from saccade.bench.report.page import render
+from saccade.bench.report.tables import contents
 
 pytest.importorskip("matplotlib", reason="reports need the extra `report`")
 
@@ -58,7 +59,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     (run.folder / "media").mkdir()
     for name in {name for record in run.records for name in record.media}:
         picture(name).save(run.folder / "media" / name)
-    return report.html(report.contents([run]))
+    return render(contents([run]))
 
 
 def test_the_page_opens_without_console_errors_with_tables_figures_and_token_view(page: str, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 from saccade import cpu, environment
 from saccade.bench import records
 from saccade.bench.records import RecordedRun
-from saccade.bench.report import contents, tables
+from saccade.bench.report import tables
 from saccade.bench.report.figures import Plot, draw, standalone
-from saccade.bench.report.tables import escape
+from saccade.bench.report.tables import contents, escape
 from saccade.errors import SaccadeError
 from saccade.files import write_file, write_folder
 from saccade.options import make

@@ -34,11 +34,13 @@ def report(
 
     Example: `saccade report runs/quick`
     """
-    from saccade.bench import report as pages
+    from saccade.bench.records import read
+    from saccade.bench.report.page import render
+    from saccade.bench.report.tables import contents, document
 
     with screen.waiting("Drawing"):
-        content = pages.load(runs)
-        page, tables = pages.html(content, prompts), pages.markdown_tables(content)
+        content = contents([read(folder) for folder in runs])
+        page, tables = render(content, prompts), document(content)
     for run in content:
         screen.warn(*run.run.problems)
     out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"

@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from saccade.bench.metrics import block_efficiency, cautions, headline
 from saccade.bench.records import MEDIA, Record, RecordedRun, difference_of, first_difference, warned
-from saccade.bench.report import Content, figures, tables
+from saccade.bench.report import figures, tables
+from saccade.bench.report.tables import Content
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.inputs.media.sources import FORMATS
@@ -25,7 +26,7 @@ LARGEST = 640
 """Longest side, in pixels, of a picture in the report; larger ones are scaled down."""
 
 
-def render(contents: Sequence[Content], prompts: int) -> str:
+def render(contents: Sequence[Content], prompts: int = 4) -> str:
     """Render the page."""
     try:
         from jinja2 import Environment, StrictUndefined
@@ -45,7 +46,7 @@ def render(contents: Sequence[Content], prompts: int) -> str:
         css=Markup((assets / "page.css").read_text("utf-8")),
         script_hashes=" ".join(f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in scripts.values()),
         marks=MEANINGS,
-        overview=tables.overview([(c.name, c.groups[0]) for c in contents]) if len(contents) > 1 else None,
+        overview=tables.overview(contents) if len(contents) > 1 else None,
         sections=sections,
         **scripts,
     )

@@ -13,6 +13,7 @@ from saccade.bench.cost import Costs
 from saccade.bench.metrics import Estimate, MethodResult, cautions, headline
 from saccade.bench.records import Record, RecordedRun, difference_of, warned
 from saccade.bench.suites import BASELINE
+from saccade.errors import SaccadeError
 from saccade.wording import count
 
 if TYPE_CHECKING:
@@ -51,6 +52,37 @@ def groups(run: RecordedRun) -> list[Group]:
     found = [Group(name, metrics.by_method(group)) for name, group in tasks.items()]
     if len(tasks) > 1:
         found.insert(0, Group("all tasks", metrics.by_method(records)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A run, prepared for a report."""
+
+    name: str  # unique within the report
+    run: RecordedRun
+    groups: list[Group]  # all tasks together, then every task if there are several
+
+
+def contents(runs: Sequence[RecordedRun]) -> list[Content]:
+    """Prepare runs for a report, named by suite and models, and by their folders where these are equal."""
+    for run in runs:
+        if not run.records:
+            why = f" The first problem: {run.problems[0]}" if run.problems else ""
+            raise SaccadeError(f"The run in {run.folder} has no readable record; run `saccade bench` again.{why}")
+    names = []
+    for run in runs:
+        models = run.header.models
+        drafts = [*([models["drafter"]["name"]] if models["drafter"] else []), *models["heads"]]
+        words = " with ".join(filter(None, [models["target"]["name"], ", ".join(drafts)]))
+        names.append(f"{run.header.suite}, {words or 'unnamed models'}")
+    found: list[Content] = []
+    for run, name in zip(runs, names, strict=True):
+        if names.count(name) > 1:
+            name = f"{name} ({run.folder.name})"
+        if any(content.name == name for content in found):
+            name = f"{name}, {len(found) + 1}"
+        found.append(Content(name, run, groups(run)))
     return found
 
 
@@ -176,13 +208,13 @@ def comparison(group: Group) -> Table:
     return _by_method(caption, group, columns, lambda r: [cell(r) for _, _, cell in shown])
 
 
-def overview(runs: Sequence[tuple[str, Group]]) -> Table:
+def overview(runs: Sequence[Content]) -> Table:
     """Main metrics of all runs of a report, by run and method."""
     shown = [c for c in _COLUMNS if c[0] in ("speed-up", "block efficiency", "score kept")]
     rows = [
-        TableRow([Cell(name), method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless)
-        for name, group in runs
-        for r in group.results.values()
+        TableRow([Cell(run.name), method_cell(r), *(cell(r) for _, _, cell in shown)], not r.lossless)
+        for run in runs
+        for r in run.groups[0].results.values()
     ]
     columns = [Column("run", "suite, target and drafter"), METHOD, *(Column(n, meaning) for n, meaning, _ in shown)]
     return Table("every method of every run, 95 % intervals", columns, rows)
@@ -241,21 +273,22 @@ def _range(values: Sequence[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
-def document(runs: Sequence[tuple[str, RecordedRun, list[Group]]]) -> str:
+def document(runs: Sequence[Content]) -> str:
     """Markdown of all runs by name: facts, tables, and the meanings of the columns."""
-    parts = [markdown(overview([(name, groups[0]) for name, _, groups in runs]))] if len(runs) > 1 else []
-    for name, run, groups_ in runs:
+    parts = [markdown(overview(runs))] if len(runs) > 1 else []
+    for content in runs:
+        run = content.run
         facts = ", ".join(f"{k} {v}" for k, v in run.header.environment.items() if isinstance(v, str | int | float))
-        parts.append(f"## {escape(name)}")
+        parts.append(f"## {escape(content.name)}")
         parts += [f"**{escape(first)}**"] if (first := headline(run)) else []
         parts += map(escape, cautions(run))
         parts.append(escape(f"Started {run.header.started}. {facts}."))
-        parts += [markdown(comparison(group)) for group in groups_]
-        parts += [markdown(by_fact)] if (by_fact := scores(groups_[0])) is not None else []
+        parts += [markdown(comparison(group)) for group in content.groups]
+        parts += [markdown(by_fact)] if (by_fact := scores(content.groups[0])) is not None else []
         parts += map(escape, warned(run.records))
         if run.problems:
             parts.append(f"{len(run.problems)} lines of the run could not be read and are left out.")
-    parts.append(meanings([groups_[0] for _, _, groups_ in runs]))
+    parts.append(meanings([content.groups[0] for content in runs]))
     return "\n\n".join(parts) + "\n"
 
 
