@@ -24,6 +24,7 @@ from saccade.target_model.forward import (
     TokenBlock,
     concat_outputs,
     pack_deepstack,
+    replaced,
     split_outputs,
 )
 from saccade.target_model.graphs import GraphPool
@@ -34,7 +35,6 @@ from saccade.target_model.stock import (
     captured_states,
     mask_labels,
     packing,
-    replaced,
     replaced_embeddings,
 )
 from saccade.target_model.traits import ModelTraits, compute_device

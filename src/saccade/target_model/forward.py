@@ -7,7 +7,8 @@ as a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -363,6 +364,16 @@ def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) ->
     for place, (span, mask) in enumerate(zip(spans, masks, strict=True)):
         joint[place, :, :, : span.visible] = 0 if mask is None else mask[0]
     return joint
+
+
+@contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes, each given as owner, name and value, while the context is open."""
+    with ExitStack() as restoring:
+        for owner, name, value in changes:
+            restoring.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 class ContextError(InputError):

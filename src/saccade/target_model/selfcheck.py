@@ -15,7 +15,7 @@ from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.stock import replaced
+from saccade.target_model.forward import replaced
 from saccade.target_model.traits import LAYER_TYPES, Thresholds, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 

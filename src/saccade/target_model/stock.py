@@ -8,7 +8,7 @@ windows, soft caps and sinks). The masks passed to the modules are only labels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -22,7 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
 from saccade.target_model.cache import RowCache
-from saccade.target_model.forward import ALL
+from saccade.target_model.forward import ALL, replaced
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
 """Attribute names of the norm before the LM head in decoders of transformers."""
@@ -34,16 +34,6 @@ _PROBES: WeakKeyDictionary[nn.Module, tuple[AttentionProbe, int]] = WeakKeyDicti
 def can_switch_attention(decoder: Any) -> bool:
     """Whether a decoder calls the attention function named in its configuration."""
     return bool(getattr(decoder, "_can_set_attn_implementation", lambda: False)())
-
-
-@contextmanager
-def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes, each given as owner, name and value, while the context is open."""
-    with ExitStack() as restoring:
-        for owner, name, value in changes:
-            restoring.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
 
 
 def _attention(decoder: nn.Module, name: str) -> AbstractContextManager[None]:
