@@ -9,7 +9,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -173,7 +173,7 @@ class Controls:
         self.all = {**written, **self.special}  # ids of all control tokens
         self.heads = frozenset(word[:n] for word in self.all for n in range(1, len(word)))  # proper beginnings
         self.tails = frozenset(word[n:] for word in self.all for n in range(1, len(word)))  # proper ends
-        self._copy = lru_cache(maxsize=2)(self._new_copy)
+        self._copies: dict[tuple[str, int], Tokenizer] = {}
 
     def dropping(self, mark: str) -> Iterator[Tokenizer]:
         """Copies of the tokenizer that drop a mark after the search for added tokens.
@@ -181,8 +181,12 @@ class Controls:
         The first drops it before text is divided into words, so that its pieces are those of the text without it.
         Where the vocabulary itself has a control token, the second divides the text there.
         """
-        yield self._copy(mark, 0)
-        yield self._copy(mark, 1)
+        for number in (0, 1):
+            if (mark, number) not in self._copies:
+                if len(self._copies) == 2:  # of another mark: a text chooses it, and copies are large
+                    self._copies.clear()
+                self._copies[mark, number] = self._new_copy(mark, number)
+            yield self._copies[mark, number]
 
     def _new_copy(self, mark: str, number: int) -> Tokenizer:
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())
