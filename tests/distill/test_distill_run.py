@@ -24,12 +24,7 @@ Written = Callable[..., Path]
 def run(source: Path, **options: Any) -> Path:
     out = source.parent / options.pop("out", "out")
     target = options.pop("target", vlm("llava", method="plain"))
-    distill(
-        target,
-        source,
-        out,
-        **{"max_new_tokens": 8, "batch": 3, "media_root": out.parent / "images", **options},
-    )
+    distill(target, source, out, **{"max_new_tokens": 8, "batch": 3, "media_root": out.parent / "images", **options})
     return out
 
 

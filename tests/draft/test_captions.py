@@ -12,12 +12,7 @@ import pytest
 import torch
 from pairs import prompts, target
 from PIL import Image
-from transformers import (
-    BlipConfig,
-    BlipForConditionalGeneration,
-    Florence2Config,
-    Florence2ForConditionalGeneration,
-)
+from transformers import BlipConfig, BlipForConditionalGeneration, Florence2Config, Florence2ForConditionalGeneration
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.blip.processing_blip import BlipProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -84,23 +79,21 @@ def test_an_image_is_told_once_in_one_line_and_its_time_is_counted() -> None:
     case = FAMILIES["llava"]
     config = case.model().config
     (prompt,) = split(config, case.row_inputs("images2", 0))
-    asked: list[PromptMedium] = []
+    captioned: list[PromptMedium] = []
 
     def tell(seen: PromptMedium) -> str:
-        asked.append(seen)
+        captioned.append(seen)
         return " a cat\n on a mat "
 
     view = Caption(config, WORDS, tell)
     assert view.read(prompt) == view.read(prompt)
-    assert [seen.medium for seen in asked] == list(prompt.media)
-    assert all(seen.ids == (IMAGE,) * 16 for seen in asked)
+    assert [seen.medium for seen in captioned] == list(prompt.media)
+    assert all(seen.ids == (IMAGE,) * 16 for seen in captioned)
     assert set(view.captions.values()) == {"a cat on a mat"}
     assert view.seconds > 0
 
 
-def test_what_the_device_still_has_to_do_is_no_part_of_a_caption_s_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_device_still_has_to_do_is_no_part_of_a_caption_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captioner is the first to wait for the target's prefill."""
     case, done = FAMILIES["llava"], list[str]()
 
@@ -145,21 +138,21 @@ def test_a_video_is_told_once_whatever_its_family_takes_it_for(name: str) -> Non
     processor = kit(name).ours
     films = [np.stack([np.asarray(gradient(shade, (56, 56))) for shade in shades]) for shades in ([0, 1, 2, 3], [4])]
     prompt = processor.prompt("What is it?", images=[gradient(5, (56, 56))], videos=films[:1])
-    told: list[PromptMedium] = []
+    captioned: list[PromptMedium] = []
 
     def tell(seen: PromptMedium) -> str:
-        told.append(seen)
-        return f"a {len(told)}"
+        captioned.append(seen)
+        return f"a {len(captioned)}"
 
     view = Caption(processor.config, processor.tokenizer, tell)
     words = processor.tokenizer.decode(view.read(prompt).ids)
-    assert sorted(seen.kind for seen in told) == ["image", "video"]
+    assert sorted(seen.kind for seen in captioned) == ["image", "video"]
     assert words.count("image: a") == words.count("video: a") == 1
-    assert sum(len(seen.media) for seen in told) == len(prompt.media)
-    film = next(seen for seen in told if seen.kind == "video")
+    assert sum(len(seen.media) for seen in captioned) == len(prompt.media)
+    film = next(seen for seen in captioned if seen.kind == "video")
     assert close(picture(processor, film.medium), gradient(2, (56, 56))) < 12  # one in the middle
     view.read(processor.prompt("And now?", videos=films))
-    assert len(told) == 3
+    assert len(captioned) == 3
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen"])

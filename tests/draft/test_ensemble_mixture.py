@@ -54,17 +54,6 @@ def mixture(logits: Tensor, weights: Tensor) -> Tensor:
     return hearing.logits
 
 
-def test_the_mixture_is_the_weighted_mean_of_probabilities() -> None:
-    logits = 3 * torch.randn(BATCH, VIEWS, 1, VOCAB)
-    weights = torch.rand(BATCH, VIEWS)
-    weights /= weights.sum(1, keepdim=True)
-    expected = torch.zeros(BATCH, 1, VOCAB)
-    for b in range(BATCH):
-        for i in range(VIEWS):
-            expected[b] += weights[b, i] * logits[b, i].softmax(-1)
-    assert torch.allclose(mixture(logits, weights).exp(), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("silent", [(0,), (2,), (1,), (0, 2), (0, 1)])
 def test_views_that_have_no_weight_in_a_row_run_none_of_its_guesses(silent: tuple[int, ...]) -> None:
     """In the other rows they do: what a row runs is its own affair."""
@@ -83,12 +72,12 @@ def test_views_that_have_no_weight_in_a_row_run_none_of_its_guesses(silent: tupl
     guesses: dict[int, list[int]] = {}
     for (_, b), tokens in zip(run, frontier.tokens.tolist(), strict=True):
         assert guesses.setdefault(b, tokens) == tokens
-    told = _Hearing()
-    growth._growth = told  # type: ignore[attr-defined]
+    received = _Hearing()
+    growth._growth = received  # type: ignore[attr-defined]
     logits = torch.randn(VIEWS, BATCH, 2, VOCAB)
     growth.expand(torch.stack([logits[i, b] for i, b in run]))
     expected = (weights.t()[..., None, None] * logits.softmax(-1)).sum(0)
-    assert torch.allclose(told.logits.softmax(-1), expected, atol=1e-6)
+    assert torch.allclose(received.logits.softmax(-1), expected, atol=1e-6)
 
 
 def test_a_row_of_one_view_beside_others_is_told_what_that_view_says() -> None:
@@ -139,7 +128,7 @@ def grown(policy: Any) -> tuple[Mixture, DraftTree]:
 
 def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]:
     """Per row the labelled positions as (p, q of every view, label), by walking down the path."""
-    found = []
+    positions = []
     for b in range(BATCH):
         nodes = verdict.path[b, : int(verdict.count[b]) + 1].tolist()
         tokens = [int(tree.tokens[b, n]) for n in nodes[1:]]
@@ -148,8 +137,8 @@ def slowly(tree: DraftTree, scores: Tensor, verdict: Verdict) -> list[list[Any]]
             label = tokens[t] if t < len(tokens) else int(verdict.token[b])
             q = torch.stack([logits_after(b, tokens[:t], i).softmax(-1) for i in range(VIEWS)])
             row.append((scores[b, node].softmax(-1)[:VOCAB], q, label))
-        found.append(row)
-    return found
+        positions.append(row)
+    return positions
 
 
 def verified(blocks: dict[int, VerifiedBlock], emitted: dict[int, list[int]]) -> Verified:
@@ -199,10 +188,7 @@ class _Watched(Grid):
         weights: Any = super().open(batch, views, device)
         self.__dict__["seen"] = seen = list[tuple[int, list[int]]]()
         observe = weights.observe
-        weights.observe = lambda rows, block: (
-            seen.extend(zip(rows, block.emitted, strict=True)),
-            observe(rows, block),
-        )
+        weights.observe = lambda rows, block: (seen.extend(zip(rows, block.emitted, strict=True)), observe(rows, block))
         return weights
 
 

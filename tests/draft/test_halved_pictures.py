@@ -64,9 +64,9 @@ def assert_same(seen: Prompt, expected: Prompt) -> None:
 def test_it_is_the_processor_s_prompt_for_a_smaller_picture(name: str, size: tuple[int, int]) -> None:
     processor, unit = kit(name).ours, UNITS[name]
     large = picture(3, (size[0] * unit, size[1] * unit))
-    given, expected = (processor.prompt("What is it?", images=[p]) for p in (large, smaller(large, *size, unit)))
-    assert given.media[0].n_tokens == size[0] * size[1]
-    assert_same(HalvedPictures(processor.config).read(given), expected)
+    original, expected = (processor.prompt("What is it?", images=[p]) for p in (large, smaller(large, *size, unit)))
+    assert original.media[0].n_tokens == size[0] * size[1]
+    assert_same(HalvedPictures(processor.config).read(original), expected)
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -75,20 +75,20 @@ def test_a_sharp_edge_stays_between_black_and_white(name: str) -> None:
     processor, unit = kit(name).ours, UNITS[name]
     black = Image.new("RGB", (4 * unit, 4 * unit))
     black.paste((255, 255, 255), (2 * unit + 1, 0, 4 * unit, 4 * unit))
-    given, expected = (processor.prompt("?", images=[p]) for p in (black, smaller(black, 4, 4, unit)))
-    assert_same(HalvedPictures(processor.config).read(given), expected)
+    original, expected = (processor.prompt("?", images=[p]) for p in (black, smaller(black, 4, 4, unit)))
+    assert_same(HalvedPictures(processor.config).read(original), expected)
 
 
 @pytest.mark.parametrize(("name", "size"), [("qwen2_vl", (8, 4)), ("qwen2_5_vl", (8, 4)), ("qwen3_vl", (4, 2))])
 def test_a_halved_video_keeps_its_frames_and_their_times(name: str, size: tuple[int, int]) -> None:
     processor, unit = kit(name).ours, UNITS[name]
     frames = [picture(shade, (size[0] * unit, size[1] * unit)) for shade in range(4)]
-    given, expected = (
+    original, expected = (
         processor.prompt("What happens?", videos=[f])
         for f in (frames, [smaller(frame, *size, unit) for frame in frames])
     )
-    assert given.media[0].n_tokens == 2 * size[0] * size[1]  # two frames in a patch
-    assert_same(HalvedPictures(processor.config).read(given), expected)
+    assert original.media[0].n_tokens == 2 * size[0] * size[1]  # two frames in a patch
+    assert_same(HalvedPictures(processor.config).read(original), expected)
 
 
 @pytest.mark.parametrize("name", RESIZED)

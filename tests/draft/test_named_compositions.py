@@ -28,34 +28,6 @@ def plain(name: str) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("spd", {}),
-        ("spd", {"tree": "sage"}),
-        ("lookup-merge", {"tree": "static", "merged_total": 20}),
-        ("tabed", {"tree": "sage"}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("target", "drafter"), PAIRS)
-def test_tokens_are_the_target_s(target: str, drafter: str, method: str, options: dict[str, Any]) -> None:
-    if method == "tabed" and drafter == "llama":
-        options = {**options, "views": "T"}
-    model = vlm(target, drafter).using(method, **options)
-    output = model.generate(QUESTION, IMAGES)
-    assert output.tokens == plain(target)
-    assert output.stats.drafted_tokens > 0
-
-
-def test_a_batch_with_and_without_pictures_drafts_blind() -> None:
-    model = vlm("llava", "llava-draft").using("spd")
-    questions, images = [QUESTION, "And now?", QUESTION], [[picture(1), picture(2)], [], [picture(4)]]
-    outputs = model.generate(questions, images)
-    wanted = vlm("llava", method="plain").generate(questions, images)
-    assert [o.tokens for o in outputs] == [o.tokens for o in wanted]
-
-
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
 def test_spd_drafts_what_the_draft_model_guesses_from_the_words(target: str, drafter: str) -> None:
     blind, chain = (vlm(target, drafter).using(m, gamma=4) for m in ("spd", "chain"))
@@ -99,13 +71,15 @@ def test_nonsense_is_refused(method: str, options: dict[str, Any], message: str)
 def test_captions_are_given_as_texts_or_by_a_function(form: str) -> None:
     loaded = vlm("llava", "llava-draft")
     prompt = loaded.processor.prompt(QUESTION, IMAGES)
-    told: list[Any] = []
-    given: Any = {prompt.media[0].digest: "a cup"} if form == "texts" else lambda image: told.append(image) or "a cup"
-    model = loaded.using("tabed", views="MC", captioner=given)
+    pictures: list[Any] = []
+    captions: Any = (
+        {prompt.media[0].digest: "a cup"} if form == "texts" else lambda image: pictures.append(image) or "a cup"
+    )
+    model = loaded.using("tabed", views="MC", captioner=captions)
     assert model.generate(QUESTION, IMAGES).tokens == plain("llava")
     view: Any = model.engine.drafter.views[1]  # type: ignore[union-attr]
     assert view.captions == {prompt.media[0].digest: "a cup"}
-    assert len(told) == (form == "function")
+    assert len(pictures) == (form == "function")
 
 
 def test_a_caption_that_is_missing_or_a_captioner_that_is_blind_is_refused() -> None:

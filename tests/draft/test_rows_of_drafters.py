@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,12 +19,11 @@ from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter, is_later_turn
 from saccade.draft.pruning import Pruning
-from saccade.draft.trees.policy import Chain, ConfidentChain, Growth, Proposer
+from saccade.draft.trees.policy import Chain, ConfidentChain
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
-from saccade.verify.rule import Verdict
 
 NAME = "llava"
 EVEN = Pruning(select="uniform", keep_images=0.5)
@@ -57,13 +55,13 @@ def answer(kind: str, row: int) -> list[int]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """Rows of the draft model's context that took part in each of its forwards."""
     seen: list[set[int]] = []
-    forward = draft(NAME).forward
+    for model in (draft(NAME), draft("llama")):
 
-    def counted(cache: Any, pieces: Any, *more: Any) -> Any:
-        seen.append({row for piece in pieces for row in piece.rows})
-        return forward(cache, pieces, *more)
+        def counted(cache: Any, pieces: Any, *more: Any, forward: Any = model.forward) -> Any:
+            seen.append({row for piece in pieces for row in piece.rows})
+            return forward(cache, pieces, *more)
 
-    monkeypatch.setattr(draft(NAME), "forward", counted)
+        monkeypatch.setattr(model, "forward", counted)
     return seen
 
 
@@ -112,47 +110,8 @@ def test_words_teach_nothing_of_the_views() -> None:
 # --------------------------------------------------------------------------- new prompts
 
 
-@dataclass(frozen=True)
-class Watched(Chain):
-    """A chain that notes which rows were started anew."""
-
-    restarted: list[int] = field(default_factory=list)
-
-    def open(self, batch: int, device: torch.device) -> Any:
-        return _Noting(self)
-
-
-class _Noting:
-    def __init__(self, policy: Watched) -> None:
-        self._policy = policy
-
-    def begin(self, rows: Sequence[int], roots: torch.Tensor, proposer: Proposer) -> Growth:
-        return self._policy.begin(rows, roots, proposer)
-
-    def observe(self, rows: Sequence[int], verdict: Verdict) -> None:
-        pass
-
-    def restart(self, row: int) -> None:
-        self._policy.restarted.append(row)
-
-
 def next_turn(row: int, answer: list[int]) -> Prompt:
     return split(target(NAME).config, FAMILIES[NAME].continued("image", row, answer, follow_up="text"))[0]
-
-
-@pytest.mark.parametrize("kind", ["model", "pruned", "ensemble"])
-def test_only_rows_with_a_new_prompt_start_anew(kind: str) -> None:
-    policy = Watched(3)
-    engine = Engine(target(NAME), drafter(kind, policy))
-    session = engine.open(2)
-    answers = generate(engine, [prompt(NAME, row=0), prompt(NAME, row=1)], session, new=12)
-    policy.restarted.clear()
-    generate(engine, [next_turn(0, answers[0].tokens), next_turn(1, answers[1].tokens)], session, new=12)
-    assert policy.restarted == []
-    first_ids = prompt(NAME, row=1).ids[:2]
-    like_the_first = Prompt((*first_ids, *prompt(NAME, row=0).ids[-4:]))
-    generate(engine, [next_turn(0, answers[0].tokens), like_the_first], session, new=12)
-    assert set(policy.restarted) == {0, 1}, "the same turn again, and the same beginning only, are new prompts"
 
 
 def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
@@ -197,43 +156,6 @@ POLICIES = {"confident": ConfidentChain(6, 0.6), "sage": SageTree()}
 SHALLOW = {"confident": ConfidentChain(5, 0.6), "sage": SageTree(d_max=5, ceiling=5)}
 
 
-class Counted:
-    """A drafter whose policy is asked for every frontier that is run."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self.frontiers: list[tuple[int, ...]] = []
-        self.shaping: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def open(self, batch: int, device: torch.device) -> Any:
-        self.shaping = self._policy.open(batch, device)
-        return self
-
-    def restart(self, row: int) -> None:
-        self.shaping.restart(row)
-
-    def observe(self, rows: Any, verdict: Any) -> None:
-        self.shaping.observe(rows, verdict)
-
-    def begin(self, rows: Any, roots: torch.Tensor, proposer: Any) -> Any:
-        growth, frontiers = self.shaping.begin(rows, roots, proposer), self.frontiers
-
-        class Growing:
-            def expand(self, logits: torch.Tensor) -> Any:
-                frontier = growth.expand(logits)
-                if frontier is not None:
-                    frontiers.append((frontier.depth, frontier.tokens.shape[1]))
-                return frontier
-
-            def tree(self) -> Any:
-                return growth.tree()
-
-        return Growing()
-
-
 def of_words(kind: str, policy: Any) -> Any:
     model = draft("llama")
     if kind == "model":
@@ -256,26 +178,33 @@ def ending() -> int:
 @pytest.mark.parametrize("kind", ["model", "eagle2", "medusa", "ensemble"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_row_that_has_ended_lets_the_others_draft_as_if_they_were_alone(kind: str, name: str) -> None:
-    ran = []
-    for asked in ([LONG], [SHORT, LONG]):
-        policy = Counted((SHALLOW if kind == "medusa" else POLICIES)[name])
-        outputs = generate(Engine(target("llama"), of_words(kind, policy)), asked, new=NEW, eos_token_id=ending())
-        ran.append((policy.frontiers, outputs[-1].stats.drafted_tokens, outputs[-1].tokens))
-        assert len(outputs[0].tokens) == (1 if len(asked) > 1 else NEW)
-    assert ran[0] == ran[1]
+    engine = Engine(target("llama"), of_words(kind, (SHALLOW if kind == "medusa" else POLICIES)[name]))
+    (alone,) = generate(engine, [LONG], new=NEW, eos_token_id=ending())
+    ended, other = generate(engine, [SHORT, LONG], new=NEW, eos_token_id=ending())
+    assert len(ended.tokens) == 1
+    assert len(other.tokens) == NEW
+    assert course(other) == course(alone)
+
+
+def test_a_row_that_has_ended_is_drafted_for_no_more(ran: list[set[int]]) -> None:
+    engine = Engine(target("llama"), ModelDrafter(draft("llama"), Chain(3)))
+    generate(engine, [SHORT, LONG], new=NEW, eos_token_id=ending())
+    last = max(number for number, rows in enumerate(ran) if 0 in rows)
+    assert last < len(ran) / 3
 
 
 def test_a_finished_row_s_next_turn_begins_where_its_last_one_ended() -> None:
     """The passes that only others take part in leave no trace in it."""
 
-    def remembered(asked: list[Prompt]) -> list[Any]:
-        policy = Counted(SageTree())
-        generate(Engine(target("llama"), of_words("model", policy)), asked, new=NEW, eos_token_id=ending())
-        assert isinstance(policy.shaping, SageSession)
-        for row in policy.shaping._rows:
-            policy.shaping._catch_up(row)
-        rows = policy.shaping._rows
-        return [replace(row, confidence=pytest.approx(row.confidence, abs=1e-5)) for row in rows]
+    def remembered(prompts: list[Prompt]) -> list[Any]:
+        engine = Engine(target("llama"), of_words("model", SageTree()))
+        session: Any = engine.open(len(prompts))
+        generate(engine, prompts, session, new=NEW, eos_token_id=ending())
+        shaping = session.drafting._shaping
+        assert isinstance(shaping, SageSession)
+        for row in shaping._rows:
+            shaping._catch_up(row)
+        return [replace(row, confidence=pytest.approx(row.confidence, abs=1e-5)) for row in shaping._rows]
 
     ended, other = remembered([SHORT, LONG])
     assert [ended] == remembered([SHORT])

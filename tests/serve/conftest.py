@@ -17,8 +17,8 @@ from checkpoints import vlm
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Live]:
-    with live([(TINY, vlm("qwen", "qwen-draft")), (WORDS, vlm("llama"))]) as found:
-        yield found
+    with live([(TINY, vlm("qwen", "qwen-draft")), (WORDS, vlm("llama"))]) as server:
+        yield server
 
 
 @pytest.fixture

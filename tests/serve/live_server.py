@@ -105,10 +105,10 @@ def live(models: Sequence[tuple[ModelEntry, VLM]] = (), send_buffer: int = 0, **
     server.capture_signals = _no_signals  # type: ignore[method-assign]
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
-    found = Live(server, app.state.service, listening.getsockname()[1], thread)
-    found.until(lambda: server.started)
+    running = Live(server, app.state.service, listening.getsockname()[1], thread)
+    running.until(lambda: server.started)
     try:
-        yield found
+        yield running
     finally:
         server.should_exit = True
         thread.join(30)
@@ -148,7 +148,7 @@ class Question:
 
 def questions(count: int, seed: int = 0) -> list[Question]:
     """Mixed requests: text and pictures, greedy and sampled, penalties and biases, short and long."""
-    rng, found = random.Random(seed), []
+    rng, made = random.Random(seed), []
     for number in range(count):
         words = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(1, 40))) + "?"
         images = [uri(rng.randint(0, 5)) for _ in range(rng.choice((0, 0, 1, 1, 2)))]
@@ -164,5 +164,5 @@ def questions(count: int, seed: int = 0) -> list[Question]:
         if number % 7 == 3:
             body["logit_bias"] = {"40": 5.0}
             options["sequence_bias"] = {(40,): 5.0}
-        found.append(Question(body, options))
-    return found
+        made.append(Question(body, options))
+    return made

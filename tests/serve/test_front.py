@@ -113,15 +113,15 @@ def visit(
         }
 
     config = {"allowed_hosts": ("here",), **config}
-    front = Front(ServerConfig((ModelEntry("m"),), **config), lambda given: left.pop(0)(given), texts)
+    front = Front(ServerConfig((ModelEntry("m"),), **config), lambda request: left.pop(0)(request), texts)
     sent: list[dict[str, Any]] = []
 
     async def run() -> None:
-        given = [{"type": "http.request", "body": body, "more_body": False}]
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Any:
-            if given:
-                return given.pop()
+            if parts:
+                return parts.pop()
             if leave and sent:
                 return {"type": "http.disconnect"}
             await asyncio.sleep(0 if leave else 60)
@@ -201,8 +201,8 @@ def test_a_full_queue_is_503_with_a_time_to_wait() -> None:
 def test_a_client_may_name_what_belongs_together() -> None:
     keys = []
 
-    async def behave(given: Forwarded) -> AsyncGenerator[list[Any]]:
-        keys.append(given.key)
+    async def behave(request: Forwarded) -> AsyncGenerator[list[Any]]:
+        keys.append(request.key)
         yield [HEAD, piece("a", more=False)]
 
     visit(behave, body=chat("Hello"))
@@ -258,12 +258,12 @@ def test_the_examples_of_serve_yaml_are_what_ray_reads(tmp_path: Path) -> None:
     service = next(yaml.safe_load_all((ROOT / "docker" / "rayservice.yaml").read_text()))
     kubernetes = yaml.safe_load(service["spec"]["serveConfigV2"])
     assert kubernetes == plain
-    found = schema.ServeDeploySchema.model_validate(plain).applications[0]
+    application_schema = schema.ServeDeploySchema.model_validate(plain).applications[0]
     (tmp_path / "serve.toml").write_text('[[models]]\ntarget = "pocket"\n')
-    built = application({**found.args, "config": str(tmp_path / "serve.toml")})
+    built = application({**application_schema.args, "config": str(tmp_path / "serve.toml")})
     fronts = built._bound_deployment
     behind = fronts.init_args[0]._bound_deployment
-    assert [fronts.name, behind.name] == [deployment.name for deployment in found.deployments]
+    assert [fronts.name, behind.name] == [deployment.name for deployment in application_schema.deployments]
     assert behind.ray_actor_options["num_gpus"] == 1
     with pytest.raises(ConfigError, match=r"args must have config, and may have cpus and gpus, not \['gpu'\]"):
         application({"config": "x", "gpu": 1})

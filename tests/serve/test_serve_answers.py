@@ -36,30 +36,25 @@ def answered(server: Live, question: Question, number: int) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def compare(server: Live, asked: list[Question], clients: int) -> None:
+def compare(server: Live, posed: list[Question], clients: int) -> None:
     model = vlm("qwen", "qwen-draft")
-    expected = [question.expected(model) for question in asked]
+    expected = [question.expected(model) for question in posed]
     with ThreadPoolExecutor(clients) as pool:
-        found = list(pool.map(lambda pair: answered(server, pair[1], pair[0]), enumerate(asked)))
+        found = list(pool.map(lambda pair: answered(server, pair[1], pair[0]), enumerate(posed)))
     assert found == expected
 
 
-def test_mixed_requests_of_several_clients_are_answered_as_by_generate(shared: Live) -> None:
-    compare(shared, questions(16), 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("clients", [1, 4, 16])
-def test_five_hundred_mixed_requests_are_answered_as_by_generate(shared: Live, clients: int) -> None:
-    compare(shared, questions(500, seed=clients), clients)
+@pytest.mark.parametrize(("count", "clients"), [(16, 4), pytest.param(500, 16, marks=pytest.mark.slow)])
+def test_mixed_requests_of_several_clients_are_answered_as_by_generate(shared: Live, count: int, clients: int) -> None:
+    compare(shared, questions(count), clients)
 
 
 @pytest.mark.parametrize("speculation", ["off", "prompt-lookup", "short", {"method": "static-tree"}, {"gamma": 3}])
 def test_no_method_changes_an_answer(shared: Live, speculation: Any) -> None:
-    asked = Question({"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20})
-    status, answer = shared.post(asked.with_(speculation=speculation, saccade={}).body)
+    posed = Question({"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20})
+    status, answer = shared.post(posed.with_(speculation=speculation, saccade={}).body)
     assert status == 200, answer
-    assert answer["choices"][0]["message"]["content"] == asked.expected(vlm("qwen", "qwen-draft"))
+    assert answer["choices"][0]["message"]["content"] == posed.expected(vlm("qwen", "qwen-draft"))
     drafted = answer["usage"]["completion_tokens_details"]
     assert (drafted["accepted_prediction_tokens"] + drafted["rejected_prediction_tokens"] > 0) == (speculation != "off")
 
@@ -113,26 +108,26 @@ def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> N
     """The others are repeated alone; what they had streamed already is not sent twice."""
     with live(max_rows=4) as server:
         model = vlm("qwen", "qwen-draft")
-        asked = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
-        expected = [question.expected(model) for question in asked]
+        posed = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
+        expected = [question.expected(model) for question in posed]
         poisoned = {"model": "tiny", "messages": asks("poison"), "max_tokens": 30, "temperature": 0}
         ids = model.processor.prompt(asks("poison")).ids
         target = model.target
         forward, calls = target.forward, []
 
-        def failing(*given: Any, **options: Any) -> Any:
+        def failing(*arguments: Any, **options: Any) -> Any:
             calls.append(1)
             lanes = server.service.owner._lanes.values()
             rows = [job.row for lane in lanes for job in lane.jobs.values()]
             if any(row is not None and tuple(row.ids[: len(ids)]) == ids and len(row.output) > 2 for row in rows):
                 raise RuntimeError("planted: out of memory")
-            return forward(*given, **options)
+            return forward(*arguments, **options)
 
         target.forward = failing  # type: ignore[method-assign]
         try:
             with ThreadPoolExecutor(4) as pool:
                 bad = pool.submit(server.post, poisoned)
-                found = list(pool.map(lambda pair: answered(server, pair[1], pair[0]), enumerate(asked)))
+                found = list(pool.map(lambda pair: answered(server, pair[1], pair[0]), enumerate(posed)))
                 status, answer = bad.result()
         finally:
             del target.forward
@@ -146,12 +141,12 @@ def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypa
     """A step fails for all rows; then the batch itself fails while the first of them is repeated alone."""
     with live(max_rows=4) as server:
         model = vlm("qwen", "qwen-draft")
-        asked = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
-        expected = [question.expected(model) for question in asked]
+        posed = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
+        expected = [question.expected(model) for question in posed]
         lanes, stock, failed = server.service.owner._lanes, RunningBatch.step, list[str]()
 
         def failing(batch: RunningBatch) -> Any:
-            server.until(lambda: failed or server.service.owner._submitted.total() == len(asked))
+            server.until(lambda: failed or server.service.owner._submitted.total() == len(posed))
             lane = next(lane for lane in lanes.values() if lane.batch is batch)
             if len(lane.suspects) > 1 and "batch" not in failed:
                 failed.append("batch")
@@ -159,7 +154,7 @@ def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypa
             return stock(batch)
 
         def failing_step(runner: StepRunner) -> None:
-            if len(runner._state.active) == len(asked) and "step" not in failed:
+            if len(runner._state.active) == len(posed) and "step" not in failed:
                 failed.append("step")
                 raise RuntimeError("planted")
             run_step(runner)
@@ -168,7 +163,7 @@ def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypa
         monkeypatch.setattr(RunningBatch, "step", failing)
         monkeypatch.setattr(StepRunner, "run", failing_step)
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda question: server.post(question.body), asked))
+            found = list(pool.map(lambda question: server.post(question.body), posed))
         assert failed == ["step", "batch"]
         assert sorted(status for status, _ in found) == [200, 200, 500]
         for (status, answer), text in zip(found, expected, strict=True):

@@ -53,14 +53,6 @@ def test_the_example_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str
     assert int(accepted) > 0
 
 
-def test_a_second_turn_reuses_the_first_ones_cache(shared: Live) -> None:
-    client, messages = shared.client(), asks("What is in this picture, in all detail?", uri(5, (48, 48)))
-    first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8)
-    turns = [*messages, {"role": "assistant", "content": first.choices[0].message.content}, *asks("And now?")]
-    second = client.chat.completions.create(model="tiny", messages=turns, max_tokens=8)
-    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
-
-
 def test_a_video_is_read_from_its_data_uri(shared: Live, tmp_path: Path) -> None:
     pytest.importorskip("av", reason="videos need the video extra")
     path = tmp_path / "film.mp4"
@@ -171,27 +163,16 @@ def valid(answer: str) -> bool:
     return right and set(found) == {"colour", "count", "sure"} and 0 <= found["count"] <= 99
 
 
-def schema_answers(server: Live, count: int) -> list[str]:
-    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-    found = []
-    for number in range(count):
-        answer = server.client().chat.completions.create(
-            model="words",
-            messages=asks(f"Thing {number}"),
-            max_tokens=120,
-            response_format=form,
-            temperature=number % 3,
-            seed=number,
-        )
-        assert answer.choices[0].finish_reason == "stop"
-        found.append(answer.choices[0].message.content)
-    return found
-
-
 def test_answers_of_a_schema_are_valid_with_speculation(writer: Live) -> None:
-    answers = schema_answers(writer, 6)
+    form = {"type": "json_schema", "json_schema": {"name": "object", "schema": SCHEMA, "strict": True}}
+    answers = set[str]()
+    for number in range(6):
+        body = {"messages": asks(f"Object {number}"), "max_tokens": 120, "temperature": number % 3, "seed": number}
+        answer = writer.client().chat.completions.create(model="words", response_format=form, **body)
+        assert answer.choices[0].finish_reason == "stop"
+        answers.add(answer.choices[0].message.content)
     assert all(valid(answer) and " " not in answer and "\n" not in answer for answer in answers)
-    assert len(set(answers)) > 1
+    assert len(answers) > 1
 
 
 def test_white_space_and_the_order_of_properties_are_the_requests_own(writer: Live) -> None:
@@ -205,11 +186,6 @@ def test_white_space_and_the_order_of_properties_are_the_requests_own(writer: Li
     shortest = [json.dumps(json.loads(answer), separators=(",", ":")) for answer in both]
     assert shortest[0] == both[0]
     assert shortest[1] != both[1]
-
-
-@pytest.mark.slow
-def test_two_hundred_answers_of_a_schema_are_valid(writer: Live) -> None:
-    assert sum(valid(answer) for answer in schema_answers(writer, 200)) == 200
 
 
 def test_models_are_listed_with_their_context_and_methods(shared: Live) -> None:
@@ -254,10 +230,6 @@ def test_errors_of_the_client_are_the_clients_classes(shared: Live) -> None:
     with pytest.raises(openai.BadRequestError, match="context is 1024") as problem:
         client.chat.completions.create(model="tiny", messages=messages, max_tokens=5000)
     assert problem.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        client.chat.completions.create(
-            model="tiny", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
     with pytest.raises(openai.BadRequestError, match="context is 1024"):
         list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=5000, stream=True))
 

@@ -181,20 +181,20 @@ def test_a_minute_later_a_client_may_ask_again() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
 def test_text_before_a_stop_string_is_the_same_for_any_pieces(size: int) -> None:
     text, stops = "aab aabc aabcd end", ["aabcd", "bcx", "nothing"]
-    cutter, found = StopCutter(stops), ""
+    cutter, text_before = StopCutter(stops), ""
     for start in range(0, len(text), size):
-        found += cutter.add(text[start : start + size])
-    assert found + cutter.add("", last=True) == "aab aabc "
+        text_before += cutter.add(text[start : start + size])
+    assert text_before + cutter.add("", last=True) == "aab aabc "
     assert cutter.stopped
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_start_message_says_what_bfloat16_may_change(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    announcements: list[str] = []
 
     class Silent:
         def __init__(self, config: ServerConfig, app: object, announcement: str) -> None:
-            said.append(announcement)
+            announcements.append(announcement)
 
         def run(self, sockets: list[socket.socket]) -> None:
             sockets[0].close()
@@ -202,5 +202,5 @@ def test_the_start_message_says_what_bfloat16_may_change(exact: bool, monkeypatc
     monkeypatch.setattr(server, "Server", Silent)
     entry = ModelEntry(str(ready("llama")), "words", dtype="bfloat16", exact=exact)
     server.serve(ServerConfig((entry,), port=0))
-    assert said[0].startswith("Serving words on")
-    assert said[0].count("exact mode (--exact) prevents that") == (not exact)
+    assert announcements[0].startswith("Serving words on")
+    assert announcements[0].count("exact mode (--exact) prevents that") == (not exact)

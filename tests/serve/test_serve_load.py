@@ -35,9 +35,9 @@ def slowed(target: Target, seconds: float) -> Iterator[None]:
     """Forwards that take longer, so that answers are under way when the test acts."""
     forward = target.forward
 
-    def slow(*given: Any, **options: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds)
-        return forward(*given, **options)
+        return forward(*arguments, **options)
 
     target.forward = slow  # type: ignore[method-assign]
     try:
@@ -78,7 +78,7 @@ def test_ended_requests_are_freed_without_the_garbage_collector() -> None:
             assert [server.post(body)[0] for _ in range(2)] == [200, 200]
             assert server.call("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}).encode())[0] == 200
             assert server.post({**body, "stop": 3})[0] == 400
-            server.until(lambda: not any(type(found) is Exchange for found in gc.get_objects()), 10)
+            server.until(lambda: not any(type(each) is Exchange for each in gc.get_objects()), 10)
     finally:
         gc.enable()
 
@@ -156,11 +156,11 @@ def test_heads_and_bodies_that_come_too_slowly_end_their_connection() -> None:
 def test_requests_for_more_methods_than_batches_are_all_answered() -> None:
     """The oldest batch runs dry for the others; nobody starves."""
     model = vlm("qwen", "qwen-draft")
-    asked = {**LONG, "max_tokens": 10}
+    request = {**LONG, "max_tokens": 10}
     expected = model.generate(LONG["messages"], max_new_tokens=10).text
     methods = ["off", "chain", "prompt-lookup", "static-tree", "short"] * 3
     with live(batches=2, max_rows=2) as server, ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda name: server.post({**asked, "speculation": name}), methods))
+        answers = list(pool.map(lambda name: server.post({**request, "speculation": name}), methods))
         assert [status for status, _ in answers] == [200] * len(methods)
         assert {answer["choices"][0]["message"]["content"] for _, answer in answers} == {expected}
         assert len(server.service.owner._lanes) <= 2
@@ -234,11 +234,11 @@ def test_the_access_log_has_a_line_per_request_without_texts(capsys: pytest.Capt
 
 def samples(server: Live, prefix: str = "saccade:") -> Counter[tuple[str, str]]:
     """Values of the samples, per name without labels and model."""
-    found = Counter[tuple[str, str]]()
+    values = Counter[tuple[str, str]]()
     for family in text_string_to_metric_families(server.call("GET", "/metrics")[2].decode()):
         for sample in family.samples:
-            found[sample.name.removeprefix(prefix), sample.labels.get("model_name", "")] += sample.value
-    return found
+            values[sample.name.removeprefix(prefix), sample.labels.get("model_name", "")] += sample.value
+    return values
 
 
 def test_metrics_count_what_was_served(shared: Live) -> None:
@@ -309,8 +309,8 @@ def test_a_picture_is_one_query_of_the_media_cache_whatever_the_drafter_and_the_
     with live(prefill_chunk=16) as server:
         for hits, queries in ((0, 2), (1, 4)):
             server.post({"messages": asks("What?", uri(7 + hits), uri(1, (96, 96))), "max_tokens": 4})
-            found = samples(server)
-            assert (found["mm_cache_hits_total", "tiny"], found["mm_cache_queries_total", "tiny"]) == (hits, queries)
+            seen = samples(server)
+            assert (seen["mm_cache_hits_total", "tiny"], seen["mm_cache_queries_total", "tiny"]) == (hits, queries)
 
 
 # -- the end of a process ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from failing_processor import FailingProcessor
-from live_server import TINY, asks, live, uri
+from live_server import TINY, Live, asks, live, uri
 from PIL import Image
 
 from checkpoints import picture, vlm
@@ -25,12 +25,13 @@ from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import SERVER
 from saccade.inputs.processor import InputProcessor, MediaOptions
+from saccade.serve.configuration import ModelEntry
 from saccade.serve.workers import PromptWorkers
 
 ONE_SENTENCE = r"^[A-Z][^\n]*[^.\n]\.$"
 OPTIONS = MediaOptions(limits=SERVER, text_as_text=True)
-SEEN = tuple(vlm(name).processor for name in ("qwen", "llava"))
-FAILING = FailingProcessor(SEEN[0])
+FAILING = FailingProcessor(vlm("qwen", "qwen-draft").processor)
+SEEN = (FAILING, vlm("llava").processor)
 FAILURES = [
     ("crash", InputError, "the decoder has failed"),
     ("leave", InputError, "the decoder has failed"),
@@ -41,10 +42,19 @@ FAILURES = [
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[PromptWorkers]:
-    found = PromptWorkers([*SEEN, FAILING], seconds=60, memory=1 << 30)
-    yield found
-    found.close()
+def server() -> Iterator[Live]:
+    """One whose workers fail at what `FailingProcessor` names."""
+    model = copy.copy(vlm("qwen", "qwen-draft"))
+    model.processor = FAILING
+    limits: dict[str, Any] = {"media_workers": 1, "media_seconds": 6.0, "media_memory_mib": 1024}
+    with live([(TINY, model), (ModelEntry("llava"), vlm("llava"))], media=replace(SERVER), **limits) as running:
+        yield running
+
+
+@pytest.fixture
+def workers(server: Live) -> PromptWorkers:
+    assert server.service._workers is not None
+    return server.service._workers
 
 
 def here(messages: Any, processor: InputProcessor) -> Prompt:
@@ -61,18 +71,15 @@ def are_equal(first: Prompt, second: Prompt) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_workers_make_the_prompts_of_this_process(kind: str, workers: PromptWorkers) -> None:
-    messages = asks("What is </s> this?", data_uri(encoded(kind, picture(3, (90, 60)))), uri(1))
+def test_workers_make_the_prompts_of_this_process(workers: PromptWorkers) -> None:
+    kinds = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+    messages = asks("What is </s> this?", *(data_uri(encoded(kind, picture(3, (90, 60)))) for kind in kinds))
     row = workers.row(messages, SEEN, OPTIONS)
     for processor in SEEN:
         assert are_equal(row.prompt(processor), here(messages, processor))
-
-
-def test_workers_make_the_prompts_of_films(workers: PromptWorkers) -> None:
     frames = [Image.new("RGB", (60, 40), (40 * n, 0, 255 - 40 * n)) for n in range(5)]
     film = data_uri(encoded("GIF", frames[0], save_all=True, append_images=frames[1:]), "video/gif")
-    messages = [{"role": "user", "content": [{"type": "video", "video": film}, {"type": "text", "text": "What?"}]}]
+    messages[0]["content"].insert(0, {"type": "video", "video": film})
     assert are_equal(workers.row(messages, SEEN[:1], OPTIONS).prompt(SEEN[0]), here(messages, SEEN[0]))
 
 
@@ -100,6 +107,22 @@ def test_workers_see_no_keys(workers: PromptWorkers) -> None:
     assert "PATH" not in str(caught.value).split()
 
 
+def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed(server: Live) -> None:
+    body = {"model": "tiny", "max_tokens": 3}
+    status, answer = server.post({**body, "messages": asks("crash", uri(0))})
+    assert status == 400
+    assert "the decoder has failed" in answer["error"]["message"]
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(server.post, {**body, "messages": asks("hang", uri(0))})
+        server.until(lambda: server.service._preparing)
+        assert server.post({**body, "messages": asks("Hello")})[0] == 200
+        assert not hanging.done(), "text waits for no picture"
+        assert server.post({**body, "messages": asks("Hello", uri(0))})[0] == 200
+        status, answer = hanging.result(60)
+    assert status == 400
+    assert "take longer than 6 seconds" in answer["error"]["message"]
+
+
 def test_a_fork_server_that_has_ended_is_started_again_and_leaves_nothing_behind(workers: PromptWorkers) -> None:
     workers.row(asks("Hello", uri(0)), SEEN, OPTIONS)
     assert workers._process is not None
@@ -119,22 +142,3 @@ def test_a_fork_server_that_has_ended_is_started_again_and_leaves_nothing_behind
             hanging.result(60)
     with pytest.raises(ProcessLookupError):
         os.kill(int(left.pop()), signal.SIG_DFL)
-
-
-def test_a_server_answers_others_while_a_decoder_hangs_and_after_it_has_crashed() -> None:
-    model = copy.copy(vlm("qwen", "qwen-draft"))
-    model.processor = FailingProcessor(model.processor)
-    with live([(TINY, model)], media=replace(SERVER), media_workers=1, media_seconds=6.0) as server:
-        body = {"model": "tiny", "max_tokens": 3}
-        status, answer = server.post({**body, "messages": asks("crash", uri(0))})
-        assert status == 400
-        assert "the decoder has failed" in answer["error"]["message"]
-        with ThreadPoolExecutor(1) as pool:
-            hanging = pool.submit(server.post, {**body, "messages": asks("hang", uri(0))})
-            server.until(lambda: server.service._preparing)
-            assert server.post({**body, "messages": asks("Hello")})[0] == 200
-            assert not hanging.done(), "text waits for no picture"
-            assert server.post({**body, "messages": asks("Hello", uri(0))})[0] == 200
-            status, answer = hanging.result(60)
-        assert status == 400
-        assert "take longer than 6 seconds" in answer["error"]["message"]

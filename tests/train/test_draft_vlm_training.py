@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import signal
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -27,13 +25,10 @@ from transformers import (
     SiglipVisionConfig,
 )
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
-    LlavaOnevisionImageProcessorPil,
-)
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 import checkpoints
 from checkpoints import picture, ready, tokenizer
-from processes import forked
 from saccade import VLM, load
 from saccade.errors import InputError, ModelError, TrainingError
 from saccade.inputs.families.family import Prompt
@@ -41,9 +36,6 @@ from saccade.inputs.processor import InputProcessor
 from saccade.loading import load_model
 from saccade.train import Listed, Recipe, Trainer, features, read_recipe
 from saccade.train.draft_vlm import DraftVlmLearner, new_draft_vlm
-
-TARGETS = ("llava", "next", "onevision")
-FEW_TARGETS = [*(pytest.param(name, marks=pytest.mark.slow) for name in TARGETS[:2]), TARGETS[2]]
 
 
 @cache
@@ -124,9 +116,8 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     return {part_of(name) for name, weight in before.items() if not torch.equal(weight, after[name])}
 
 
-@pytest.mark.parametrize("name", FEW_TARGETS)
-def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(name: str, tmp_path: Path) -> None:
-    chosen = recipe(ready("llama"), weight_decay=0.1)  # decay, too, must leave alone what does not learn
+def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(tmp_path: Path) -> None:
+    name, chosen = "onevision", recipe(ready("llama"), weight_decay=0.1)  # what does not learn does not decay either
     run = trainer(name, tmp_path, chosen)
     weights = run.learner.module.state_dict()
     first = {n: w.clone() for n, w in weights.items()}
@@ -152,9 +143,8 @@ def test_the_projector_learns_first_then_the_language_model_and_the_tower_never(
     assert sum(curve[-4:]) < 0.7 * sum(curve[:4])
 
 
-@pytest.mark.parametrize("name", FEW_TARGETS)
-def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: str, tmp_path: Path) -> None:
-    chosen = recipe(**{"stage1.steps": 1, "stage2.steps": 2, "validation_samples": 1})
+def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(tmp_path: Path) -> None:
+    name, chosen = "onevision", recipe(**{"stage1.steps": 1, "stage2.steps": 2, "validation_samples": 1})
     run = trainer(name, tmp_path, chosen, measure=None)
     outcome = run.run()
     assert outcome.head == tmp_path / "draft"
@@ -182,33 +172,17 @@ def test_the_result_is_a_checkpoint_that_drafts_without_changing_answers(name: s
     assert load(checkpoint(name), outcome.best).draft_model is not None
 
 
-@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 7])
-def test_a_run_killed_in_either_stage_ends_as_an_unbroken_one(steps: int, tmp_path: Path) -> None:
-    chosen = recipe(**{"checkpoint_every": 1, "validate_every": 6, "stage2.steps": 6, "loss.kl": 0.5})
+def test_a_run_that_ends_in_the_second_stage_goes_on_as_an_unbroken_one(tmp_path: Path) -> None:
+    chosen = recipe(**{"checkpoint_every": 1, "validate_every": 6, "stage2.steps": 4, "loss.kl": 0.5})
     trainer("llava", tmp_path / "whole", chosen).run()
-    there = multiprocessing.get_context("fork").Event()
-
-    def at_work() -> None:
-        run = trainer("llava", tmp_path / "cut", chosen, resume=True)
-        plain = run.train_step
-
-        def step(number: int) -> Any:
-            if number == steps:
-                there.set()
-                signal.pause()
-            return plain(number)
-
-        run.train_step = step  # type: ignore[method-assign]
-        run.run()
-
-    process = forked(at_work)
-    assert there.wait(300)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    said: list[str] = []
-    trainer("llava", tmp_path / "cut", chosen, resume=True, say=said.append).run()
-    assert said[0] == f"going on after step {steps} of 10"
+    cut = trainer("llava", tmp_path / "cut", chosen)
+    plain = cut.train_step
+    cut.train_step = lambda step: plain(step) if step < 6 else 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        cut.run()
+    lines: list[str] = []
+    trainer("llava", tmp_path / "cut", chosen, resume=True, say=lines.append).run()
+    assert lines[0] == "going on after step 6 of 8"
     for folder in ("draft", "best"):
         one, other = (load_model(tmp_path / run / folder).state_dict() for run in ("whole", "cut"))
         assert moved(one, other) == set()
@@ -218,8 +192,8 @@ def test_a_run_killed_in_either_stage_ends_as_an_unbroken_one(steps: int, tmp_pa
 
 
 def test_a_state_is_all_weights_but_the_towers_and_no_other_is_taken() -> None:
-    given, made = learner("llava", recipe(seed=1)), learner("llava", recipe(seed=2))
-    state, before = given.state(), {n: w.clone() for n, w in made.module.state_dict().items()}
+    trained, made = learner("llava", recipe(seed=1)), learner("llava", recipe(seed=2))
+    state, before = trained.state(), {n: w.clone() for n, w in made.module.state_dict().items()}
     assert {part_of(n) for n in state} == {"projector", "language"}
     eyes = next(n for n in before if part_of(n) == "tower")
     some = next(n for n in state if part_of(n) == "projector")
@@ -232,7 +206,7 @@ def test_a_state_is_all_weights_but_the_towers_and_no_other_is_taken() -> None:
             made.load_state(wrong)
         assert moved(before, made.module.state_dict()) == set()
     made.load_state(state)
-    assert moved(given.module.state_dict(), made.module.state_dict()) == set()
+    assert moved(trained.module.state_dict(), made.module.state_dict()) == set()
 
 
 @pytest.mark.parametrize(("name", "step"), [("llava", 4), ("next", 5), ("onevision", 4)])
@@ -258,9 +232,7 @@ def test_the_loss_is_that_of_every_sample_alone(name: str, step: int) -> None:
     assert tally.kept.tolist() == tally.tried.tolist() == [len(tokens)]
 
 
-def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_samples_whose_media_do_not_fit_together_are_judged_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made, right = learner("llava", recipe(**{"loss.kl": 0.5})), features.forward_inputs
 
     def two(target: Any, prompts: Any) -> Any:
@@ -300,17 +272,17 @@ def spread(context: int, lengths: Sequence[int]) -> Listed:
 
 
 def test_samples_longer_than_the_language_models_context_are_left_out_and_counted() -> None:
-    own, said = vlm("llava"), list[str]()
+    own, messages = vlm("llava"), list[str]()
     data = spread(200, [2, -100, 0, 4])
-    made = DraftVlmLearner(own.target, own.processor, recipe(near(200)), data, say=said.append)
+    made = DraftVlmLearner(own.target, own.processor, recipe(near(200)), data, say=messages.append)
     batch = made.prepare([0, 1, 2, 3], 0)
     assert batch is not None
     assert [s.name for part in batch for s in part.samples] == ["1", "2"]
     assert made.prepare([0, 3], 0) is None
-    [words] = said
+    [words] = messages
     assert words.startswith("Sample 0 has 202 tokens, more than 200")
     made.close()
-    assert said[-1].startswith("2 samples were left out: they are longer than 200 tokens")
+    assert messages[-1].startswith("2 samples were left out: they are longer than 200 tokens")
     with pytest.raises(
         TrainingError, match=r"context of 200 tokens \(of 2 probed the shortest has 202\).*max_tokens=200"
     ):
@@ -366,19 +338,17 @@ def test_what_has_no_draft_vlm_is_refused_in_a_sentence(tmp_path: Path) -> None:
             trainer("llava", tmp_path, recipe(), **{option: tmp_path})
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_a_step_moves_every_weight_that_learns_and_muon_leaves_tables_to_adamw(optimiser: str, tmp_path: Path) -> None:
-    run = trainer("llava", tmp_path, recipe(optimiser=optimiser, precision="bf16"))
+def test_a_step_moves_every_weight_that_learns_and_muon_leaves_tables_to_adamw(tmp_path: Path) -> None:
+    run = trainer("llava", tmp_path, recipe(optimiser="muon", precision="bf16"))
     named = dict(run.learner.module.named_parameters())
     before = {n: w.clone() for n, w in named.items()}
     run.train_step(4)
     assert {part_of(n) for n, w in named.items() if torch.equal(w, before[n])} == {"tower"}
     assert {part_of(n) for n, w in named.items() if not w.requires_grad} == {"tower"}
-    if optimiser == "muon":
-        turned = {id(w) for group in run._optimiser._parts[0].param_groups for w in group["params"]}
-        names = {n for n, w in named.items() if id(w) in turned}
-        assert "model.multi_modal_projector.linear_1.weight" in names
-        assert not any("embed" in n or "lm_head" in n or "vision_tower" in n for n in names)
+    turned = {id(w) for group in run._optimiser._parts[0].param_groups for w in group["params"]}
+    names = {n for n, w in named.items() if id(w) in turned}
+    assert "model.multi_modal_projector.linear_1.weight" in names
+    assert not any("embed" in n or "lm_head" in n or "vision_tower" in n for n in names)
 
 
 def test_a_draft_of_a_bfloat16_target_is_one_too_and_ends_answers_alike(tmp_path: Path) -> None:
@@ -398,15 +368,15 @@ def test_a_draft_of_a_bfloat16_target_is_one_too_and_ends_answers_alike(tmp_path
 
 
 def test_the_command_plans_trains_and_says_where_it_is(shell: Shell, data: Path, tmp_path: Path) -> None:
-    given = ["-t", ready("llava"), "--data", data, "-o", tmp_path / "out"]
+    arguments = ["-t", ready("llava"), "--data", data, "-o", tmp_path / "out"]
     for setting in ("batch_size=4", "stage1.steps=1", "stage2.steps=1", "validation_samples=0"):
-        given += ["--set", setting]
-    plan = shell("train", "draft-vlm", "--lm", "1x32", *given, "--plan")
+        arguments += ["--set", setting]
+    plan = shell("train", "draft-vlm", "--lm", "1x32", *arguments, "--plan")
     assert plan.code == 0, plan.err
     assert "stage 1    1 steps, the projector alone" in plan.out
     assert "stage 2    1 steps, projector and language model" in plan.out
     assert "drafter    " in plan.out
-    done = shell("train", "draft-vlm", "--lm", "1x32", *given)
+    done = shell("train", "draft-vlm", "--lm", "1x32", *arguments)
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == str(tmp_path / "out" / "draft")
-    assert "--lm is for the recipe draft-vlm" in shell("train", "hivis", "--lm", "1x32", *given).complaint
+    assert "--lm is for the recipe draft-vlm" in shell("train", "hivis", "--lm", "1x32", *arguments).complaint

@@ -44,9 +44,9 @@ def test_a_processor_without_bfloat16_turns_and_trains_in_float32(
     monkeypatch: pytest.MonkeyPatch, multiplies: bool, kind: type
 ) -> None:
     monkeypatch.setenv(cpu.SWITCH, str(int(multiplies)))
-    given = (_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
-    assert type(optimiser.muon_and_adamw(*given)[0]) is kind
-    assert type(optimiser.muon_and_adamw(*given, precision="fp32")[0]) is WideMuon
+    arguments = (_matrices(), [nn.Parameter(torch.ones(3))], 0.1, 0.0, (0.9, 0.95))
+    assert type(optimiser.muon_and_adamw(*arguments)[0]) is kind
+    assert type(optimiser.muon_and_adamw(*arguments, precision="fp32")[0]) is WideMuon
     here = torch.device("cpu")
     with optimiser.fast_products(here):
         product = torch.ones(2, 2) @ torch.ones(2, 2)

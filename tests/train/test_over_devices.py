@@ -165,7 +165,7 @@ def cut(train: Train, chosen: Recipe, out: Path, count: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [("head", 2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("head", 1, 2), ("head", 2, 2), ("draft", 1, 2), ("draft", 2, 1), ("draft", 2, 2)
+        ("head", 2, 2), ("draft", 1, 2)
     ])],
 )  # fmt: skip
 def test_a_killed_run_goes_on_with_any_number_of_processes(kind: str, before: int, after: int, tmp_path: Path) -> None:
@@ -232,12 +232,12 @@ def sharded_target(name: str) -> Target:
 
 def digests(own: Target, name: str, rows: Sequence[int]) -> dict[str, str]:
     """Of every layer's states of some samples, to the last bit."""
-    found = {}
+    states_by_layer = {}
     for row in rows:
         [features] = read_features(own, samples(name, 4)[row : row + 1], range(len(own.layers)))
         for layer, states in features.states.items():
-            found[f"{row} {layer}"] = hashlib.sha256(states.numpy().tobytes()).hexdigest()
-    return found
+            states_by_layer[f"{row} {layer}"] = hashlib.sha256(states.numpy().tobytes()).hexdigest()
+    return states_by_layer
 
 
 @pytest.mark.parametrize(
@@ -254,9 +254,9 @@ def test_a_sharded_target_gives_the_states_of_the_whole_one_also_where_one_proce
         for layer in own.layers:
             for weight in layer.parameters():
                 assert 2 * held(weight).numel() == weight.numel()
-        found = digests(own, name, (0, 1, 2) if rank == 0 else (3,))
+        states_by_layer = digests(own, name, (0, 1, 2) if rank == 0 else (3,))
         own.shards.attend()
-        return {"states": found, "identity": identity(own), "bytes": own.entry_bytes}
+        return {"states": states_by_layer, "identity": identity(own), "bytes": own.entry_bytes}
 
     first, second = run_split(tmp_path, work)
     assert first["states"] | second["states"] == digests(target(name), name, range(4))
@@ -286,11 +286,7 @@ def small(kind: str, **settings: Any) -> Recipe:
     return quick(kind, **{**sizes, **settings})
 
 
-KINDS = {
-    "eagle2": {"stage1.draft_steps": 2},
-    "dream": {"loss.layer": "entropy"},
-    "kangaroo": {},
-}
+KINDS = {"eagle2": {"stage1.draft_steps": 2}, "dream": {"loss.layer": "entropy"}, "kangaroo": {}}
 
 
 def test_a_process_that_does_not_join_in_the_others_gathering_is_noticed(
@@ -308,11 +304,10 @@ def test_a_process_that_does_not_join_in_the_others_gathering_is_noticed(
         run_split(tmp_path, work, seconds=8)
 
 
-@pytest.mark.parametrize("cache", ["memory", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k != "eagle2" else []) for k in KINDS])
-def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, cache: str, tmp_path: Path) -> None:
+def test_training_by_a_sharded_target_is_training_by_the_whole_one(kind: str, tmp_path: Path) -> None:
     """Five samples a step: the processes have three and two, of different lengths, with pictures and without."""
-    chosen = small(kind, **KINDS[kind], feature_cache=cache)
+    chosen = small(kind, **KINDS[kind], feature_cache="memory")
 
     def train(own: Target, out: Path) -> None:
         measure = EngineMeasure(own, [s.prompt for s in samples("llava", 2)], max_new_tokens=6)

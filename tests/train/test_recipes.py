@@ -52,9 +52,7 @@ def test_a_step_knows_its_stage() -> None:
 
 
 @pytest.mark.parametrize("given", [50, "50"])
-def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one_of_it(
-    given: int | str,
-) -> None:
+def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one_of_it(given: int | str) -> None:
     recipe = read_recipe("dream").with_settings({"loss.layer": given})
     objective: Any = recipe.objective
     assert (recipe.loss["layer"], objective.layer) == ("50", "50")

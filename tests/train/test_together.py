@@ -20,7 +20,6 @@ from processes import forked, speak_by
 from saccade.cli import main
 from saccade.errors import TrainingError
 from saccade.train.processes import Processes
-from saccade.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
@@ -52,7 +51,7 @@ class Run:
         return found
 
     @property
-    def said(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Lines of all processes, without those of torch's own log."""
         found = [line for rank in range(2) for line in (self._folder / f"{rank}.err").read_text().splitlines()]
         return [line for line in found if not re.match(r"\[rank|\[W|frame #|<omitting|Exception raised from|$", line)]
@@ -60,7 +59,7 @@ class Run:
     def wait_for(self, name: str) -> None:
         until = time.monotonic() + 60
         while not (self._folder / name).exists():
-            assert time.monotonic() < until, self.said
+            assert time.monotonic() < until, self.lines
             time.sleep(0.02)
 
 
@@ -92,7 +91,7 @@ def test_a_killed_process_ends_the_other_one_with_a_sentence(dead: int, tmp_path
     codes = run.codes(15)
     assert codes[dead] == -signal.SIGKILL
     assert codes[1 - dead] == 2
-    [sentence] = run.said
+    [sentence] = run.lines
     assert sentence.startswith("saccade: Another process has ended or cannot be reached (")
     assert sentence.endswith("the run can be resumed from its last checkpoint.")
 
@@ -104,38 +103,14 @@ def test_another_fault_is_not_hidden(tmp_path: Path) -> None:
 
     run = Run(tmp_path, summing(tmp_path, fails))
     assert run.codes(30) == [2, 1]
-    assert "RuntimeError: the matrix is singular" in run.said
+    assert "RuntimeError: the matrix is singular" in run.lines
 
 
 def command(data: Path, *more: object) -> Callable[[int], None]:
-    given = ["train", "eagle2", "-t", ready("llava"), "--data", data, "-o", data.parent / "out", "--device", "fsdp"]
+    words = ["train", "eagle2", "-t", ready("llava"), "--data", data, "-o", data.parent / "out", "--device", "fsdp"]
     for setting in ("batch_size=4", "stage1.steps=4", "stage1.warmup=1", "validation_samples=0"):
-        given += ["--set", setting]
-    return lambda rank: main([str(word) for word in (*given, *more)])
-
-
-@pytest.mark.slow
-def test_the_command_stops_with_one_sentence_and_goes_on_from_there(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ready("llava")
-    plain = Trainer.train_step
-
-    def interrupted(self: Trainer, step: int) -> dict[str, Any]:
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        return plain(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
-        run = Run(tmp_path, command(data, "--set", "checkpoint_every=1"))
-        assert run.codes(60) == [130, 130]
-    assert len([line for line in run.said if line.startswith("Stopped; the same command")]) == 1
-    again = Run(tmp_path, command(data, "--resume", "auto"))
-    assert again.codes(60) == [0, 0]
-    assert any("going on after step 2 of 4" in line for line in again.said)
-    assert (data.parent / "out" / "head" / "model.safetensors").exists()
+        words += ["--set", setting]
+    return lambda rank: main([str(word) for word in (*words, *more)])
 
 
 def test_a_plan_counts_the_memory_of_one_process(data: Path, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def write(tmp_path: Path) -> Write:
     (tmp_path / "images").mkdir()
     saved_picture(tmp_path / "images" / "a.png")
 
-    def lines(*given: Any, name: str = "answers.jsonl") -> Path:
+    def lines(*rows: Any, name: str = "answers.jsonl") -> Path:
         path = tmp_path / name
-        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in given))
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in rows))
         return path
 
     return lines
@@ -42,13 +42,7 @@ def write(tmp_path: Path) -> Write:
 
 def line(n: int = 0, **more: Any) -> dict[str, Any]:
     messages = says({"type": "image", "image": "images/a.png"}, text(f"What {n}?"))
-    return {
-        "id": f"q{n}",
-        "messages": messages,
-        "answer": "one two three",
-        "answer_ids": [70 + n, 71, 72],
-        **more,
-    }
+    return {"id": f"q{n}", "messages": messages, "answer": "one two three", "answer_ids": [70 + n, 71, 72], **more}
 
 
 def test_samples_are_the_processors_prompts_with_the_answers_ids(
@@ -115,9 +109,9 @@ def test_of_several_ends_the_one_is_learnt_that_the_template_puts_behind_answers
     write: Write, after: str, number: int
 ) -> None:
     made = several(after, "<text>", "<turn>", "<over>")
-    given = line(0, finish="eos", messages=says(text("What?")))
-    assert answers_of(Answers(write(given), made)) == [(70, 71, 72, made.eos_token_ids[number])]
-    named = write({**given, "eos_id": made.eos_token_ids[2]})
+    row = line(0, finish="eos", messages=says(text("What?")))
+    assert answers_of(Answers(write(row), made)) == [(70, 71, 72, made.eos_token_ids[number])]
+    named = write({**row, "eos_id": made.eos_token_ids[2]})
     assert answers_of(Answers(named, made)) == [(70, 71, 72, made.eos_token_ids[2])]
 
 

@@ -40,9 +40,9 @@ def write_answers(folder: Path) -> Path:
 
 @cache
 def target(name: str) -> Target:
-    own = Target(FAMILIES[name].model())
-    own.model.requires_grad_(False)
-    return own
+    made = Target(FAMILIES[name].model())
+    made.model.requires_grad_(False)
+    return made
 
 
 def prompt(name: str, kind: str, row: int = 0) -> Prompt:

@@ -32,8 +32,8 @@ FAST = 1
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     autocast, fork_rng = torch.autocast, torch.random.fork_rng
 
-    def cast(kind: str, *given: Any, **options: Any) -> Any:
-        return nullcontext() if kind == NAME else autocast(kind, *given, **options)
+    def cast(kind: str, *arguments: Any, **options: Any) -> Any:
+        return nullcontext() if kind == NAME else autocast(kind, *arguments, **options)
 
     monkeypatch.setattr(torch, "autocast", cast)
     monkeypatch.setattr(torch.random, "fork_rng", functools.partial(fork_rng, devices=[]))

@@ -50,8 +50,8 @@ def slow_run(out: Path, at_work: Any) -> None:
 
 def stop_after(out: Path, steps: int, chosen: Recipe | None = None, **options: Any) -> None:
     """A run that fails in the step after ``steps``."""
-    given = {"measure": closeness, "say": lambda _: None, **options}
-    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, **given)
+    defaults = {"measure": closeness, "say": lambda _: None, **options}
+    cut = Trainer(target("llama"), chosen or recipe(), listed("llama", 24), out, **defaults)
     plain = cut.train_step
 
     def failing(step: int) -> dict[str, Any]:

@@ -106,11 +106,11 @@ BACKEND = pytest.mark.parametrize("name", [_installed(name) for name in BACKENDS
 
 
 def answers(name: str, rows: int = 3) -> list[list[int]]:
-    found = []
+    sequences = []
     for row in range(rows):
         options = {"logits_processor": LogitsProcessorList([OneByOne(grammar(name))]), "eos_token_id": END}
-        found += reference_greedy(CASE.model(), CASE.row_inputs("text", row), NEW, **options)
-    return found
+        sequences += reference_greedy(CASE.model(), CASE.row_inputs("text", row), NEW, **options)
+    return sequences
 
 
 def run(name: str, policy: str, **options: Any) -> list[list[int]]:
@@ -119,9 +119,9 @@ def run(name: str, policy: str, **options: Any) -> list[list[int]]:
     return [output.tokens for output in engine(policy).generate(requests, **options)]
 
 
-def legal_tree(own: Rollback, said: Sequence[int], source: torch.Generator) -> NaiveTree:
+def legal_tree(own: Rollback, emitted: Sequence[int], source: torch.Generator) -> NaiveTree:
     """A tree of tokens that the grammar allows, three at each of the first nodes; the root is the last one said."""
-    parents, tokens, paths = [0], [said[-1] if said else 5], [list(said)]
+    parents, tokens, paths = [0], [emitted[-1] if emitted else 5], [list(emitted)]
     for parent in range(5):
         matcher = own.matcher()
         assert all(own.accept(matcher, t) for t in paths[parent])
@@ -140,17 +140,17 @@ def test_every_branch_is_scored_as_by_a_matcher_of_its_own(name: str) -> None:
     """Step after step, each going on from a branch of the tree before."""
     own, source = grammar(name), torch.Generator().manual_seed(0)
     row = RowProcessing([own], {END})
-    prompt, said = [3, 4, 5], list[int]()
+    prompt, emitted = [3, 4, 5], list[int]()
     for _ in range(6):
-        tree = legal_tree(own, said, source)
+        tree = legal_tree(own, emitted, source)
         logits = torch.randn(1, len(tree.tokens), VOCAB, generator=source)
-        scores = Processing([row])(draft_tree([tree]), logits, [[*prompt, *said]])
+        scores = Processing([row])(draft_tree([tree]), logits, [[*prompt, *emitted]])
         for node in range(len(tree.tokens)):
             matcher = own.matcher()
-            assert all(own.accept(matcher, t) for t in [*said, *tree.below_root(node)])
+            assert all(own.accept(matcher, t) for t in [*emitted, *tree.below_root(node)])
             wanted = logits[0, node].masked_fill(~own.allowed(matcher, VOCAB), float("-inf"))
             assert torch.equal(scores[0, node], wanted)
-        said += tree.below_root(len(tree.tokens) - 1 - len(said) % 3)
+        emitted += tree.below_root(len(tree.tokens) - 1 - len(emitted) % 3)
 
 
 @pytest.mark.parametrize("policy", ["chain", "static"])

@@ -118,10 +118,7 @@ def test_the_rule_needs_no_more_numbers_than_it_announces_and_finds_them_by_leve
         numbers = torch.rand(1, levels + 2, width + 3, generator=generator)
         exact = judged(Sampling(), tree, scores, numbers[:, :levels, :width])
         larger = replace(tree, max_depth=levels + 1, max_children=width + 3)
-        for verdict in (
-            judged(Sampling(), tree, scores, numbers),
-            judged(Sampling(), larger, scores, numbers),
-        ):
+        for verdict in (judged(Sampling(), tree, scores, numbers), judged(Sampling(), larger, scores, numbers)):
             assert torch.equal(verdict.count, exact.count)
             assert torch.equal(verdict.token, exact.token)
         seen.add(int(exact.count))
