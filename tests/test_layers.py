@@ -88,8 +88,7 @@ CORE = 22_021
 TESTS, TOOLS = 43_100, 9_220
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.85
-"""Most tokens a line of code has on average outside of the command line, whose declarations of options are sparse, so
-that lines are not saved by writing densely."""
+"""Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
 
@@ -296,6 +295,18 @@ def test_the_core_imports_no_part_around_it() -> None:
         if ours not in around and ours not in ("__init__", "__main__") and theirs in around:
             found.add((ours, theirs))
     assert found == EDGES
+
+
+def test_tests_of_the_core_import_no_part_around_it() -> None:
+    around = {package for packages, _ in PARTS.values() for package in packages} - {"pocket"}
+    tests = SOURCE.parents[1] / "tests"
+    found = set()
+    for folder in ("conformance", "draft", "engine", "hf", "inputs", "methods", "target_model", "verify"):
+        for path in (tests / folder).rglob("*.py"):
+            for name, _ in _imported(ast.parse(path.read_text(encoding="utf-8")), late=False):
+                if name.startswith("saccade.") and name.split(".")[1] in around:
+                    found.add(f"{path.relative_to(tests)} imports {name}")
+    assert not found
 
 
 def test_a_class_name_has_one_meaning() -> None:
