@@ -395,7 +395,7 @@ def drop(folder: Path, *keys: str) -> None:
 
 def reweigh(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     """Change the weights in a folder's only weight file."""
-    (file,) = (file for file in folder.iterdir() if file.name != "config.json")
+    (file,) = (file for file in folder.iterdir() if file.suffix != ".json")
     weights = torch.load(file) if file.suffix == ".pt" else load_file(file)
     change(weights)
     (torch.save if file.suffix == ".pt" else save_file)(weights, file)
