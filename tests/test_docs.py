@@ -131,7 +131,7 @@ def command_lines() -> Iterator[Any]:
     seen = []
     for page in (README, ROOT / "docs" / "how-to" / "terminal.md"):
         for words in commands(page):
-            if words[0] == "saccade" and not any(word == "--url" or word.startswith("--ray") for word in words):
+            if words[0] == "saccade" and not any(word.startswith("--ray") for word in words):
                 line = [{"TARGET": "pocket", "DRAFTER": "pocket"}.get(word, word) for word in words[1:]]
                 line += SMALL.get(words[1], []) if len(line) > 1 or words[1] != "bench" else []
                 if line in seen:

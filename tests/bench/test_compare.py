@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from saccade.bench.compare import Comparison, compare
 from saccade.bench.records import RecordedRun
-from saccade.cli import report as command
+from saccade.cli import bench as command
 from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError
 

@@ -20,7 +20,7 @@ from saccade.bench.records import RecordedRun, read
 from saccade.bench.report import tables
 from saccade.bench.report.page import embed, render, shown_prompts
 from saccade.bench.report.tables import contents, document
-from saccade.cli import report as command
+from saccade.cli import bench as command
 from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError
 

@@ -103,17 +103,11 @@ def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
     [
         ("saccade be", "bench"),
         ("saccade bench --per", "--per-task"),
-        ("saccade generate -t po", "pocket"),
         ("saccade generate -m dyn", "dynamic-tree"),
-        ("saccade generate -m sage --set d_m", "d_min= d_max="),
         ("saccade bench --suite quick-", ""),
         ("saccade bench --suite qui", "quick"),
-        ("saccade bench --suite quick --tasks scene,ch", "scene,chart"),
         ("saccade bench --methods chain,sa", "chain,sage"),
         ("saccade methods hiv", "hivis"),
-        ("saccade train draft-", "draft-vlm"),
-        ("saccade train eagle", "eagle2 eagle3"),
-        ("saccade serve --dtype b", "bfloat16"),
     ],
 )
 def test_the_shell_completes_names_that_this_version_knows(
@@ -176,7 +170,7 @@ def test_a_prediction_has_length_efficiency_speedup_break_even_and_best_gamma(sh
     ):
         assert line in shown
     refused = shell("predict", "-a", "1.1", "-c", "0.1").complaint
-    assert "acceptance must lie between 0 and 1, not 1.1" in refused
+    assert "Invalid value for '--acceptance'" in refused
 
 
 def own_head(folder: Path, kind: str = "eagle3") -> Path:

@@ -40,7 +40,7 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
         patch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
         plan = shell(*command(photos, "-p", "What?", "--plan"))
     assert plan.code == 0, plan.err
-    assert "Items: 4 (4 pictures)" in plan.out
+    assert "Items: 4 (image 4)" in plan.out
     assert "2 answers at once, by " in plan.out
     assert "Time: not known; answer some items, such as with --limit 20" in plan.out
     assert [p.name for p in photos.parent.iterdir()] == ["photos"]

@@ -69,7 +69,7 @@ def test_options_of_a_model_are_not_dropped_beside_a_configuration(
     with pytest.raises(SystemExit) as end:
         main(["serve", "--config", written(tmp_path, GOOD), "-m", "chain", "--set", "gamma=3", "--exact", "--plan"])
     assert end.value.code == 2
-    assert "saccade: --exact and --method and --set: the models of " in capsys.readouterr().err
+    assert "saccade: --name and options of models are for a --target; the models of " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

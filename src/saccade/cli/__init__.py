@@ -6,11 +6,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import typer
 
-from saccade.cli import batch, bench, chat, generate, methods, report, serve, train
+from saccade.cli import batch, bench, chat, generate, methods, serve, train
 from saccade.cli.option_groups import option, spread, with_local_ray
 from saccade.errors import SaccadeError
 
@@ -24,7 +23,7 @@ app = typer.Typer(
 )
 for command in (
     *(generate.demo, generate.generate, chat.chat, batch.batch, serve.serve, methods.methods),
-    *(bench.bench, bench.datasets, bench.tune, report.report, report.compare, batch.distill, train.train),
+    *(bench.bench, bench.datasets, bench.tune, bench.report, bench.compare, batch.distill, train.train),
     *(methods.inspect, methods.export, methods.predict, methods.doctor),
 ):
     app.command(command.__name__)(spread(command))
@@ -62,18 +61,14 @@ def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = 
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
         code = 1
+    except SaccadeError as problem:
+        print(f"saccade: {problem}", file=sys.stderr)
+        code = 2
     except Exception as problem:
-        if not isinstance(problem, SaccadeError) and not hasattr(problem, "format_message"):
+        if not hasattr(problem, "format_message"):
             raise
-        print(f"saccade: {_sentence(problem)}", file=sys.stderr)
+        context = getattr(problem, "ctx", None)  # of typer's errors: an unknown command, a missing option
+        command, words = context.command_path if context else "saccade", problem.format_message().split()
+        print(f"saccade: {' '.join(words).rstrip('.?')}; see `{command} --help`.", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _sentence(problem: Any) -> str:
-    """An error in words; typer's own (unknown command, missing option) with where to read the right ones."""
-    if isinstance(problem, SaccadeError):
-        return str(problem)
-    words = " ".join(problem.format_message().split()).rstrip(".?")
-    command = problem.ctx.command_path if getattr(problem, "ctx", None) else "saccade"
-    return f"{words}; see `{command} --help`."

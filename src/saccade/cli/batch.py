@@ -6,12 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from saccade.cli import screen
-from saccade.cli.option_groups import ActorOptions, DecodingOptions, ModelOptions, ReadingOptions, group, option
+from saccade.cli.option_groups import (
+    ActorOptions,
+    DecodingOptions,
+    ModelOptions,
+    ReadingOptions,
+    group,
+    option,
+    set_options,
+)
 from saccade.errors import MethodError
 from saccade.wording import count, duration
 
@@ -72,7 +80,6 @@ def batch(
     - `saccade batch "shards/*.tar" -p "Is {txt} a fair caption?" --shard 2/8 -t TARGET -o part-2.jsonl`
     - `saccade batch photos -p "Describe the picture." -t TARGET -o captions.jsonl --ray=auto --actors 8`
     """
-    several.check_used("--actors", several.actors)
     decoded = decoding.checked()
     models.arguments()  # a mistake shows before the items are read
     from saccade.engine.slots import KV_MEMORY_SHARE
@@ -82,33 +89,25 @@ def batch(
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
     from saccade.jobs.running import Attempt, ItemWorker, run
 
-    job = BatchJob(
-        ItemSource(inputs, items.images_per_row, items.media_root and items.media_root.expanduser(), written(out)),
-        TemplateOptions(items.prompt, items.system),
-        MediaOptions(**asdict(reading)),
-        Shard.parse(items.shard),
-        items.limit,
-        decoding.seed or 0,
-        decoded,
-    )
+    media_root = items.media_root and items.media_root.expanduser()
+    source = ItemSource(inputs, items.images_per_row, media_root, written(out))
+    template, media = TemplateOptions(items.prompt, items.system), MediaOptions(**asdict(reading))
+    job = BatchJob(source, template, media, Shard.parse(items.shard), items.limit, decoding.seed or 0, decoded)
     settings = Attempt(**asdict(attempt))
     with screen.waiting("Reading the items"):
         survey = preview(job, out, attempt.retry_failed)  # before models are loaded
     if plan:
         models.check()
-        how = f"{count(attempt.max_rows, 'answer')} at once, by {models.target}"
-        how += f" with {models.drafter}" if models.drafter else ""
-        _plan(survey, out, how + (f", method {models.method}" if models.method else ""))
+        with_ = f" with {models.drafter}" if models.drafter else ""
+        _plan(survey, out, f"{count(attempt.max_rows, 'answer')} at once, by {models.target}{with_}")
         return
-    place, stopped = "", "Stopped."
-    if not is_stream(out):
-        place = f"; finished records are in {out}.journal/records.jsonl"
-        stopped = f"Stopped. The answers so far are in {out}.journal; the same command resumes the run."
-    screen.note(f"Loading {models.target} for {count(survey.items - survey.there, 'item')}{place}.")
+    journal = None if is_stream(out) else Path(f"{out}.journal")
+    finished = f"; finished records are in {journal}/records.jsonl" if journal else ""
+    screen.note(f"Loading {models.target} for {count(survey.items - survey.there, 'item')}{finished}.")
     shares = lambda room: (KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine),)  # noqa: E731
     ahead = settings.max_rows + settings.threads
     loaded = several.worker(models, ItemWorker, job, settings, ahead=ahead, shares=shares)
-    with loaded as worker, _progress(stopped) as update:
+    with loaded as worker, _progress(journal) as update:
         report = run(worker, job, survey, out, settings, update)
     failed = f"; {count(report.failed, 'item')} failed" if report.failed else ""
     errors = f", those of failed requests in {report.errors}" if report.errors else ""
@@ -118,18 +117,8 @@ def batch(
         raise typer.Exit(1)
 
 
-_KINDS = {
-    "image": ("picture", ""),
-    "images": ("group of pictures", "groups of pictures"),
-    "video": ("video", ""),
-    "text": ("text", ""),
-    "request": ("request of OpenAI's batch format", "requests of OpenAI's batch format"),
-    "unusable": ("unusable item", ""),
-}
-
-
 def _plan(survey: Survey, out: Path, how: str) -> None:
-    kinds = ", ".join(count(survey.kinds[kind], *words) for kind, words in _KINDS.items() if survey.kinds[kind])
+    kinds = ", ".join(f"{kind} {number}" for kind, number in survey.kinds.items())
     failed = f", of them {survey.failed} failed" if survey.failed else ""
     there = f", {count(survey.there, 'record')} of an earlier attempt{failed}" if survey.there else ""
     time = "not known; answer some items, such as with --limit 20, and --plan will use their speed"
@@ -142,13 +131,13 @@ def _plan(survey: Survey, out: Path, how: str) -> None:
 
 
 @contextmanager
-def _progress(stopped: str) -> Iterator[Callable[[Report], None]]:
+def _progress(place: Path | None) -> Iterator[Callable[[Report], None]]:
     """Show the progress of a resumable run: rates of this attempt, and failures."""
-    with screen.progress("starting", stopped) as show:
+    with screen.progress("starting", place) as show:
 
         def update(progress: Report) -> None:
-            failed = f", {progress.failed} failed" if progress.failed else ""
-            show(progress.done, progress.items, (_rates(progress) or "starting") + failed)
+            words = _rates(progress) or "starting"
+            show(progress.done, progress.items, words + (f", {progress.failed} failed" if progress.failed else ""))
 
         yield update
 
@@ -227,17 +216,14 @@ def distill(
     - `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb`
     - `saccade distill llava.jsonl --media-root images -t TARGET -o answers --ray=auto --actors 8`
     """
-    several.check_used("--actors", several.actors)
     models.arguments()  # a mistake shows before the prompts are read
     from saccade import memory_plan, methods
 
     if models.method is None and models.drafter is None and not models.head:
         models = replace(models, method="plain")
-    name = models.method
-    if name is not None and not methods.is_lossless(methods.options(name, models.settings)):
-        raise MethodError(f"Method {name} is lossy, so its answers are not the target's; choose a lossless one.")
-    options: dict[str, Any] = {} if preset is None else dict(memory_plan.preset(preset).distill)
-    options |= {word: value for word, value in asdict(answers).items() if value is not None}
+    if models.method and not methods.is_lossless(methods.options(models.method, models.settings)):
+        raise MethodError(f"Method {models.method} is lossy: its answers are not the target's; choose a lossless one.")
+    options = {**({} if preset is None else memory_plan.preset(preset).distill), **set_options(answers)}
     from saccade.distill.run import QuestionWorker, Setup, preview, run
 
     setup = Setup(source, out, media_root, on_bad_line, options)  # a mistake shows before models are loaded
@@ -247,8 +233,7 @@ def distill(
             expected = preview(answerer, setup)
         _plan_answers(expected, out)
         return
-    stopped = f"Stopped. The answers so far are in {out}; the same command resumes the run."
-    with several.worker(models, QuestionWorker, setup) as worker, _progress(stopped) as update:
+    with several.worker(models, QuestionWorker, setup) as worker, _progress(out) as update:
         report = run(worker, setup, update)
     left_out = f"; left out: {count(report.duplicates, 'duplicate')}, {count(report.failed, 'unusable line')}"
     _show(report, screen.show, left_out, f"The answers are in {report.out}/answers.jsonl.", "Skipped")

@@ -1,11 +1,11 @@
-"""`saccade bench`, fair comparisons that anyone can rerun; `datasets`, what it can ask; `tune`, the fastest method."""
+"""`saccade bench`, fair comparisons that anyone can rerun; `tune`, `report`, `compare` and `datasets` around it."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from saccade.cli import screen
-from saccade.cli.option_groups import PairOptions, completion, group, option, split_pairs
-from saccade.errors import InputError, SaccadeError
-from saccade.files import check_folder, is_profile
+from saccade.cli.option_groups import PairOptions, group, method_names, option, set_options, split_pairs
+from saccade.errors import InputError
+from saccade.files import check_folder, is_profile, write_file
 from saccade.profile import Profile
 from saccade.wording import count, duration
 
 if TYPE_CHECKING:
+    from saccade.bench.compare import Comparison
     from saccade.bench.preparing import Prepared
     from saccade.bench.records import RecordedRun
     from saccade.bench.suites import Suite, TaskEntry
     from saccade.data.catalogue import DataSet
 
-_CLEAR = 1.02
-"""Speed over plain decoding below which plain decoding is chosen."""
+_CLEAR = 1.02  # speed over plain decoding below which plain decoding is chosen
 
 
 @group("Data sets")
@@ -63,27 +63,33 @@ class DataOptions:
 
 @group("Size")
 class SizeOptions:
+    """Fields of a `saccade.bench.suites.Suite`."""
+
     per_task: int | None = option(None, "Prompts of every task.")
     repeats: int | None = option(None, "Timed answers per prompt and method.")
     turns: int | None = option(None, "User turns per conversation.")
     max_new_tokens: int | None = option(None, "Longest answer.", "-n")
     seed: int | None = option(None, "Seed of pictures and sampling.")
 
-    def changes(self) -> dict[str, int]:
-        """Fields of a `saccade.bench.suites.Suite` in place of its own."""
-        return {name: size for name, size in asdict(self).items() if size is not None}
+
+def _suites(incomplete: str) -> list[str]:
+    from saccade.bench import suites
+
+    return [name for name in suites.NAMES if name.startswith(incomplete)]
 
 
 @group("Suite")
 class SuiteOptions:
-    suite: str | None = option(None, "Built-in suite, or a .toml file; without it, list them.", "-s", metavar="NAME")
-    methods: str | None = option(None, "Only these labels or methods, such as `sage:total=25`.", metavar="A,B,C")
+    suite: str | None = option(
+        None, "Built-in suite or .toml file; without it, list them.", "-s", autocompletion=_suites
+    )
+    methods: str | None = option(
+        None, "Only these labels or methods, such as `sage:total=25`.", metavar="A,B,C", autocompletion=method_names
+    )
     tasks: str | None = option(None, "Only these tasks of the suite or the pocket world.", metavar="A,B,C")
     data: Path | None = option(None, "Prompts of your own: JSON lines of LLaVA, OpenAI or Spec-Bench.", metavar="FILE")
     dataset: list[str] | None = option(None, "A name of `saccade datasets`, hub id, folder or file.", metavar="NAME")
-    scorer: str | None = option(
-        None, "match, vqa, rouge-l, choice, yes-no, anls, relaxed, or your own MODULE:FUNCTION.", metavar="NAME"
-    )
+    scorer: str | None = option(None, "match, vqa, rouge-l, choice, yes-no, anls, relaxed, or MODULE:FUNCTION.")
     judge: str | None = option(None, "Endpoint of a model that grades the answers at the end.", metavar="FILE.toml")
 
     def chosen(self, sizes: SizeOptions, reading: DataOptions) -> Suite:
@@ -91,7 +97,7 @@ class SuiteOptions:
         from saccade.bench import judge, scorers
         from saccade.bench.suites import TaskEntry, choose_methods, choose_tasks, load
 
-        suite = load(str(self.suite)).with_(**sizes.changes())
+        suite = load(str(self.suite)).with_(**set_options(sizes))
         datasets = self.dataset or []
         if sum((self.data is not None, self.tasks is not None, bool(datasets))) > 1:
             raise InputError("--data, --dataset and --tasks each replace the suite's tasks; give one of them.")
@@ -100,7 +106,10 @@ class SuiteOptions:
         for words, choose in ((self.methods, choose_methods), (self.tasks, choose_tasks)):
             if words is not None:
                 suite = choose(suite, [word.strip() for word in words.split(",") if word.strip()])
-        entries = [TaskEntry(name=_name(dataset), dataset=dataset) for dataset in datasets] or list(suite.tasks)
+        entries = list(suite.tasks)
+        if datasets:
+            names = [Path(name).stem if Path(name).expanduser().exists() else Path(name).name for name in datasets]
+            entries = [TaskEntry(name=name, dataset=each) for name, each in zip(names, datasets, strict=True)]
         if self.data is not None:
             entries = [TaskEntry(name=self.data.stem, file=str(self.data))]
         changes = reading.changes()
@@ -112,11 +121,6 @@ class SuiteOptions:
         if self.judge:
             suite = suite.with_(judge=judge.from_file(self.judge))
         return suite.with_(tasks=tuple(_changed(entry, changes, sizes, reading) for entry in entries))
-
-
-def _name(dataset: str) -> str:
-    """Name of a data set in reports: as on the command line, or of its file or folder."""
-    return Path(dataset).stem if Path(dataset).expanduser().exists() else dataset.rpartition("/")[2]
 
 
 def _changed(entry: TaskEntry, changes: Mapping[str, Any], sizes: SizeOptions, reading: DataOptions) -> TaskEntry:
@@ -195,13 +199,14 @@ def _plan(prepared: Prepared, folder: Path) -> None:
     lines = [f"Suite {suite.name}: {suite.title}", suite.mirrors and f"Mirrors {suite.mirrors}", suite.note]
     lines.append("Prompts: " + ", ".join(f"{task} {len(group)}" for task, group in prepared.questions.items()))
     for label, vlm in prepared.methods.items():
-        options = {**vlm.options, **({"head": vlm.head_name} if vlm.head_name else {})}
-        lines.append(f"Method {label}: {vlm.method} {_pairs(options)}".rstrip())
+        head = f"head {vlm.head_name} " if vlm.head_name else ""
+        lines.append(f"Method {label}: {vlm.method} {head}{_pairs(vlm.options)}".rstrip())
     lines += [f"Missing: {reason}" for reason in prepared.missing]
     decoding = _pairs(suite.sampling) or "greedy"
     lines.append(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
     if suite.judge:
-        lines.append(_judging(suite.judge, expected.answers, folder))
+        requests = f"at most {count(expected.answers, 'request')}, one per distinct answer to a prompt"
+        lines.append(f"Judge: {suite.judge['model']} at {suite.judge['url']}, {requests}")
     done = f", {len(earlier.records)} of them finished" if earlier else ""
     traced = count(expected.traced, "more answer")
     lines.append(f"Records: {expected.answers} in {folder}{done}; {traced} for the report's trees")
@@ -213,27 +218,14 @@ def _pairs(options: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _judging(table: Mapping[str, Any], answers: int, folder: Path) -> str:
-    """Return a sentence on what a judge will cost."""
-    from saccade.bench.records import stored_scores
-
-    there = len(stored_scores(folder))
-    known = f"; {count(there, 'score')} of earlier attempts" if there else ""
-    requests = f"at most {count(answers, 'request')}, one per distinct answer to a prompt"
-    return f"Judge: {table['model']} at {table['url']}, {requests}{known}"
-
-
 def run_suite(prepared: Prepared, folder: Path) -> RecordedRun:
     """Run a suite behind a bar, which is drawn between answers only, outside the timed sections."""
     from saccade.bench.grading import JUDGE
     from saccade.bench.records import SCORES, stored_scores
     from saccade.bench.runner import Mismatch, Runner
 
-    if prepared.suite.judge:
-        screen.note(_judging(prepared.suite.judge, prepared.answers, folder))
-    stopped = f"Stopped. The answers so far are in {folder}; the same command resumes the run."
     try:
-        with screen.progress("", stopped, live=False) as bar:
+        with screen.progress("", folder, live=False) as bar:
             run = Runner(prepared, folder, lambda each: bar(each.done, each.total, each.doing)).run()
     except Mismatch as problem:
         screen.warn(str(problem))
@@ -301,12 +293,9 @@ def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile
     from saccade.methods import needs
 
     results = {label: result for label, result in by_method(run.records).items() if result.lossless}
-    if not results:
-        raise SaccadeError("The run has no answers to choose by; give more prompts.")
     speeds = {label: result.speedup.value if result.speedup else 1.0 for label, result in results.items()}
     best = max(speeds, key=speeds.__getitem__)
-    if speeds[best] < _CLEAR:
-        best = "plain"
+    best = "plain" if speeds[best] < _CLEAR else best
     vlm = prepared.methods[best]
     environment = {key: str(value) for key, value in run.header.environment.items()}
     return Profile(
@@ -321,10 +310,101 @@ def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile
     )
 
 
+def report(
+    runs: list[Path] = typer.Argument(metavar="RUN...", help="Folders made by `saccade bench`."),
+    out: Path | None = option(None, "The page; by default `report.html` in the first folder.", "-o", metavar="FILE"),
+    markdown: Path | None = option(None, "The tables; beside the page by default, ending in .md.", metavar="FILE"),
+    prompts: int = option(4, "Most prompts per run in the token view.", min=0),
+) -> None:
+    """Write one self-contained HTML page (no network), and its tables as Markdown.
+
+    The page shows comparison tables with intervals, speed against quality, acceptance by depth, time per
+    stage, and the answers token by token with the draft trees of every step. Needs the `report` extra.
+
+    Example: `saccade report runs/quick`
+    """
+    from saccade.bench.records import read
+    from saccade.bench.report.page import render
+    from saccade.bench.report.tables import contents, document
+
+    with screen.waiting("Drawing"):
+        content = contents([read(folder) for folder in runs])
+        page, tables = render(content, prompts), document(content)
+    for run in content:
+        screen.warn(*run.run.problems)
+    out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
+    for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
+        write_file(path, text, advice="choose another file with --out")
+        print(path)
+
+
+def compare(
+    a: Path = typer.Argument(metavar="A", help="Folder made by `saccade bench`: before."),
+    b: Path = typer.Argument(metavar="B", help="Another one: after."),
+    absolute: bool = option(False, "Judge seconds instead of seconds relative to plain decoding."),
+    level: float = option(0.95, "Confidence of all verdicts together.", min=0.5, max=0.9999),
+    margin: float = option(0.02, "Share of time below which a difference does not count.", min=0, max=0.9999),
+    as_json: bool = option(False, "Print one JSON object.", "--json"),
+    fail_if_slower: bool = option(False, "Exit with code 1 when a method became slower."),
+) -> None:
+    """Show what changed from run A to run B, and whether it exceeds the noise.
+
+    A method is faster or slower when the whole interval of its time ratio (B over A) lies beyond the margin; the
+    intervals are corrected for the number of methods. Prompts in both runs are compared with themselves.
+
+    Example: `saccade compare runs/before runs/after --fail-if-slower`
+    """
+    from saccade.bench.compare import compare as compare_runs
+    from saccade.bench.records import read
+
+    before, after = read(a), read(b)
+    screen.warn(*before.problems, *after.problems)
+    changes = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
+    if not changes.changes:
+        raise InputError(f"The runs in {a} and {b} have no method in common; there is nothing to compare.")
+    if as_json:
+        print(json.dumps({"a": str(a), "b": str(b), **asdict(changes), "slower": changes.slower}))
+    else:
+        columns = ["method", "verdict", "seconds B/A", "relative to plain", "other tokens", "accepted in A, B", "score"]
+        rows = []
+        for each in changes.changes:
+            ratios = [each.time or "-", each.relative or "-", f"{each.answers - each.equal} of {each.answers}"]
+            rows.append([each.method, each.verdict, *ratios, _pair(each.accepted_length), _pair(each.score)])
+        screen.table(columns, rows)
+        screen.show(*_remarks(changes))
+    if fail_if_slower and changes.slower:
+        raise typer.Exit(1)
+
+
+def _remarks(comparison: Comparison) -> Iterator[str]:
+    """Yield the sentences below the table."""
+    changes = comparison.changes
+    for number in sorted({change.prompts for change in changes}):
+        yield f"{count(number, 'prompt')}, each compared with itself."
+    measure = "time per token relative to plain decoding of the same run" if comparison.relative else "time per token"
+    confidence = f"all verdicts hold together with {comparison.level:.0%} confidence"
+    yield f"Judged by {measure}; {confidence}; differences below {comparison.margin:.0%} do not count."
+    if any(change.verdict == "too few prompts" for change in changes):
+        yield f"Verdicts on so many methods need {comparison.fewest} prompts; run more prompts, or fewer methods."
+    plain = next((change.time for change in changes if change.verdict == "yardstick"), None)
+    if plain is not None and abs(plain.value - 1) > comparison.margin:
+        yield (
+            f"Plain decoding itself took {plain.value:.2f} times as long in B: another machine or load, or code that "
+            "all methods share; --absolute judges seconds."
+        )
+    for run, methods in comparison.only.items():
+        if methods:
+            yield f"Only in {run}: {', '.join(methods)}."
+    for name, before, after in comparison.settings:
+        yield f"Differs: {name}: {before} in A, {after} in B."
+
+
+def _pair(values: tuple[float, float] | None) -> str:
+    return "-" if values is None else f"{values[0]:.3f}, {values[1]:.3f}"
+
+
 def datasets(
-    name: str | None = typer.Argument(
-        None, metavar="[NAME]", autocompletion=completion("dataset"), help="Show how its rows become questions."
-    ),
+    name: str | None = typer.Argument(None, metavar="[NAME]", help="Show how its rows become questions."),
     write: Path | None = option(None, "Load its questions, and write `FOLDER/prompts.jsonl`.", metavar="FOLDER"),
     limit: int | None = option(None, "Write only the first so many questions."),
     *,
@@ -365,7 +445,6 @@ def datasets(
             screen.show(f"  {field}: {' + '.join(value) if isinstance(value, tuple) else value}")
     if data.source:
         screen.show(f"  source: columns are as read by {data.source}; not compared with the hub")
-    for paper in data.papers:
-        changes = ", ".join(f"{key} {value!r}" for key, value in catalogue.changes_of(data, paper).items())
-        parts = [part for part in (changes, data.papers[paper].get("note")) if part]
-        screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {'; '.join(parts)}")
+    for paper, note in data.papers.items():
+        changes = {**catalogue.changes_of(data, paper), "note": note.get("note", "none")}
+        screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {screen.worded(changes)}")

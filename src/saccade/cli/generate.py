@@ -74,35 +74,25 @@ def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
 
     drafter = draft_dtype = None
     if vlm.head is not None:
-        drafter, draft_dtype = named or str(head_path(vlm.head.kind)), next(vlm.head.parameters()).dtype
+        drafter, draft_dtype = named or str(head_path(vlm.head.kind)), _name(next(vlm.head.parameters()).dtype)
     elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
-        drafter, draft_dtype = name_of(vlm.draft_model.model), vlm.draft_model.dtype
-    return {
-        "drafter": drafter,
-        "head": vlm.head_name,
-        "method": vlm.method,
-        "options": vlm.options,
-        "dtype": _name(vlm.target.dtype),
-        "draft_dtype": draft_dtype and _name(draft_dtype),
-        "exact": vlm.target.exact,
-    }
+        drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
+    configuration = {"drafter": drafter, "head": vlm.head_name, "method": vlm.method, "options": vlm.options}
+    dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": draft_dtype, "exact": vlm.target.exact}
+    return {**configuration, **dtypes}
 
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-FRESH = 10**6
-"""Seeds below this are held out from training, which draws from it on."""
-LONG = ("chart", "line", "scene")
-"""Tasks of one picture with the longest answers, of those that the built-in target reads well: reading the picture,
-which no drafting shortens, is a small part of their time."""
+FRESH = 10**6  # seeds below this are held out from training, which draws from it on
+LONG = ("chart", "line", "scene")  # tasks with long answers, of whose time reading the picture is a small part
+TASKS = (*LONG, "caption", "count", "detail", "document", "existence", "prose", "receipt", "report", "vet")
 
 
 def demo(
-    task: str | None = option(
-        None, "chart, line or scene; also caption, count, detail, document, existence, prose, receipt, report, vet."
-    ),
+    task: str | None = option(None, f"Picture: {', '.join(TASKS)}; by default one with a long answer."),
     seed: int | None = option(None, "Seed of the picture; by default a new one per run.", min=0, max=FRESH - 1),
     method: str = option("chain", "See `saccade methods`; a chain has 7 tokens.", "-m"),
     save: Path = option("saccade-demo.png", "File to save the picture as.", metavar="FILE"),
@@ -117,23 +107,20 @@ def demo(
     """
     from saccade.loading import check_dtype
     from saccade.methods import options
-    from saccade.pocket import WORLD, draw
+    from saccade.pocket import draw
 
-    tasks = sorted(name for name in WORLD if _shows_one_picture(draw(0, name)))
-    if task is not None and task not in tasks:
-        raise InputError(f"{task!r} is not a task of one picture; choose one of {', '.join(tasks)}.")
+    if task not in (None, *TASKS):
+        raise InputError(f"{task!r} is not a task of one picture; choose one of {', '.join(TASKS)}.")
     seed = random.randrange(FRESH) if seed is None else seed
     task = task or random.Random(seed).choice(LONG)
     sample = draw(seed, task)
     chain: dict[str, Any] = {"gamma": 7} if method == "chain" else {}  # the fastest for the built-in pair
     options(method, chain)  # what is unknown is refused before the picture takes an older one's place
     check_dtype(dtype)
-    if save.is_dir():
-        raise InputError(f"{save} is a folder; give --save a file, such as {save / 'saccade-demo.png'}.")
     try:
         sample.image.save(save)
     except (OSError, ValueError) as problem:
-        raise InputError(f"Cannot save the picture as {save}: {problem}") from problem
+        raise InputError(f"Cannot save the picture as {save}: {problem}; give --save a file.") from problem
     screen.show(f"A {task}: {save} (draw it again with --task {task} --seed {seed})")
 
     ours = screen.load_models("pocket", None, method, dtype=dtype, **chain)
@@ -152,10 +139,6 @@ def demo(
     _report(sample, method, runs, _name(ours.target.dtype))
 
 
-def _shows_one_picture(sample: Sample) -> bool:
-    return len(sample.images) == 1 and not sample.turns
-
-
 def _report(sample: Sample, method: str, runs: dict[str, list[Output]], dtype: str) -> None:
     from saccade.bench.records import first_difference
     from saccade.pocket import score
@@ -163,16 +146,9 @@ def _report(sample: Sample, method: str, runs: dict[str, list[Output]], dtype: s
     times = {name: median(output.stats.times.total for output in outputs) for name, outputs in runs.items()}
     rows = []
     for name, (first, *_) in runs.items():
-        rows.append(
-            [
-                name if first.lossless else f"{name} (lossy)",
-                f"{times[name]:.3f}",
-                f"{first.stats.new_tokens / times[name]:.0f}",
-                f"{times['plain'] / times[name]:.2f}x",
-                first.stats.target_passes,
-                f"{first.stats.block_efficiency:.2f}",
-            ]
-        )
+        label, stats, seconds = name if first.lossless else f"{name} (lossy)", first.stats, times[name]
+        speeds = [f"{seconds:.3f}", f"{stats.new_tokens / seconds:.0f}", f"{times['plain'] / seconds:.2f}x"]
+        rows.append([label, *speeds, stats.target_passes, f"{stats.block_efficiency:.2f}"])
     screen.show("")
     screen.table(["", "seconds", "tokens/s", "speed-up", "target passes", "block efficiency"], rows)
     ours, plain = runs[method][0], runs["plain"][0]
@@ -186,8 +162,8 @@ def _report(sample: Sample, method: str, runs: dict[str, list[Output]], dtype: s
         elif dtype == "float32":
             why = "which is a defect: report it with the output of `saccade doctor`"
         screen.show(f"Tokens differ from plain decoding's from token {position} on; {why}.")
-    differs = ours.text != plain.text
-    for name in (method, "plain") if differs else (method,):
-        facts = score(sample.task, runs[name][0].text, sample.facts)
+    answers = {"": ours} if ours.text == plain.text else {f", {method}": ours, ", plain": plain}
+    for name, output in answers.items():
+        facts = score(sample.task, output.text, sample.facts)
         values = ", ".join(f"{fact} {value:.0%}" for fact, value in facts.items())
-        screen.show(f"Against the truth{f', {name}' if differs else ''}: {values}")
+        screen.show(f"Against the truth{name}: {values}")

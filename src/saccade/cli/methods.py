@@ -12,14 +12,13 @@ from pathlib import Path
 import typer
 
 from saccade.cli import screen
-from saccade.cli.option_groups import completion, option, place_of
-from saccade.errors import InputError
+from saccade.cli.option_groups import method_names, option, place_of
 from saccade.wording import count
 
 
 def methods(
     name: str | None = typer.Argument(
-        None, metavar="[NAME]", autocompletion=completion("method"), help="Show every option of this method."
+        None, metavar="[NAME]", autocompletion=method_names, help="Show every option of this method."
     ),
     as_json: bool = option(False, "Print one JSON object.", "--json"),
 ) -> None:
@@ -33,14 +32,10 @@ def methods(
     from saccade.methods.settings import about, table
 
     chosen = METHODS if name is None else {name: get(name)}
-    rows = [] if name is None else table(METHODS[name].settings)
     if as_json:
-        fields = ("summary", "source", "lossless", "needs")
-        listed = {
-            key: {**{field: getattr(method, field) for field in fields}, "options": dict(method.options)}
-            for key, method in chosen.items()
-        }
-        print(json.dumps(listed if name is None else listed[name]))
+        fields = ("summary", "source", "lossless", "needs", "options")
+        listed = {key: {field: getattr(method, field) for field in fields} for key, method in chosen.items()}
+        print(json.dumps(listed if name is None else listed[name], default=dict))
         return
     for key, method in chosen.items():
         kind = "lossless" if method.lossless else "LOSSY"
@@ -49,7 +44,7 @@ def methods(
             screen.show("    options: " + " ".join(f"{k}={v}" for k, v in method.options.items()))
         if method.source:
             screen.show(f"    source:  {method.source}")
-    for brings, options in rows:
+    for brings, options in [] if name is None else table(METHODS[name].settings):
         screen.show(f"    with {brings}: {about(brings)}" if brings else "    options:")
         for each, default, limits in options:
             accepted = f" ({limits.range})" if limits.range else ""
@@ -57,9 +52,11 @@ def methods(
 
 
 def predict(
-    acceptance: float = option(..., "Probability, 0 to 1, that the target accepts one more draft token.", "-a"),
-    cost: float = option(..., "One drafter step, as a share of one plain target step (T_q / T_p).", "-c"),
-    gamma: int = option(5, "Draft tokens per target pass.", "-g"),
+    acceptance: float = option(
+        ..., "Probability, 0 to 1, that the target accepts one more draft token.", "-a", min=0, max=1
+    ),
+    cost: float = option(..., "One drafter step, as a share of one plain target step (T_q / T_p).", "-c", min=0),
+    gamma: int = option(5, "Draft tokens per target pass.", "-g", min=1),
 ) -> None:
     """Predict the speed-up of a draft chain: tokens per target pass, over the cost of its drafts and the pass.
 
@@ -68,10 +65,7 @@ def predict(
     """
     from saccade import theory
 
-    try:
-        prediction = asdict(theory.predict(acceptance, gamma, cost))
-    except ValueError as problem:
-        raise InputError(str(problem)) from None
+    prediction = asdict(theory.predict(acceptance, gamma, cost))
     screen.facts("a chain of draft tokens", {name.replace("_", " "): value for name, value in prediction.items()})
 
 
@@ -101,11 +95,8 @@ def inspect(
         )
         checks = {}
         for check in content.checks:
-            verdict = {True: "fits", False: "differs", None: "check"}[check.fits]
-            note = f": {check.note}" if check.note else ""
-            checks[check.what] = (
-                f"head {screen.worded(check.head)}, target {screen.worded(check.target)}  {verdict}{note}"
-            )
+            verdict = {True: "fits", False: "differs", None: "check"}[check.fits] + (check.note and f" ({check.note})")
+            checks[check.what] = {"head": check.head, "target": check.target, verdict: ""}
         if checks:
             screen.facts(f"compared with {target}", checks)
         if content.problem:
@@ -165,11 +156,10 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
     from saccade.target_model.traits import TESTED
 
     extras = _extras()
-    fast = [str(kind).removeprefix("torch.") for kind in (torch.bfloat16, torch.float16) if cpu.computes_in(kind)]
-    formats = " and ".join(fast) if fast else "no 16-bit format, so that dtype=auto is float32"
+    fast = [name for name in ("bfloat16", "float16") if cpu.computes_in(getattr(torch, name))]
     cores = f"{count(cpu.usable_cores(), 'core')}, {cpu.idle_cores()} idle"
     threads = f"{count(torch.get_num_threads(), 'thread')}, {torch.backends.cpu.get_cpu_capability()}"
-    devices = [f"cpu, {cores}, {threads}, fast in {formats}"]
+    devices = [f"cpu, {cores}, {threads}, fast in {' and '.join(['float32', *fast])}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
@@ -177,23 +167,22 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
         devices.append("mps")
     models = [path.name for path in (target_path(), draft_path()) if path.is_dir()]
     models += [f"{kind} head" for kind in head_paths()]
-    packages = {name: _version(name) for name in ("saccade", *extras)}
+    versions = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    packages = {name: versions.get(name.lower().replace("_", "-")) for name in ("saccade", *extras)}
     families = {kind: {"name": name, "works": kind in CONFIG_MAPPING} for kind, name in TESTED.items()}
     system = {"python": platform.python_version(), "platform": platform.platform()}
     if as_json:
         report = {**system, "packages": packages, "devices": devices, "pocket": models, "families": families}
         print(json.dumps(report))
         return
-    missing = {name: f"not installed; run `pip install saccade[{extra}]`" for name, extra in extras.items()}
-    shown = {name: version or missing[name] for name, version in packages.items()}
-    screen.facts(f"python {system['python']} on {system['platform']}", shown)
+    for name, extra in extras.items():
+        packages[name] = packages[name] or f"not installed; run `pip install saccade[{extra}]`"
+    screen.facts(f"python {system['python']} on {system['platform']}", packages)
     screen.show("devices", *(f"  {device}" for device in devices))
     screen.show("built-in models (`-t pocket`)", f"  {', '.join(models)}")
-    lines = {
-        kind: f"{family['name']}  {'works' if family['works'] else 'needs a newer transformers'}"
-        for kind, family in families.items()
-    }
-    screen.facts("families (any other decoder of transformers is checked at load)", lines)
+    words = {True: "works", False: "needs a newer transformers"}
+    works = {str(family["name"]): words[bool(family["works"])] for family in families.values()}
+    screen.facts("families (any other decoder of transformers is checked at load)", works)
 
 
 def _extras() -> dict[str, str]:
@@ -205,10 +194,3 @@ def _extras() -> dict[str, str]:
         if name != "saccade" and (extra is None or extra[1] not in ("dev", "docs", "browser")):
             extras.setdefault(name, extra[1] if extra else "")
     return extras
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -6,13 +6,13 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform, get_type_hints
 
 import typer
-from typer.models import OptionInfo, ParameterInfo
+from typer.models import OptionInfo
 
 from saccade.cli import screen
 from saccade.errors import InputError
@@ -49,17 +49,26 @@ def group(panel: str | None = None) -> Callable[[type[T]], type[T]]:
     return made
 
 
+def set_options(options: Any) -> dict[str, Any]:
+    """Return the options of a group that are set."""
+    return {name: value for name, value in asdict(options).items() if value is not None}
+
+
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """Replace every parameter of a command that is a group by the group's options."""
     hints = get_type_hints(command)
     groups = {name: hint for name, hint in hints.items() if hasattr(hint, "OPTIONS")}
     parameters = list[inspect.Parameter]()
     for name, parameter in inspect.signature(command).parameters.items():
+        options, types = {name: parameter.default}, hints
         if name in groups:
-            types = get_type_hints(groups[name])
-            parameters += [_parameter(each, value, types[each]) for each, value in groups[name].OPTIONS.items()]
-        else:
-            parameters.append(_parameter(name, parameter.default, hints[name]))
+            options, types = groups[name].OPTIONS, get_type_hints(groups[name])
+        for each, value in options.items():
+            if isinstance(value, OptionInfo) and not any(word.startswith("--") for word in value.param_decls or ()):
+                value.param_decls = (f"--{each.rstrip('_').replace('_', '-')}", *(value.param_decls or ()))
+            parameters.append(
+                inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[each])
+            )
 
     @functools.wraps(command)
     def spread_command(**values: Any) -> None:
@@ -73,58 +82,12 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return spread_command
 
 
-def _parameter(name: str, value: Any, hint: Any) -> inspect.Parameter:
-    if isinstance(value, OptionInfo) and not any(each.startswith("--") for each in value.param_decls or ()):
-        value.param_decls = (f"--{name.rstrip('_').replace('_', '-')}", *(value.param_decls or ()))
-    if isinstance(value, ParameterInfo):
-        value.autocompletion = value.autocompletion or completion(name)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
-
-
-def completion(name: str) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Completion of a parameter's value, or of the last one of a list with commas, in a shell.
-
-    Typer brings the scripts (`saccade --install-completion`), which run `saccade` itself at every press of the key.
-    Where nothing fits, shells complete paths.
-    """
-
-    def complete(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-        before, comma, last = incomplete.rpartition(",")
-        known = _known(name, context.params)
-        return [(f"{before}{comma}{word}", about) for word, about in known.items() if word.startswith(last)]
-
-    return complete
-
-
-def _known(name: str, others: Mapping[str, Any]) -> dict[str, str]:
-    """Values of a parameter that this version knows, with their meanings; they are listed without loading torch."""
-    from saccade.bench import suites
-    from saccade.data import catalogue
-    from saccade.draft.heads.registry import HEAD_KINDS
+def method_names(incomplete: str) -> list[tuple[str, str]]:
+    """Complete the last method of a list with commas in a shell, without loading torch."""
     from saccade.methods import METHODS
-    from saccade.methods.settings import table
 
-    words: Iterable[str] = ()
-    match name:
-        case "method" | "methods":
-            return {method: entry.summary for method, entry in METHODS.items()}
-        case "set_":
-            method = METHODS.get(others.get("method") or "chain", METHODS["chain"])
-            return {f"{each}=": about.meaning for _, rows in table(method.settings) for each, _, about in rows}
-        case "target" | "drafter":
-            words = ("pocket",)
-        case "dtype" | "draft_dtype":
-            words = ("auto", "float32", "bfloat16", "float16")
-        case "suite":
-            words = suites.NAMES
-        case "tasks" if others.get("suite") in suites.NAMES:
-            words = (task.name for task in suites.load(others["suite"]).tasks)
-        case "dataset":
-            papers = {known: catalogue.find(known).papers for known in catalogue.names()}
-            words = (*papers, *(f"{known}@{paper}" for known in papers for paper in papers[known]))
-        case "recipe":
-            words = (*HEAD_KINDS, "draft-vlm")
-    return dict.fromkeys(words, "")
+    before, comma, last = incomplete.rpartition(",")
+    return [(f"{before}{comma}{name}", each.summary) for name, each in METHODS.items() if name.startswith(last)]
 
 
 def settings(pairs: Sequence[str] | None) -> dict[str, Any]:
@@ -173,8 +136,7 @@ class TargetOptions:
     def named(self) -> str:
         """Return the target, which must be named."""
         if self.target is None:
-            places = "a checkpoint folder or a hub id with --target, or --target pocket for the built-in pair"
-            raise InputError(f"No model is named; give {places}.")
+            raise InputError("No model is named; give a checkpoint folder or a hub id with --target, or pocket.")
         return self.target
 
     def or_pocket(self) -> Self:
@@ -210,7 +172,7 @@ class PairOptions(TargetOptions):
 
 @group("Models")
 class ModelOptions(PairOptions):
-    method: str | None = option(None, "See `saccade methods`; by default one that fits the drafter.", "-m")
+    method: str | None = option(None, "See `saccade methods`; by default what fits.", "-m", autocompletion=method_names)
     set_: list[str] | None = option(None, "An option of the method, such as `gamma=7`.", metavar="NAME=VALUE")
 
     @property
@@ -235,29 +197,25 @@ class DecodingOptions:
     seed: int | None = option(None, "Seed of sampling.")
 
     def checked(self) -> dict[str, Any]:
-        """Return `options`; what needs no model is checked before one is loaded."""
+        """Return the generation options, seed left out; what needs no model is checked before one is loaded."""
         from saccade.engine.row import check_given
         from saccade.inputs.processor import seeds_of
 
-        options = self.options()
+        if self.temperature == 0 and self.sample:
+            raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
+        greedy = self.temperature == 0
+        left_out = ("sample", "stop", "seed", *(_SAMPLING if greedy else ()))
+        options = {name: value for name, value in set_options(self).items() if name not in left_out}
+        if self.stop:
+            options["stop_strings"] = self.stop
+        if greedy:
+            options["do_sample"] = False
+        elif self.sample or any(name in options for name in _SAMPLING):
+            options["do_sample"] = True
         check_given(options)
         if self.seed is not None:
             seeds_of(self.seed, 1)
         return options
-
-    def options(self) -> dict[str, Any]:
-        """Return the generation options, seed left out; the checkpoint fills those that are not set."""
-        if self.temperature == 0 and self.sample:
-            raise InputError("--temperature 0 is greedy decoding, which --sample is not; leave one of them out.")
-        options = {**asdict(self), "stop_strings": self.stop or None}
-        for name in ("sample", "stop", "seed"):
-            del options[name]
-        options = {name: value for name, value in options.items() if value is not None}
-        if self.temperature == 0:
-            options = {name: value for name, value in options.items() if name not in _SAMPLING}
-            return {**options, "do_sample": False}
-        is_sampled = self.sample or any(name in options for name in _SAMPLING)
-        return {**options, "do_sample": True} if is_sampled else options
 
 
 @group("Media and text")
@@ -273,10 +231,10 @@ class ReadingOptions:
 class RayOptions:
     ray: str | None = option(None, "Run on Ray: here, or on the cluster `auto` or HOST:PORT.", metavar="[ADDRESS]")
 
-    def check_used(self, name: str, value: int | None) -> None:
-        """Raise InputError where an option for Ray is given without ``--ray``."""
-        if self.ray is None and value is not None:
-            raise InputError(f"{name} is for engines on Ray; give --ray with it, or leave it out.")
+    def __post_init__(self) -> None:
+        for name in ("actors", "replicas"):
+            if self.ray is None and getattr(self, name, None) is not None:
+                raise InputError(f"--{name} is for engines on Ray; give --ray with it, or leave it out.")
 
 
 @group("Several machines")

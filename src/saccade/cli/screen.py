@@ -48,18 +48,14 @@ def facts(title: str, values: Mapping[str, object]) -> None:
 def worded(value: object) -> str:
     """A value for a person."""
     match value:
-        case None:
-            return "none"
-        case bool():
-            return "yes" if value else "no"
         case dict():
-            return ", ".join(f"{name} {worded(part)}" for name, part in value.items()) or "none"
+            return ", ".join(f"{name} {worded(part)}".rstrip() for name, part in value.items()) or "none"
         case list():
             return ", ".join(map(str, value))
-        case int():
-            return f"{value:,}"
         case float():
             return f"{value:.3g}"
+        case None | True | False:
+            return {None: "none", True: "yes", False: "no"}[value]
     return str(value)
 
 
@@ -94,21 +90,20 @@ def waiting(what: str) -> AbstractContextManager[object]:
     return _notes.status(what) if _notes.is_terminal else nullcontext()
 
 
-LOG_SECONDS = 60.0
-"""Time between the lines that stand for a bar where stderr is no terminal."""
+LOG_SECONDS = 60.0  # between the lines that stand for a bar where stderr is no terminal
 
 
 @contextmanager
-def progress(what: str, stopped: str = "", live: bool = True) -> Iterator[Callable[..., None]]:
+def progress(what: str, place: Path | None = None, live: bool = True) -> Iterator[Callable[..., None]]:
     """Show a bar with the time left on stderr; a line once a minute where that is no terminal.
 
-    Yields its update of (done, total, words). After Ctrl-C ``stopped`` is printed. Without ``live`` nothing is drawn
-    between updates.
+    Yields its update of (done, total, words). After Ctrl-C, the place of finished answers is printed. Without ``live``
+    nothing is drawn between updates.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress, TextColumn
 
     is_shown = _notes.is_terminal
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeRemainingColumn())
+    columns = (*Progress.get_default_columns()[1:], TextColumn("{task.description}", markup=False))
     period = 600  # seconds of the estimate; one batch can take minutes
     bar = Progress(*columns, console=_notes, auto_refresh=live, transient=True, speed_estimate_period=period)
     task = bar.add_task(what, total=None)
@@ -116,18 +111,19 @@ def progress(what: str, stopped: str = "", live: bool = True) -> Iterator[Callab
 
     def update(done: int, total: int, text: str = what) -> None:
         nonlocal last
+        text = f"{done} of {total}, {text}"
         bar.update(task, completed=done, total=total, description=text, refresh=is_shown and not live)
         left = bar.tasks[0].time_remaining
         if not is_shown and left is not None and time.monotonic() - last >= LOG_SECONDS:
             last = time.monotonic()
-            note(f"{done} of {total}, {text}, about {duration(left)} left")
+            note(f"{text}, about {duration(left)} left")
 
     try:
         with bar if is_shown else nullcontext():
             yield update
     except KeyboardInterrupt:
-        if stopped:
-            note(stopped)
+        if place is not None:
+            note(f"Stopped. The answers so far are in {place}; the same command resumes the run.")
         raise
 
 
@@ -186,13 +182,12 @@ def heads_by_name(heads: list[str]) -> dict[str, str]:
     return named
 
 
-_LOOKS: dict[Mark, tuple[str, str, str]] = {
+_LOOKS: dict[Mark, tuple[str, str, str]] = {  # colour, and brackets where the terminal has no colours
     "target": ("", "", ""),
     "draft": ("green", "‹", "›"),
     "loose": ("yellow", "«", "»"),
     "shifted": ("yellow", "«", "»"),
 }
-"""Colour of the tokens of a mark, and the brackets around them where the terminal has no colours."""
 
 
 class Painter:
@@ -209,13 +204,12 @@ class Painter:
     def show(self, chunk: Chunk) -> None:
         """Print one chunk (first row)."""
         if not self._marked:
-            self.put(chunk.text, "target")
+            self._write(chunk.text)
             return
         for token, mark in zip(chunk.tokens[0], chunk.marks[0], strict=True):
-            self.put(self._text.add([token]), mark)
+            self._put(self._text.add([token]), mark)
 
-    def put(self, text: str, mark: Mark) -> None:
-        """Print a token's text."""
+    def _put(self, text: str, mark: Mark) -> None:
         colour, opening, closing = _LOOKS[mark]
         if self._has_colours and colour:
             self._console.print(Text(text, style=colour), end="", soft_wrap=True)
@@ -228,7 +222,7 @@ class Painter:
     def finish(self) -> None:
         """Print buffered characters, and end the line."""
         if self._marked:
-            self.put(self._text.finish(), "target")
+            self._put(self._text.finish(), "target")
         self._write(self._bracket + "\n")
 
     def _write(self, text: str) -> None:
@@ -269,14 +263,13 @@ def _deferred_interrupt() -> Iterator[Event]:
         signal.signal(signal.SIGINT, before)
 
 
-ENDS = {
+ENDS = {  # finish reasons in words
     "eos": "complete",
     "stop": "ended by a stop string",
     "length": "cut at the limit",
     "interrupted": "interrupted",
     "visual": "cut before a placeholder of an image",
 }
-"""Finish reasons in words."""
 
 
 def summary(output: Output, method: str) -> str:

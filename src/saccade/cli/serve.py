@@ -10,8 +10,6 @@ from saccade.cli import screen
 from saccade.cli.option_groups import ModelOptions, RayOptions, group, option
 from saccade.errors import InputError
 
-_OPTIONS = {"options": "set", "heads": "head"}
-"""Fields of a model that options of other names give."""
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -21,15 +19,11 @@ class ServerOptions(RayOptions):
     port: int | None = option(None, "8000 by default; 0 takes a free one.")
     api_key_file: str | None = option(None, "API keys, one per line; SACCADE_API_KEYS has more.", metavar="FILE")
     share_prefixes: bool | None = option(None, "API keys share cached prompts, so that one could learn of another's.")
-    reuse_prefixes: bool | None = option(
-        None, "Reuse nothing of earlier requests, as some benchmarks demand.", "--reuse-prefixes/--no-prefix-reuse"
-    )
+    reuse_prefixes: bool | None = option(None, "Of earlier requests; on.", "--reuse-prefixes/--no-prefix-reuse")
     access_log: bool | None = option(None, "A line per request on standard error.")
     max_rows: int | None = option(None, "Answers that run at once, 8 by default.")
     max_queue: int | None = option(None, "Requests that may wait, 64 by default; further ones get 503.")
-    kv_memory_mib: int | None = option(
-        None, "Of keys and values; by default half of the free memory.", "--kv-memory", metavar="MIB"
-    )
+    kv_memory_mib: int | None = option(None, "For keys and values; half of the free.", "--kv-memory", metavar="MIB")
     replicas: int | None = option(None, "Replicas on Ray; by default one per GPU, or per machine.", metavar="N")
 
 
@@ -57,30 +51,23 @@ def serve(
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
-        raise InputError(
-            f"The server needs {', '.join(missing)}, which this environment lacks; run `pip install saccade[serve]`."
-        )
-    chosen.check_used("--replicas", chosen.replicas)
+        raise InputError(f"The server needs {', '.join(missing)}; run `pip install saccade[serve]`.")
     from saccade.serve.configuration import ModelEntry, ServerConfig, override, read_config
     from saccade.serve.configuration import plan as describe
 
     entry = {"name": name, **asdict(models), "exact": models.exact or None, "options": models.settings}
     entry["heads"] = screen.heads_by_name(entry.pop("head") or [])
-    target, _ = entry.pop("target"), entry.pop("set_")
-    if config is not None and target is not None:
-        raise InputError("Both --config and --target name models; give one of them.")
-    used = [name for name, value in entry.items() if value not in (None, {}, "auto")]
-    if config is not None and used:
-        options = " and ".join("--" + _OPTIONS.get(each, each).replace("_", "-") for each in used)
-        raise InputError(f"{options}: the models of {config} have their own; write it there, or name a --target.")
-    if config is None and target is None:
+    entry.pop("set_")
+    if config is None and models.target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
+    if config is not None and (name is not None or models != ModelOptions()):
+        raise InputError(f"--name and options of models are for a --target; the models of {config} have their own.")
 
     def read() -> ServerConfig:
         if config is not None:
             base = read_config(Path(config))
         else:
-            base = ServerConfig((ModelEntry(target, **{k: v for k, v in entry.items() if v is not None}),))
+            base = ServerConfig((ModelEntry(**{key: value for key, value in entry.items() if value is not None}),))
         server = {name: value for name, value in asdict(chosen).items() if name not in ("ray", "replicas")}
         limits = {name: server.pop(name) for name in ("max_rows", "max_queue", "kv_memory_mib")}
         return override(base, server, limits)

@@ -52,35 +52,30 @@ def train(
 
     Examples:
 
-    - `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
     - `saccade train hivis -t pocket --data answers --out head --set stage1.steps=2000 --set stage2.steps=1000`
     - `saccade train eagle3 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head --preset 24gb --plan`
     - `saccade train hivis -t pocket --data more --from head/best --out further`
-    - `saccade train eagle2 -t pocket --data answers --features states --out other`
     - `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
     - `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
       answers -o head`
     """
     models.named()
-    for name, value, choices in (
-        ("--resume", chosen.resume, ("auto", "never")),
-        ("--on-bad-line", on_bad_line, ("stop", "skip")),
-    ):
-        if value not in choices:
-            raise InputError(f"{name} takes {' or '.join(choices)}, not {value!r}.")
+    if chosen.resume not in ("auto", "never"):
+        raise InputError(f"--resume takes auto or never, not {chosen.resume!r}.")
+    if on_bad_line not in ("stop", "skip"):
+        raise InputError(f"--on-bad-line takes stop or skip, not {on_bad_line!r}.")
     with screen.waiting("Starting"):
         from saccade import memory_plan
         from saccade.train.processes import Processes
         from saccade.train.recipe import read_recipe
 
     steps = read_recipe(recipe)
+    if lm is not None and steps.kind != "draft-vlm":
+        raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {steps.kind} head.")
     fitted = {} if preset is None else memory_plan.preset(preset).training(steps.kind)
     shared = {} if chosen.features is None else {"feature_cache": "disk"}
-    steps = steps.with_settings({**fitted, **settings(set_), **shared})
-    if lm is not None:
-        if steps.kind != "draft-vlm":
-            raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {steps.kind} head.")
-        steps = steps.with_settings({"head.lm": lm})
+    started = {} if lm is None else {"head.lm": lm}
+    steps = steps.with_settings({**fitted, **settings(set_), **shared, **started})
     if plan and preset is not None:
         from saccade.train.plan import forecast
 
