@@ -23,7 +23,6 @@ from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.store import save_head
 from saccade.errors import InputError
 from saccade.methods import METHODS
-from saccade.pocket import head_paths
 from saccade.wording import count
 
 
@@ -88,14 +87,11 @@ def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
     assert report["packages"]["saccade"] == __version__
     assert report["devices"][0].startswith(f"cpu, {count(usable_cores(), 'core')}, ")
     assert report["families"]["llava"]["works"]
-    assert report["pocket"][:2] == ["target", "draft"]
-    assert report["pocket"][2:] == [f"{kind} head" for kind in head_paths()]
     assert {"tensorboard", "fastapi", "llguidance", "pyarrow", "datasets"} <= set(report["packages"])
     page = shell("doctor").out
     for package, version in report["packages"].items():
         assert package in page
         assert (version or "not installed") in page
-    assert ", ".join(report["pocket"]) in page
 
 
 @pytest.mark.parametrize(
@@ -142,7 +138,7 @@ except SystemExit:
 
 def test_every_data_set_has_a_line_with_its_papers(shell: Shell) -> None:
     lines = shell("datasets").out.splitlines()
-    assert len(lines) == len(catalogue.names()) + 1
+    assert len(lines) == len(catalogue.names())
     assert "textvqa  HiViS (@hivis), SAGE (@sage): questions about text in photographs" in lines
     assert "mmmu  no paper: college-level questions with up to seven pictures" in lines
 

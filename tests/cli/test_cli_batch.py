@@ -51,7 +51,7 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     assert done.err.startswith(f"Loading {ready('llava')} for 4 items; finished records are in ")
     assert re.search(r"^4 of 4, .* items/s, .* tokens/s, 1 failed, about 0 s left$", done.err, re.MULTILINE)
     assert done.out.startswith("3 answers in ")
-    assert "1 item failed" in done.out
+    assert "1 failed)" in done.out
     assert "Failed: broken.png: The image file" in done.err
     found = [json.loads(line) for line in (photos.parent / "out.jsonl").read_text().splitlines()]
     assert [row["id"] for row in found] == ["a.png", "b.png", "broken.png", "c.png"]
@@ -61,9 +61,7 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     assert "4 finished before, 1 of them failed (--retry-failed tries again)" in again.out
     planned = shell(*command(photos, "-p", "What?", "--plan")).out
     assert "4 records of an earlier attempt, of them 1 failed" in planned
-    assert re.search(
-        r"^Time: about 0 s for 0 items, at the \S+ items/s of the 4 records so far$", planned, re.MULTILINE
-    )
+    assert re.search(r"^Time: about 0 s for 0 items, at \S+ items/s as so far$", planned, re.MULTILINE)
 
 
 def test_a_run_without_any_answer_and_one_with_too_many_failures_end_with_an_error(shell: Shell, photos: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +40,6 @@ class ItemOptions:
 
 @group("Run")
 class AttemptOptions:
-    """Fields of `saccade.jobs.running.Attempt`."""
-
     retry_failed: bool = option(False, "Try items again that failed in earlier attempts.")
     max_failures: int | None = option(None, "Stop after so many failed items of this attempt.", metavar="N")
     max_rows: int = option(8, "Answers that are generated at once, by every engine.", "--rows", "-b")
@@ -75,8 +72,7 @@ def batch(
     Examples:
 
     - `saccade batch photos -p "Describe the picture." -t pocket -o captions.jsonl`
-    - `saccade batch questions.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -b 32 -o out.jsonl
-      --plan`
+    - `saccade batch questions.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -b 32 -o out.jsonl --plan`
     - `saccade batch "shards/*.tar" -p "Is {txt} a fair caption?" --shard 2/8 -t TARGET -o part-2.jsonl`
     - `saccade batch photos -p "Describe the picture." -t TARGET -o captions.jsonl --ray=auto --actors 8`
     """
@@ -98,8 +94,7 @@ def batch(
         survey = preview(job, out, attempt.retry_failed)  # before models are loaded
     if plan:
         models.check()
-        with_ = f" with {models.drafter}" if models.drafter else ""
-        _plan(survey, out, f"{count(attempt.max_rows, 'answer')} at once, by {models.target}{with_}")
+        _plan(survey, out, f"{count(attempt.max_rows, 'answer')} at once, by {models.target}")
         return
     journal = None if is_stream(out) else Path(f"{out}.journal")
     finished = f"; finished records are in {journal}/records.jsonl" if journal else ""
@@ -107,12 +102,11 @@ def batch(
     shares = lambda room: (KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine),)  # noqa: E731
     ahead = settings.max_rows + settings.threads
     loaded = several.worker(models, ItemWorker, job, settings, ahead=ahead, shares=shares)
-    with loaded as worker, _progress(journal) as update:
-        report = run(worker, job, survey, out, settings, update)
-    failed = f"; {count(report.failed, 'item')} failed" if report.failed else ""
+    with loaded as worker, screen.progress("starting", journal) as show:
+        report = run(worker, job, survey, out, settings, lambda now: show(now.done, now.items, _rates(now)))
     errors = f", those of failed requests in {report.errors}" if report.errors else ""
     place = f"The records of all {count(report.items, 'item')} are in {report.out}{errors}."
-    _show(report, screen.note if is_stream(out) else screen.show, failed, place, "Failed")
+    _show(report, screen.note if is_stream(out) else screen.show, "", place, "Failed")
     if report.all_failed:
         raise typer.Exit(1)
 
@@ -124,34 +118,25 @@ def _plan(survey: Survey, out: Path, how: str) -> None:
     time = "not known; answer some items, such as with --limit 20, and --plan will use their speed"
     if survey.seconds:
         left = survey.items - survey.there
-        speed = f"{survey.timed / survey.seconds:.2g} items/s of the {count(survey.timed, 'record')} so far"
-        time = f"about {duration(left * survey.seconds / survey.timed)} for {count(left, 'item')}, at the {speed}"
+        rate = survey.timed / survey.seconds
+        time = f"about {duration(left / rate)} for {count(left, 'item')}, at {rate:.2g} items/s as so far"
     screen.show(f"Items: {survey.items} ({kinds})", f"Run: {how}", f"Output: {out}{there}", f"Time: {time}")
     _note_problems("Failed", survey.problems, survey.kinds["unusable"])
 
 
-@contextmanager
-def _progress(place: Path | None) -> Iterator[Callable[[Report], None]]:
-    """Show the progress of a resumable run: rates of this attempt, and failures."""
-    with screen.progress("starting", place) as show:
-
-        def update(progress: Report) -> None:
-            words = _rates(progress) or "starting"
-            show(progress.done, progress.items, words + (f", {progress.failed} failed" if progress.failed else ""))
-
-        yield update
-
-
 def _rates(report: Report) -> str:
     new = report.done - report.there
-    if not (new and report.seconds):
-        return ""
-    return f"{new / report.seconds:.2g} items/s, {report.tokens / report.seconds:.0f} tokens/s"
+    rates = (
+        f"{new / report.seconds:.2g} items/s, {report.tokens / report.seconds:.0f} tokens/s"
+        if new and report.seconds
+        else "starting"
+    )
+    return f"{rates}, {report.failed} failed" if report.failed else rates
 
 
 def _show(report: Report, show: Callable[[str], None], left_out: str, place: str, word: str) -> None:
     """Print what an attempt did."""
-    rates = f" ({_rates(report)})" if _rates(report) else ""
+    rates = f" ({_rates(report)})" if report.done > report.there else ""
     before = f"; {report.there} finished before" if report.there else ""
     before += f", {report.failed_there} of them failed (--retry-failed tries again)" if report.failed_there else ""
     show(f"{count(report.answered, 'answer')} in {duration(report.seconds)}{rates}{before}{left_out}.")
@@ -172,8 +157,6 @@ def _note_problems(word: str, problems: Sequence[str], number: int) -> None:
 
 @group("Questions and answers")
 class AnswerOptions:
-    """Fields of `saccade.distill.Options`; None for its own default or that of a preset."""
-
     limit: int | None = option(None, "Answer only the first so many questions.")
     history: str | None = option(None, "Earlier answers: `reference` (the default), or the target's `own`.")
     batch: int | None = option(None, "Questions per batch; 8, or the preset's.", "-b")
@@ -212,8 +195,7 @@ def distill(
     Examples:
 
     - `saccade distill pocket:chart,receipt --count 500 -t pocket -o answers`
-    - `saccade distill llava.jsonl --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -n 512 -b 32 -o answers --plan`
-    - `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb`
+    - `saccade distill llava.json --media-root images -t Qwen/Qwen2.5-VL-7B-Instruct -o answers --preset 24gb --plan`
     - `saccade distill llava.jsonl --media-root images -t TARGET -o answers --ray=auto --actors 8`
     """
     models.arguments()  # a mistake shows before the prompts are read
@@ -233,20 +215,18 @@ def distill(
             expected = preview(answerer, setup)
         _plan_answers(expected, out)
         return
-    with several.worker(models, QuestionWorker, setup) as worker, _progress(out) as update:
-        report = run(worker, setup, update)
+    with several.worker(models, QuestionWorker, setup) as worker, screen.progress("starting", out) as show:
+        report = run(worker, setup, lambda now: show(now.done, now.items, _rates(now)))
     left_out = f"; left out: {count(report.duplicates, 'duplicate')}, {count(report.failed, 'unusable line')}"
     _show(report, screen.show, left_out, f"The answers are in {report.out}/answers.jsonl.", "Skipped")
 
 
 def _plan_answers(expected: Preview, out: Path) -> None:
     plan = expected.plan
-    questions, sampled = len(plan.questions), sum(question.sampled for question in plan.questions)
     conversations, batches = count(plan.conversations, "conversation"), count(len(plan.batches), "batch", "batches")
     there = f", {expected.there} finished" if expected.there else ""
     screen.show(
-        f"Questions: {questions} of {conversations}, {batches}",
-        f"Decoding: {questions - sampled} greedy, {sampled} sampled",
+        f"Questions: {len(plan.questions)} of {conversations}, {batches}",
         f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}",
         f"Answers: {out}/answers.jsonl{there}",
         f"Time: about {duration(expected.seconds)}",

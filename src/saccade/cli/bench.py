@@ -63,8 +63,6 @@ class DataOptions:
 
 @group("Size")
 class SizeOptions:
-    """Fields of a `saccade.bench.suites.Suite`."""
-
     per_task: int | None = option(None, "Prompts of every task.")
     repeats: int | None = option(None, "Timed answers per prompt and method.")
     turns: int | None = option(None, "User turns per conversation.")
@@ -130,8 +128,9 @@ def _changed(entry: TaskEntry, changes: Mapping[str, Any], sizes: SizeOptions, r
     elif entry.dataset is not None:
         reading.data(entry.dataset)
     elif odd := sorted({"columns", "prompt", "where", "shuffle", "subset", "split"} & set(changes)):
-        word = "template" if odd[0] == "prompt" else odd[0]
-        raise InputError(f"--{word} is for --dataset; the prompts of --data are complete.")
+        raise InputError(
+            f"--{odd[0].replace('prompt', 'template')} is for --dataset; the prompts of --data are complete."
+        )
     return replace(entry, **changes, **{name: size for name, size in sized.items() if size is not None})
 
 
@@ -166,7 +165,6 @@ def bench(
         for name in suites.NAMES:
             known = suites.load(name)
             screen.show(f"{name}  {known.mirrors or 'no paper'}", f"    {known.title}")
-        screen.show("Run one with `saccade bench --suite NAME`; add --plan to see its plan.")
         return
     suite = chosen.chosen(sizes, reading)
     folder = out or Path("runs") / suite.name
@@ -185,8 +183,8 @@ def _prepared(suite: Suite, folder: Path, models: PairOptions) -> Prepared:
     check_folder(folder, InputError, "give another --out folder")
     with screen.waiting("Reading the prompts"):
         questions = gather(suite)
-    places = {"command": shlex.join(["saccade", *sys.argv[1:]])}
-    return prepare(suite, models.load(), (models.named(), models.drafter), places, questions)
+    command = shlex.join(["saccade", *sys.argv[1:]])
+    return prepare(suite, models.load(), (models.named(), models.drafter), {"command": command}, questions)
 
 
 def _plan(prepared: Prepared, folder: Path) -> None:
@@ -202,8 +200,9 @@ def _plan(prepared: Prepared, folder: Path) -> None:
         head = f"head {vlm.head_name} " if vlm.head_name else ""
         lines.append(f"Method {label}: {vlm.method} {head}{_pairs(vlm.options)}".rstrip())
     lines += [f"Missing: {reason}" for reason in prepared.missing]
-    decoding = _pairs(suite.sampling) or "greedy"
-    lines.append(f"Decoding: {decoding}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}")
+    lines.append(
+        f"Decoding: {_pairs(suite.sampling) or 'greedy'}, at most {suite.max_new_tokens} new tokens; seed {suite.seed}"
+    )
     if suite.judge:
         requests = f"at most {count(expected.answers, 'request')}, one per distinct answer to a prompt"
         lines.append(f"Judge: {suite.judge['model']} at {suite.judge['url']}, {requests}")
@@ -388,10 +387,7 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
         yield f"Verdicts on so many methods need {comparison.fewest} prompts; run more prompts, or fewer methods."
     plain = next((change.time for change in changes if change.verdict == "yardstick"), None)
     if plain is not None and abs(plain.value - 1) > comparison.margin:
-        yield (
-            f"Plain decoding itself took {plain.value:.2f} times as long in B: another machine or load, or code that "
-            "all methods share; --absolute judges seconds."
-        )
+        yield f"Plain decoding took {plain.value:.2f} times as long in B; --absolute judges seconds."
     for run, methods in comparison.only.items():
         if methods:
             yield f"Only in {run}: {', '.join(methods)}."
@@ -429,7 +425,6 @@ def datasets(
             data = catalogue.find(known)
             papers = ", ".join(f"{catalogue.PAPERS[word]} (@{word})" for word in data.papers) or "no paper"
             screen.show(f"{known}  {papers}: {data.title}")
-        screen.show("Columns are as evaluation code of August 2026 reads them; `saccade datasets NAME` shows them.")
         return
     data = reading.data(name)
     if write is not None:

@@ -89,13 +89,15 @@ class Session:
         command, _, argument = line.partition(" ")
         kind = command.removeprefix("/")
         if line and not line.startswith("/"):
-            self._send(line)
+            images, videos = self.files["image"], self.files["video"]
+            self.files = {"image": [], "video": []}  # even if they are refused, or every later message would fail
+            turn = self._chat.stream(line, images, videos, **self._options)
+            painter = screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks)
+            screen.note(screen.summary(screen.answer(turn, painter), self._vlm.method))
         elif kind in self.files:
             file = argument.strip().strip("'\"")
             if not file:
-                raise InputError(
-                    f"/{kind} needs a file, such as /{kind} holiday.{'jpg' if kind == 'image' else 'mp4'}."
-                )
+                raise InputError(f"/{kind} needs a file, such as /image holiday.jpg.")
             screen.check_media(**{kind: [file]})  # reported now, not with the next message
             self.files[kind] = [*self.files[kind], file]
             screen.note(f"{file} is attached to your next message.")
@@ -106,10 +108,3 @@ class Session:
             screen.note(HELP)
         elif line:
             raise InputError(f"{line} is not a command; /help lists the commands.")
-
-    def _send(self, text: str) -> None:
-        images, videos = self.files["image"], self.files["video"]
-        self.files = {"image": [], "video": []}  # even if they are refused, or every later message would fail
-        turn = self._chat.stream(text, images, videos, **self._options)
-        painter = screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks)
-        screen.note(screen.summary(screen.answer(turn, painter), self._vlm.method))

@@ -45,7 +45,6 @@ def generate(
     """
     from saccade.inputs.chat import check_unicode
 
-    target = models.named()
     if prompt == "-" and models.device == "tp":
         raise InputError("Standard input cannot be read by several processes; give the question as an argument.")
     question = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
@@ -59,7 +58,7 @@ def generate(
     painter = None if as_json else screen.Painter(vlm.processor.tokenizer, screen.out(), marks)
     output = screen.answer(vlm.stream(question, images, videos, **options), painter)
     if as_json:
-        print(json.dumps({"target": target, **_configuration(vlm, models.drafter), **output.as_dict()}))
+        print(json.dumps({"target": models.target, **_configuration(vlm, models.drafter), **output.as_dict()}))
     else:
         screen.note(screen.summary(output, vlm.method))
     if output.finish_reason == "interrupted":

@@ -121,7 +121,6 @@ def export(
     Examples:
 
     - `saccade export runs/eagle3/best --to speculators -t meta-llama/Llama-3.1-8B-Instruct -o eagle3-speculator`
-    - `saccade export runs/eagle3/best --to sglang -t meta-llama/Llama-3.1-8B-Instruct -o eagle3-sglang`
     - `saccade export MSD-LLaVA1.5-7B --to eagle -t llava-hf/llava-1.5-7b-hf --dtype float16 -o msd-again`
     """
     import torch
@@ -144,7 +143,7 @@ def export(
 
 
 def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) -> None:
-    """Show installed packages, devices, built-in models, and the model families that work here.
+    """Show installed packages, devices, and the model families that work here.
 
     A family works when the installed transformers has it; `video` needs PyAV for files.
     """
@@ -152,7 +151,6 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
     from transformers import CONFIG_MAPPING
 
     from saccade import cpu
-    from saccade.pocket import draft_path, head_paths, target_path
     from saccade.target_model.traits import TESTED
 
     extras = _extras()
@@ -165,21 +163,18 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
         devices.append(f"cuda:{index}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     if torch.backends.mps.is_available():
         devices.append("mps")
-    models = [path.name for path in (target_path(), draft_path()) if path.is_dir()]
-    models += [f"{kind} head" for kind in head_paths()]
     versions = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
     packages = {name: versions.get(name.lower().replace("_", "-")) for name in ("saccade", *extras)}
     families = {kind: {"name": name, "works": kind in CONFIG_MAPPING} for kind, name in TESTED.items()}
     system = {"python": platform.python_version(), "platform": platform.platform()}
     if as_json:
-        report = {**system, "packages": packages, "devices": devices, "pocket": models, "families": families}
+        report = {**system, "packages": packages, "devices": devices, "families": families}
         print(json.dumps(report))
         return
     for name, extra in extras.items():
         packages[name] = packages[name] or f"not installed; run `pip install saccade[{extra}]`"
     screen.facts(f"python {system['python']} on {system['platform']}", packages)
     screen.show("devices", *(f"  {device}" for device in devices))
-    screen.show("built-in models (`-t pocket`)", f"  {', '.join(models)}")
     words = {True: "works", False: "needs a newer transformers"}
     works = {str(family["name"]): words[bool(family["works"])] for family in families.values()}
     screen.facts("families (any other decoder of transformers is checked at load)", works)

@@ -115,7 +115,7 @@ def _device(context: typer.Context, device: str | None) -> str | None:
         raise InputError(f"{problem}; give another device, or use `saccade {user}` or the Python API.")
     if device == "tp" and os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        screen.be_quiet()
+        screen.notes.quiet = True
     return device
 
 
@@ -220,8 +220,6 @@ class DecodingOptions:
 
 @group("Media and text")
 class ReadingOptions:
-    """Fields of `saccade.inputs.processor.MediaOptions`."""
-
     num_frames: int | None = option(None, "Frames sampled from a video; by default the checkpoint's.")
     fps: float | None = option(None, "Frames per second sampled from a video, likewise.")
     text_as_text: bool = option(False, "Encode control tokens in messages, such as `</s>`, as ordinary text.")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from saccade.stream import Stream
     from saccade.vlm import VLM
 
-_notes = Console(stderr=True, highlight=False)
+notes = Console(stderr=True, highlight=False)
 
 
 def out() -> Console:
@@ -71,7 +71,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 def note(words: str, style: str = "dim") -> None:
     """Print a note on stderr, beside the answer on stdout."""
-    _notes.print(words, style=style, markup=False, soft_wrap=True)
+    notes.print(words, style=style, markup=False, soft_wrap=True)
 
 
 def warn(*sentences: str) -> None:
@@ -80,14 +80,9 @@ def warn(*sentences: str) -> None:
         note(f"saccade: {sentence}", "yellow")
 
 
-def be_quiet() -> None:
-    """Print no notes."""
-    _notes.quiet = True
-
-
 def waiting(what: str) -> AbstractContextManager[object]:
     """Show a spinner on stderr; nothing where stderr is not a terminal."""
-    return _notes.status(what) if _notes.is_terminal else nullcontext()
+    return notes.status(what) if notes.is_terminal else nullcontext()
 
 
 LOG_SECONDS = 60.0  # between the lines that stand for a bar where stderr is no terminal
@@ -102,10 +97,9 @@ def progress(what: str, place: Path | None = None, live: bool = True) -> Iterato
     """
     from rich.progress import Progress, TextColumn
 
-    is_shown = _notes.is_terminal
+    is_shown = notes.is_terminal
     columns = (*Progress.get_default_columns()[1:], TextColumn("{task.description}", markup=False))
-    period = 600  # seconds of the estimate; one batch can take minutes
-    bar = Progress(*columns, console=_notes, auto_refresh=live, transient=True, speed_estimate_period=period)
+    bar = Progress(*columns, console=notes, auto_refresh=live, transient=True, speed_estimate_period=600)
     task = bar.add_task(what, total=None)
     last = time.monotonic()
 

@@ -45,8 +45,7 @@ def train(
 ) -> None:
     """Train a drafter head, or a draft VLM, for a target on the target's own answers.
 
-    OUT/best has the drafter with the longest accepted drafts, OUT/head (of a draft VLM OUT/draft) the last one; give
-    either as `--drafter`.
+    OUT/best has the drafter with the longest accepted drafts, OUT/head (of a draft VLM OUT/draft) the last one.
     Stop at any time: the same command with `--resume auto` resumes from the last checkpoint, and on a CPU in float32
     ends with the same weights as an uninterrupted run.
 
@@ -56,8 +55,7 @@ def train(
     - `saccade train eagle3 -t Qwen/Qwen2.5-VL-7B-Instruct --data answers --out head --preset 24gb --plan`
     - `saccade train hivis -t pocket --data more --from head/best --out further`
     - `saccade train draft-vlm -t llava-hf/llava-1.5-7b-hf --lm JackFram/llama-68m --data answers --out draft`
-    - `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t Qwen/Qwen2.5-VL-72B-Instruct --device fsdp --data
-      answers -o head`
+    - `torchrun --nproc-per-node 8 --no-python saccade train eagle2 -t TARGET --device fsdp --data answers -o head`
     """
     models.named()
     if chosen.resume not in ("auto", "never"):
@@ -84,7 +82,7 @@ def train(
         return
     processes = Processes()
     if not processes.leads:
-        screen.be_quiet()
+        screen.notes.quiet = True
     if models.device is None and "LOCAL_RANK" in os.environ:
         models = replace(models, device=str(processes.device))
     try:
