@@ -26,8 +26,8 @@ from saccade.methods import METHODS
 from tools.docs import notebook
 from tools.docs.__main__ import generated
 
-LONG = ("head",)
-"""How-to pages that train something, as other tests do."""
+LONG = ("head", "python")
+"""How-to pages that train something or call much of the package, as other tests do."""
 HOW_TO = [
     pytest.param(page, marks=[pytest.mark.slow] if page.stem in LONG else [], id=page.stem)
     for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
@@ -77,7 +77,6 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "page",
     [
-        "README.md",
         "docs/methods/index.md",
         "docs/batch.md",
         pytest.param("docs/media.md", marks=pytest.mark.slow),
@@ -100,9 +99,9 @@ def test_examples_run_with_the_built_in_models_in_place_of_yours(page: str, exam
         for name, path in (("model", target_path()), ("draft_model", draft_path())):
             given[name] = AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
     given["vlm"] = load("pocket")
-    found = blocks(text, "python")
-    assert found
-    for code in found:
+    examples_of_page = blocks(text, "python")
+    assert examples_of_page
+    for code in examples_of_page:
         exec(compile(code, page, "exec"), given)
     if "custom_generate" in text:
         saccade.hf.unpatch()
@@ -268,6 +267,7 @@ def test_the_notebook_has_the_code_of_the_walk_through() -> None:
     assert all(cell["cell_type"] in ("code", "markdown") and cell["id"] for cell in found["cells"])
 
 
+@cache
 def declared(path: Path) -> set[str]:
     """Names of classes, functions and variables that a module declares."""
     names = set()

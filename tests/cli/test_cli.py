@@ -152,10 +152,6 @@ def test_one_data_set_is_shown_as_a_paper_uses_it(shell: Shell) -> None:
     assert "not compared with the hub" in shown
 
 
-def test_an_unknown_data_set_is_refused(shell: Shell) -> None:
-    assert "There is no data set 'vqa'" in shell("datasets", "vqa").complaint
-
-
 def test_a_prediction_has_length_efficiency_speedup_break_even_and_best_gamma(shell: Shell) -> None:
     shown = " ".join(shell("predict", "--acceptance", "0.7", "--cost", "0.05").out.split())
     for line in (

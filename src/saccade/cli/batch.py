@@ -117,8 +117,7 @@ def _plan(survey: Survey, out: Path, how: str) -> None:
     there = f", {count(survey.there, 'record')} of an earlier attempt{failed}" if survey.there else ""
     time = "not known; answer some items, such as with --limit 20, and --plan will use their speed"
     if survey.seconds:
-        left = survey.items - survey.there
-        rate = survey.timed / survey.seconds
+        left, rate = survey.items - survey.there, survey.timed / survey.seconds
         time = f"about {duration(left / rate)} for {count(left, 'item')}, at {rate:.2g} items/s as so far"
     screen.show(f"Items: {survey.items} ({kinds})", f"Run: {how}", f"Output: {out}{there}", f"Time: {time}")
     _note_problems("Failed", survey.problems, survey.kinds["unusable"])
@@ -225,8 +224,9 @@ def _plan_answers(expected: Preview, out: Path) -> None:
     plan = expected.plan
     conversations, batches = count(plan.conversations, "conversation"), count(len(plan.batches), "batch", "batches")
     there = f", {expected.there} finished" if expected.there else ""
+    sampled = sum(question.sampled for question in plan.questions)
     screen.show(
-        f"Questions: {len(plan.questions)} of {conversations}, {batches}",
+        f"Questions: {len(plan.questions)} of {conversations}, {batches}; {sampled} sampled",
         f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}",
         f"Answers: {out}/answers.jsonl{there}",
         f"Time: about {duration(expected.seconds)}",

@@ -440,6 +440,6 @@ def datasets(
             screen.show(f"  {field}: {' + '.join(value) if isinstance(value, tuple) else value}")
     if data.source:
         screen.show(f"  source: columns are as read by {data.source}; not compared with the hub")
-    for paper, note in data.papers.items():
-        changes = {**catalogue.changes_of(data, paper), "note": note.get("note", "none")}
-        screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {screen.worded(changes)}")
+    for paper, uses in data.papers.items():
+        changes = screen.worded({**catalogue.changes_of(data, paper), "note": uses.get("note", "none")})
+        screen.show(f"{data.name}@{paper} ({catalogue.PAPERS[paper]}): {changes}")

@@ -71,9 +71,9 @@ def train(
     if lm is not None and steps.kind != "draft-vlm":
         raise InputError(f"--lm is for the recipe draft-vlm; leave it out to train the {steps.kind} head.")
     fitted = {} if preset is None else memory_plan.preset(preset).training(steps.kind)
-    shared = {} if chosen.features is None else {"feature_cache": "disk"}
-    started = {} if lm is None else {"head.lm": lm}
-    steps = steps.with_settings({**fitted, **settings(set_), **shared, **started})
+    implied = {"feature_cache": chosen.features and "disk", "head.lm": lm}
+    implied = {name: value for name, value in implied.items() if value is not None}
+    steps = steps.with_settings({**fitted, **settings(set_), **implied})
     if plan and preset is not None:
         from saccade.train.plan import forecast
 
