@@ -60,7 +60,7 @@ def test_a_seed_alone_draws_a_picture_with_a_long_answer(
     assert drawn == {f"A {task}" for task in ("chart", "line", "scene")}
 
 
-@pytest.mark.parametrize(("task", "dtype"), [("receipt", "auto"), ("existence", "bfloat16")])
+@pytest.mark.parametrize(("task", "dtype"), [("receipt", "auto"), ("count", "bfloat16")])
 def test_tokens_are_equal_to_plain_decoding_s_or_a_tie(shell: Shell, tmp_path: Path, task: str, dtype: str) -> None:
     options = ("--task", task, "--seed", "18", "--repeats", "1", "--save", tmp_path / "a.png", "--dtype", dtype)
     ending = r"All \d+ tokens are equal to plain decoding's\." + ("|ties in bfloat16" if dtype == "bfloat16" else "")
