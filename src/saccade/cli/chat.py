@@ -35,15 +35,14 @@ def chat(
 
     Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
     """
-    images = image or []
-    screen.check_media(images)
+    screen.check_media(image or [])
     options = {"seed": decoding.seed, **asdict(reading), **decoding.checked()}
     models = models.or_pocket()
     from saccade.target_model.lean import caveat
 
     vlm = models.load()
     session = Session(vlm, system, options, marks)
-    session.files["image"] = images
+    session.files["image"] = image or []
     screen.note(f"{models.target} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
     if warning := caveat(vlm.target, vlm.lossless):
         screen.note(warning)

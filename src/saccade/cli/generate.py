@@ -51,12 +51,11 @@ def generate(
     if not question.strip():
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
     check_unicode(question)
-    images, videos = image or [], video or []
-    screen.check_media(images, videos)
+    screen.check_media(image or [], video or [])
     options = {"seed": decoding.seed, **asdict(reading), **decoding.checked()}
     vlm = models.load()
     painter = None if as_json else screen.Painter(vlm.processor.tokenizer, screen.out(), marks)
-    output = screen.answer(vlm.stream(question, images, videos, **options), painter)
+    output = screen.answer(vlm.stream(question, image or [], video or [], **options), painter)
     if as_json:
         print(json.dumps({"target": models.target, **_configuration(vlm, models.drafter), **output.as_dict()}))
     else:
