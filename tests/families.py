@@ -375,6 +375,10 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedMode
 
 
 def _text(layers: int | None, **more: object) -> dict[str, object]:
+    kinds = more.get("layer_types")
+    if isinstance(kinds, list):
+        layers = len(kinds) if layers is None else layers
+        more["layer_types"] = (kinds * layers)[:layers]
     return {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -481,6 +485,15 @@ _MISTRAL = {"model_type": "mistral", "sliding_window": None, "head_dim": 16}
 _MINISTRAL = {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _MINISTRAL_ROPE}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 
 def _words_alone(name: str, salt: int = 0, **text: object) -> FamilyCase:
     return FamilyCase(name, _language_model(name, **text), salt=salt)
@@ -570,6 +583,29 @@ _CASES = (
         551,
         {"rope_parameters": _INTERLEAVED_MROPE, "head_dim": 16, **_EXPERTS},
     ),
+    _qwen("qwen3_5", _qwen_video(timestamps=True), 1000, {"rope_parameters": _INTERLEAVED_MROPE, **_DELTA}),
+    _qwen(
+        "qwen3_5_moe",
+        _qwen_video(timestamps=True),
+        1051,
+        {"rope_parameters": _INTERLEAVED_MROPE, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    _words_alone("qwen3_next", 1100, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=32),
+    _words_alone("lfm2", 1150, layer_types=["conv", "full_attention", "conv"]),
+    _words_alone(
+        "nemotron_h",
+        1200,
+        layer_types=["linear_attention", "moe", "full_attention", "linear_attention"],
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
     _seeing("idefics3", _IDEFICS_IMAGE, 605, vision=_vision(), collate=_by_row, scale_factor=2),
     _seeing("smolvlm", _IDEFICS_IMAGE, 652, vision=_vision(), collate=_by_row, scale_factor=2),
     FamilyCase("gemma3", _gemma3, image=_square_image(16, 16, wrapped=True), types="token_type_ids", salt=710),
@@ -625,3 +661,5 @@ REFUSED: dict[str, FamilyCase] = {case.name: case for case in _REFUSED}
 """Architectures that cannot be verified on trees."""
 VISUAL_FAMILIES = tuple(case.name for case in _CASES if case.is_visual)
 TEXT_FAMILIES = tuple(case.name for case in _CASES if not case.is_visual)
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "nemotron_h")
+"""Families with recurrent layers, which run on the stock modules and not in exact mode."""

@@ -48,7 +48,8 @@ def media_kinds(names: list[str]) -> list[tuple[str, str]]:
 
 
 def test_every_visual_family_has_the_view() -> None:
-    smaller = {"llava_pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3", "mistral3_ministral3"}
+    qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+    smaller = {"llava_pixtral", "mistral3", "mistral3_ministral3", *qwen}
     assert set(RESIZED) == smaller
     assert sorted(AVERAGED) == sorted(name for name, family in REGISTRY.items() if family.pool_point)
     assert all(isinstance(pooled(target(name)), PooledFeatures) for name in AVERAGED)

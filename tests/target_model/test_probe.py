@@ -29,8 +29,8 @@ def statistics(weights: Tensor, queries: Sequence[int]) -> tuple[Tensor, Tensor]
 
 
 def assert_same(probe: AttentionProbe, attentions: Sequence[Tensor], queries: Sequence[int]) -> None:
-    assert list(probe.columns) == list(range(len(attentions)))
-    for layer, weights in enumerate(attentions):
+    assert len(probe.columns) == len(attentions)
+    for layer, weights in zip(probe.columns, attentions, strict=True):
         columns, entropies = statistics(weights[0], queries)
         torch.testing.assert_close(probe.columns[layer][0].double(), columns, **CLOSE)
         torch.testing.assert_close(probe.entropies[layer][0].double(), entropies, **CLOSE)

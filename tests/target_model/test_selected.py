@@ -10,7 +10,7 @@ import torch
 from plain import eager_attentions, extended, plain, prompt, target, tree_inputs
 from torch import Tensor
 
-from families import FAMILIES, VISUAL_FAMILIES, Inputs
+from families import FAMILIES, HYBRIDS, VISUAL_FAMILIES, Inputs
 from saccade.errors import ModelError
 from saccade.inputs.families import media_spans, split, visual_mask
 from saccade.inputs.families.family import Prompt
@@ -22,7 +22,9 @@ from saccade.tree import TreeShape
 
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
 """fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""
-CASES = [(name, kind) for name in VISUAL_FAMILIES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
+# A recurrent state without the dropped tokens is that of another prompt, which no mask describes.
+NAMES = [name for name in VISUAL_FAMILIES if name not in HYBRIDS]
+CASES = [(name, kind) for name in NAMES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
 MORE = [20, 31, 42, 53]
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])
 

@@ -39,7 +39,7 @@ class SlotAllocator:
     ) -> None:
         self._context, self._drafting = context, drafting
         self._extra = drafter.max_nodes if drafter is not None else 1
-        self._entry_bytes = _entry_bytes(context.target, drafter)
+        self._entry_bytes, self._row_bytes = _entry_bytes(context.target, drafter)
         self._limit = limit
         self._rows: list[Row | None] = [None] * context.rows
         self._salts = [""] * context.rows  # of the contents
@@ -49,13 +49,13 @@ class SlotAllocator:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots' segments, cached content included."""
-        return sum(self._context.cache.capacity(slot) for slot in range(len(self._rows))) * self._entry_bytes
+        return sum(self._held(slot) for slot in range(len(self._rows)))
 
     @property
     def usage(self) -> float:
         """Share of the limit that rows occupy, cached content left out; 0 without a limit."""
         occupied = (slot for slot, row in enumerate(self._rows) if row is not None)
-        used = sum(self._context.cache.capacity(slot) for slot in occupied) * self._entry_bytes
+        used = sum(self._held(slot) for slot in occupied)
         return used / self._limit if self._limit else 0.0
 
     def check(self, row: Row) -> None:
@@ -116,7 +116,7 @@ class SlotAllocator:
         if self._limit is None:
             return True
         others = sorted(set(free) - {slot}, key=lambda s: self._freed_at[s])
-        held = self._context.cache.capacity(slot) * self._entry_bytes  # which the row takes over
+        held = self._held(slot)  # which the row takes over
         while self.nbytes - held + self._bytes(row) > self._limit:
             if not others:
                 return False
@@ -124,14 +124,19 @@ class SlotAllocator:
         return True
 
     def _bytes(self, row: Row) -> int:
-        return round_to_segment(row.max_entries + self._extra) * self._entry_bytes
+        return round_to_segment(row.max_entries + self._extra) * self._entry_bytes + self._row_bytes
+
+    def _held(self, slot: int) -> int:
+        capacity = self._context.cache.capacity(slot)
+        return capacity * self._entry_bytes + self._row_bytes if capacity else 0
 
 
-def _entry_bytes(target: Target, drafter: Drafter | None) -> int:
-    """Bytes of an entry in the target and in every view of the draft model."""
+def _entry_bytes(target: Target, drafter: Drafter | None) -> tuple[int, int]:
+    """Bytes of an entry and of a row's recurrent states, in the target and in every view of the draft model."""
     if drafter is None or drafter.model is None:
-        return target.entry_bytes
-    return target.entry_bytes + drafter.num_views * drafter.model.entry_bytes
+        return target.entry_bytes, target.row_bytes
+    model, views = drafter.model, drafter.num_views
+    return target.entry_bytes + views * model.entry_bytes, target.row_bytes + views * model.row_bytes
 
 
 def free_memory(device: torch.device) -> int:
@@ -156,7 +161,7 @@ class BatchState:
     ) -> None:
         self.target, self.drafter, self.pacer, self._rule = target, drafter, pacer, rule
         # Drafters limit their own caches by the target's.
-        most = sys.maxsize if kv_memory is None else kv_memory // _entry_bytes(target, drafter)
+        most = sys.maxsize if kv_memory is None else kv_memory // _entry_bytes(target, drafter)[0]
         self.context = Context(target, max_rows, MediaCache(media_cache), most)  # the target's caches
         self.drafting: DraftSession | None = None  # the drafter's session; None without a drafter
         self.models = [target]  # target and draft model, each once

@@ -166,6 +166,7 @@ def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTre
         deepstack=[pad(layer, (0, 0, 0, nodes)) for layer in chunk.deepstack],
         positions=torch.cat([chunk.positions, below[None].expand(root.shape[0], -1, -1)], 2),
         logits_from=count - 1,
+        chain=count,
     )
 
 

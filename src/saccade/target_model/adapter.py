@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from saccade.target_model.forward import (
 )
 from saccade.target_model.graphs import GraphPool
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
+from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, UNMASKED_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
 from saccade.target_model.stock import (
     can_switch_attention,
@@ -37,7 +38,7 @@ from saccade.target_model.stock import (
     packing,
     replaced_embeddings,
 )
-from saccade.target_model.traits import ModelTraits, compute_device
+from saccade.target_model.traits import ModelTraits, compute_device, layer_types
 
 
 class _Reached(Exception):
@@ -87,6 +88,11 @@ class Target:
         self.has_rope_index = self._rope_index is not None  # whether positions are those of M-RoPE
         self._layer_devices = [compute_device(layer) for layer in self.layers]
         self._rows_run_alone = self.traits.limits.longrope_threshold is not None
+        types = layer_types(self.text_config)
+        self._recurrent = [i for i, kind in enumerate(types) if kind in RECURRENT_TYPES]
+        self._attending = len(self.layers) - sum(kind in UNMASKED_TYPES for kind in types)
+        if self._recurrent:
+            wrap_functions(self.decoder)
         self._packs = self.traits.tested and can_switch_attention(self.decoder)
         self._stock_contexts = 0
         self._pinned: bool | None = None  # `is_lean` in the context `pinned`
@@ -119,8 +125,19 @@ class Target:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shares = 1 if self.ranks is None else self.ranks.shares
-        elements = 2 * heads * dim * len(self.layers)
+        elements = 2 * heads * dim * self._attending
         return int(elements * self.dtype.itemsize) // shares
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row's recurrent states, those that are saved for later prompts included; 0 without such layers."""
+        if not self._recurrent:
+            return 0
+        cache = RowCache(self._layer_devices, 1, recurrent=self._recurrent)
+        cache.reserve(0, 1)
+        self.forward(cache, [TokenBlock([0], torch.zeros(1, 1, dtype=torch.long, device=self.device))])
+        assert cache.states is not None
+        return cache.states.nbytes * (1 + CHECKPOINTS)
 
     def pinned(self) -> AbstractContextManager[None]:
         """Take the model as unchanged while the context is open."""
@@ -158,8 +175,9 @@ class Target:
 
     def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
-        new = RowCache if self.graphs is None else self.graphs.cache
-        return new(self._layer_devices, rows, max_slots)
+        if self.graphs is not None:
+            return self.graphs.cache(self._layer_devices, rows, max_slots)
+        return RowCache(self._layer_devices, rows, max_slots, self._recurrent)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""
@@ -240,7 +258,7 @@ class Target:
         For families whose placeholders are unknown; `InputError` and `ModelError` as the model raises them.
         """
         ids = torch.tensor([prompt.ids], device=self.device)
-        self._plan(cache, [TokenBlock([row], ids, logits_from=len(prompt) - 1)])
+        self._plan(cache, [TokenBlock([row], ids, logits_from=len(prompt) - 1, chain=len(prompt))])
         inputs = self.media_inputs(prompt.media)
         inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
         positions, _ = self.positions(ids, prompt)
@@ -308,6 +326,11 @@ class Target:
             masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
             parts.append((block.rows, block.count, masks))
         layout = cache.plan_layout(parts)
+        if cache.states is not None:
+            cache.states.plan(
+                [(b.rows, b.count, b.attention_mask, b.chain, cache.pending[b.rows[0]] - b.count) for b in blocks],
+                self.device,
+            )
         if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
             positions = [p.expand(3, -1) for p in positions]
         joint = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
@@ -348,6 +371,7 @@ class Target:
         (span,) = layout.spans
         unmasked = torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
         masks = {kind: unmasked if mask is None else span.mask(kind) for kind, mask in span.masks.items()}
+        masks.update(dict.fromkeys(UNMASKED_TYPES & masks.keys()))
         mask: Any = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
         if block.logits_from:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from saccade.errors import ModelError
 from saccade.target_model.forward import Layout, Masks, Span
+from saccade.target_model.recurrent import RecurrentStates
 
 QUANTUM = 64
 """Segment sizes are multiples of this many slots, so that segments of similar requests lie at equal distances."""
@@ -112,8 +113,20 @@ class RowCache(Cache):
 
     graphs: Any = None  # captured forwards of this cache (`saccade.target_model.graphs`); None without
 
-    def __init__(self, layer_devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> None:
-        super().__init__(layers=[RowLayer(self, i) for i in range(len(layer_devices))])
+    def __init__(
+        self,
+        layer_devices: Sequence[torch.device],
+        rows: int,
+        max_slots: int = sys.maxsize,
+        recurrent: Sequence[int] = (),
+    ) -> None:
+        self.states = RecurrentStates(rows, len(recurrent)) if recurrent else None  # of recurrent layers
+        layers: list[Any] = [RowLayer(self, i) for i in range(len(layer_devices))]
+        for place, index in enumerate(recurrent):
+            assert self.states is not None
+            layers[index] = self.states.layers[place]
+        super().__init__(layers=layers)
+        self._kv_layers = [i for i in range(len(layers)) if i not in set(recurrent)]
         self.rows = rows
         self.lengths = [0] * rows  # committed entries per row, on the host
         self.pending = [0] * rows  # entries per row that are written and neither committed nor dropped
@@ -130,7 +143,8 @@ class RowCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        kept = 0 if self.states is None else self.states.nbytes
+        return sum(tensor.nbytes for tensor in self._tensors()) + kept
 
     def capacity(self, row: int) -> int:
         """Slots of a row's segment."""
@@ -214,6 +228,8 @@ class RowCache(Cache):
 
     def release(self, row: int) -> None:
         """Free a row's segment; zero it, because masked values that are not finite would spread to neighbours."""
+        if self.states is not None:
+            self.states.restore(row, 0)
         self.lengths[row] = self.pending[row] = 0
         segment, self._segments[row] = self._segments[row], None
         if segment is not None:
@@ -275,8 +291,8 @@ class RowCache(Cache):
             store.values = pad(store.values, more)
         self.slots = slots
         self.moves += 1
-        for layer in self.layers:
-            layer.refresh()
+        for index in self._kv_layers:
+            self.layers[index].refresh()
 
     @torch.inference_mode()
     def _copy(self, source: int, target: int, count: int) -> None:
@@ -285,6 +301,8 @@ class RowCache(Cache):
 
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, in order, and drop their others."""
+        if self.states is not None:
+            self.states.commit(rows, chosen, [self.lengths[row] for row in rows])
         moves: list[tuple[int, int]] = []
         for row, indices in zip(rows, chosen, strict=True):
             base = self.start(row) + self.lengths[row] if indices else 0
@@ -300,6 +318,10 @@ class RowCache(Cache):
 
     def crop(self, row: int, length: int) -> None:
         """Drop the row's entries from ``length`` on, and all pending ones."""
+        if self.states is not None:
+            self.states.drop([row])
+            if length < self.lengths[row]:
+                self.states.restore(row, length)
         self.lengths[row] = min(self.lengths[row], length)
         self.pending[row] = 0
 
@@ -315,7 +337,8 @@ class RowCache(Cache):
         """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
         seen = slice(self.start(row), self.start(row) + self.lengths[row])
         entries = []
-        for layer in self.layers:
+        for index in self._kv_layers:
+            layer = self.layers[index]
             keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
             entries.append((keys.clone(), values.clone()))
         return entries
@@ -326,7 +349,7 @@ class RowCache(Cache):
         key: tuple[Any, ...] = (k.device, k.dtype, *shapes)
         store = self._stores.get(key)
         if store is None:
-            layers = [i for i, d in enumerate(self._devices) if d == k.device]
+            layers = [i for i in self._kv_layers if self._devices[i] == k.device]
             if index not in layers or any(s.keys.device == k.device for s in self._stores.values()):
                 layers, key = [index], (*key, index)  # a layer unlike its layers gets a store of its own
             store = _Store(

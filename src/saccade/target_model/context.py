@@ -51,7 +51,11 @@ class Context:
     def shared_prefixes(self, rows: Sequence[int], prompt: Prompt) -> dict[int, int]:
         """Number of leading ids of a prompt that each of some rows holds."""
         spans = self._media_spans(prompt)
-        return {row: self._contents[row].shared_prefix(prompt.ids, spans) for row in rows}
+        shared = {row: self._contents[row].shared_prefix(prompt.ids, spans) for row in rows}
+        states = self.cache.states
+        if states is None:
+            return shared
+        return {row: states.resumable(row, n, self.cache.lengths[row]) for row, n in shared.items()}
 
     def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
         """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content."""
@@ -67,6 +71,9 @@ class Context:
         if needs.attention is not None and spans and not 0 < content.prompt_length <= start:
             # Not a later turn of the same conversation: all querying tokens must run, as in an empty row.
             start = min(start, max(last for _, last, _ in spans)) if needs.queries == "words" else 0
+        if self.cache.states is not None:
+            has_gaps = bool(dropped or content.dropped)  # where entries and positions differ
+            start = 0 if has_gaps else self.cache.states.resumable(row, start, self.cache.lengths[row])
         reused = replace(
             content,
             ids=list(prompt.ids[:start]),
@@ -322,6 +329,7 @@ class Prefill:
             deepstack=deepstack,
             positions=chosen[None, None] if self._positions is None else self._positions[..., chosen],
             logits_from=len(retained) - 1 if final else len(retained),
+            chain=len(retained),
         )
         self._pending = stop, block
         return block

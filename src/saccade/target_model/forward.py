@@ -35,6 +35,7 @@ class TokenBlock:
     # `[3 or 1, A, n]` position ids that replace those derived from lengths, deltas and depth
     positions: Tensor | None = None
     logits_from: int = 0  # first of the n tokens whose logits are computed; n for none
+    chain: int = 0  # leading tokens that follow each other and are committed for certain
 
     @property
     def count(self) -> int:
@@ -180,7 +181,7 @@ class MaskPlan:
         window = additive(pad(mask, (longest, 0), value=True) & inside, dtype)
         if not self.kinds:
             return {ALL: window}
-        return {"full_attention": full, "sliding_attention": window}
+        return {kind: window if kind == "sliding_attention" else full for kind in self.kinds}
 
     def _in_window(self, longest: int, depth: Tensor, count: int, shifts: Tensor | None) -> Tensor:
         """``[A or 1, n, W]`` bool; entries inside each new one's window, which counts positions, not entries."""

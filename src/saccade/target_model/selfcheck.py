@@ -16,7 +16,8 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.forward import replaced
-from saccade.target_model.traits import LAYER_TYPES, Thresholds, ordinary_ids
+from saccade.target_model.recurrent import RECURRENT_TYPES, has_tree_form
+from saccade.target_model.traits import LAYER_TYPES, Thresholds, layer_types, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6
@@ -32,7 +33,11 @@ def self_check(target: Target) -> None:
     """Compare a small tree, on both sides of every window and position threshold, with full forwards."""
     if target.traits.tested:
         return
-    unlike = set(getattr(target.text_config, "layer_types", None) or ()) - LAYER_TYPES
+    types = layer_types(target.text_config)
+    unlike = set(types) - LAYER_TYPES
+    for kind, layer in zip(types, target.layers, strict=False):
+        if kind in RECURRENT_TYPES and not has_tree_form(layer):
+            unlike.add(kind)
     if unlike:
         raise _refusal(target, f"it has layers of type {', '.join(sorted(unlike))}")
     thresholds = Thresholds.of(target.text_config)

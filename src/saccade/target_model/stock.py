@@ -23,8 +23,9 @@ from transformers.modeling_utils import AttentionInterface
 from saccade.errors import ModelError
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import ALL, replaced
+from saccade.target_model.recurrent import UNMASKED_TYPES
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f")
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "embedding_norm")
 """Attribute names of the norm before the LM head in decoders of transformers."""
 ROWS_AT_ONCE = 64  # queries whose attention is in memory at a time
 _RUNNING: list[RowCache] = []  # the cache of the forward under way
@@ -49,7 +50,7 @@ def _attention(decoder: nn.Module, name: str) -> AbstractContextManager[None]:
 # -- packed sequences ----------------------------------------------------------------------------------------
 
 
-def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tensor]:
+def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Any:
     """Return labels that modules receive as masks: each names one kind of a row's masks."""
 
     def label(kind: str) -> Tensor:
@@ -57,7 +58,7 @@ def mask_labels(kinds: tuple[str, ...], like: Tensor) -> Tensor | dict[str, Tens
         made.saccade_kind = kind  # type: ignore[attr-defined]
         return made
 
-    return {kind: label(kind) for kind in kinds} if kinds else label(ALL)
+    return {kind: None if kind in UNMASKED_TYPES else label(kind) for kind in kinds} if kinds else label(ALL)
 
 
 @contextmanager

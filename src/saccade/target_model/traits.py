@@ -12,6 +12,7 @@ from torch import nn
 
 from saccade.inputs.families import FAMILIES, family_of
 from saccade.target_model.forward import MaskPlan, ModelLimits
+from saccade.target_model.recurrent import UNMASKED_TYPES
 
 TESTED = {name: title for family in FAMILIES.values() if family.is_tested for name, title in family.names.items()}
 """``model_type`` -> name, for every family in the conformance suite; others are checked at load."""
@@ -20,7 +21,12 @@ DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for deco
 """``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
 one is checked at load like an unknown architecture."""
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}  # kinds of layers for which there are masks
+LAYER_TYPES = {"full_attention", "sliding_attention", *UNMASKED_TYPES}  # kinds of layers that run on trees
+
+
+def layer_types(text_config: Any) -> list[str]:
+    """Kinds of a decoder's layers; empty where they are alike."""
+    return list(getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class ModelTraits:
     def of(cls, config: Any) -> ModelTraits:
         """Read a Hugging Face configuration."""
         text = config.get_text_config(decoder=True)
-        types = set(getattr(text, "layer_types", None) or ())
+        types = set(layer_types(text))
         window = getattr(text, "sliding_window", None)
         if types and "sliding_attention" not in types:
             window = None
@@ -82,7 +88,9 @@ _LENGTH_NAME = re.compile(
     r"window|chunk|floor_scale|block_(size|len)|index_topk|compress_rate|local_attention|original_max_position"
 )
 """Names of such lengths in configurations of transformers."""
-_NOT_LENGTH_NAME = re.compile(r"window_layers|window_pattern|use_|num_local|^(n|max)_positions")
+_NOT_LENGTH_NAME = re.compile(
+    r"window_layers|window_pattern|use_|num_local|mamba_chunk|^chunk_size$|^(n|max)_positions"
+)
 """Similar names of layer counts, switches and numbers of experts."""
 _WINDOW, _POSITIONS = "sliding_window", ("original_max_position_embeddings", "floor_scale")
 

@@ -21,7 +21,16 @@ class Text(Family):
     """A language model."""
 
     names = MappingProxyType(
-        {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "ministral3": "Ministral 3"}
+        {
+            "llama": "Llama",
+            "qwen2": "Qwen2",
+            "qwen3": "Qwen3",
+            "mistral": "Mistral",
+            "ministral3": "Ministral 3",
+            "qwen3_next": "Qwen3-Next",
+            "lfm2": "LFM2",
+            "nemotron_h": "Nemotron-H",
+        }
     )
     decoders = tuple(names)
     is_tested = True

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: space-time patches of images and videos of any size."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: space-time patches of images and videos of any size."""
 
 from __future__ import annotations
 
@@ -165,10 +165,17 @@ class Qwen25VL(Qwen2VL):
 
 
 class Qwen3VL(Qwen2VL):
-    """Qwen3-VL: a text timestamp before every temporal patch; pixel bounds hold for all frames together."""
+    """Qwen3-VL and Qwen3.5: a text timestamp before every temporal patch; pixel bounds hold for all frames together."""
 
-    names = MappingProxyType({"qwen3_vl": "Qwen3-VL", "qwen3_vl_moe": "Qwen3-VL-MoE"})
-    decoders = ("qwen3_vl_text", "qwen3_vl_moe_text")
+    names = MappingProxyType(
+        {
+            "qwen3_vl": "Qwen3-VL",
+            "qwen3_vl_moe": "Qwen3-VL-MoE",
+            "qwen3_5": "Qwen3.5",
+            "qwen3_5_moe": "Qwen3.5-MoE",
+        }
+    )
+    decoders = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
     stamps_video = True
     video_defaults = MappingProxyType(
         {

@@ -1,0 +1,183 @@
+"""Draft trees through recurrent layers equal one recurrence per branch, and rows start from states that are theirs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from families import FAMILIES, HYBRIDS, reference_greedy
+from harness import POLICIES, draft, prompts, tokens
+from saccade.draft.model import ModelDrafter
+from saccade.engine import Engine, Request
+from saccade.inputs.families.family import Prompt
+from saccade.target_model import recurrent
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import RowCache
+from saccade.target_model.context import Context
+from saccade.target_model.recurrent import Paths, PendingTokens, RecurrentLayer, RecurrentStates
+from saccade.tree import ancestors_of
+
+PREFIX = 5
+
+
+@cache
+def layer_of(name: str) -> tuple[Target, int, Any]:
+    """A recurrent module of a tiny model, and its place there."""
+    target = Target(FAMILIES[name].model())
+    kinds = (Qwen3_5GatedDeltaNet, NemotronHMamba2Mixer)
+    index, module = next(
+        (i, m) for i, layer in enumerate(target.layers) for m in layer.modules() if isinstance(m, kinds)
+    )
+    return target, index, module
+
+
+@st.composite
+def trees(draw: Callable[..., Any]) -> list[int]:
+    """Parents of nodes in topological order; node 0 is the root."""
+    count = draw(st.integers(2, 24))
+    return [0, *(draw(st.integers(0, i - 1)) for i in range(1, count))]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+@settings(max_examples=15, deadline=None)
+@given(parents=trees(), seed=st.integers(0, 99), cut=st.integers(1, 23))
+def test_every_node_equals_the_recurrence_along_its_branch(name: str, parents: list[int], seed: int, cut: int) -> None:
+    """Outputs of all nodes, in one forward or two, and states behind every path, against the module on each branch."""
+    target, index, module = layer_of(name)
+    generator = torch.Generator().manual_seed(seed)
+    prefix, nodes = (torch.randn(2, n, 64, generator=generator) for n in (PREFIX, len(parents)))
+    mask = ancestors_of(torch.tensor([parents]), len(parents))
+    cut = min(cut, len(parents))
+
+    def run(states: Tensor, part: Tensor | None, chain: int) -> Tensor:
+        rows.states.plan([([0, 1], states.shape[1], part, chain, rows.pending[0])], states.device)
+        rows.pending = [count + states.shape[1] for count in rows.pending]
+        out: Tensor = module(states.flatten(0, 1)[None], rows)
+        return out[0].unflatten(0, (2, -1))
+
+    with torch.inference_mode():
+        rows = RowCache(target._layer_devices, 2, recurrent=[index])
+        for row in (0, 1):
+            rows.reserve(row, 64)
+        run(prefix, None, 0)
+        rows.commit([0, 1], [range(PREFIX)] * 2)
+        ours = [run(nodes[:, :cut], mask[:, :cut, :cut], 0)]
+        if cut < len(parents):
+            ours.append(run(nodes[:, cut:], mask[:, cut:], 0))
+        outputs = torch.cat(ours, 1)
+        paths = [mask[0, leaf].nonzero().flatten().tolist() for leaf in (len(parents) - 1, len(parents) // 2)]
+        for node in range(len(parents)):
+            branch = mask[0, node].nonzero().flatten()
+            expected = module(torch.cat([prefix, nodes[:, branch]], 1))[:, -1]
+            torch.testing.assert_close(outputs[:, node], expected, atol=2e-5, rtol=2e-5)
+        rows.commit([0, 1], paths)
+        after = torch.randn(2, 1, 64, generator=generator)
+        following = run(after, None, 0)
+        for row, path in enumerate(paths):
+            whole = torch.cat([prefix[row], nodes[row, path], after[row]])[None]
+            torch.testing.assert_close(following[row, -1], module(whole)[0, -1], atol=2e-5, rtol=2e-5)
+
+
+def answers(name: str, policy: str = "dynamic") -> list[list[int]]:
+    case = FAMILIES[name]
+    rows = [Request(prompt) for prompt in prompts(case, case.inputs(case.kinds[0], rows=3))]
+    engine = Engine(Target(case.model()), ModelDrafter(draft(name), POLICIES[policy]))
+    return tokens(engine.generate(rows, max_new_tokens=24))
+
+
+def seen_by_siblings(paths: Paths, *arguments: Any) -> None:
+    HONEST_PATHS(paths, *arguments)
+    paths.mask = torch.ones_like(paths.mask).tril(paths.pending)
+
+
+def window_across_branches(_: Paths, width: int) -> Tensor:
+    count = _.new
+    return (torch.arange(count)[:, None] + torch.arange(width) + _.pending)[None]
+
+
+def decay_of_all_nodes(part: PendingTokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+    return HONEST_SCAN(part, q, k, v, g.cumsum(2), beta)
+
+
+def without_rollback(layer: RecurrentLayer, part: PendingTokens, *numbers: Tensor) -> None:
+    places, rows, counts, path = numbers
+    last = torch.full_like(counts, part.windows.shape[1])
+    every = torch.arange(part.windows.shape[1]).expand(len(rows), -1)
+    HONEST_COMMIT(layer, part, places, rows, last, every if len(every[0]) else path)
+
+
+def shared_by_rows(layer: RecurrentLayer, part: PendingTokens, *numbers: Tensor) -> None:
+    places, rows, counts, path = numbers
+    HONEST_COMMIT(layer, part, torch.zeros_like(places), rows, counts, path)
+
+
+HONEST_PATHS, HONEST_SCAN, HONEST_COMMIT = Paths.__init__, PendingTokens.scan, RecurrentLayer.commit
+MISTAKES = {
+    "siblings see each other": (Paths, "__init__", seen_by_siblings),
+    "a convolution's window crosses branches": (Paths, "windows", window_across_branches),
+    "decay of the wrong path": (PendingTokens, "scan", decay_of_all_nodes),
+    "rejected nodes stay in the state": (RecurrentLayer, "commit", without_rollback),
+    "rows share a state": (RecurrentLayer, "commit", shared_by_rows),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = FAMILIES["qwen3_5"]
+    expected = case.reference(case.kinds[0], rows=3, n=24)
+    assert answers("qwen3_5") == expected
+    monkeypatch.setattr(*MISTAKES[mistake])
+    assert answers("qwen3_5") != expected
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_later_prompt_starts_from_the_nearest_saved_states(name: str) -> None:
+    case = FAMILIES[name]
+    target, model = Target(case.model()), case.model()
+    ids = torch.randint(8, 180, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+    context = Context(target, 1)
+    context.cache.reserve(0, 256)
+    context.load(0, Prompt(tuple(ids[:40])))
+    context.load(0, Prompt(tuple(ids[:80])))
+    assert context.shared_prefixes([0], Prompt((*ids[:60], *ids[100:]))) == {0: 40}
+    for prompt in ((*ids[:60], *ids[100:]), (*ids[:60], *ids[100:], *ids[:9])):
+        prefill = context.prefill(0, Prompt(prompt))
+        assert prefill.num_computed in (40, 80)
+        logits = prefill.run(len(prompt)).logits
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_states_of_a_later_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: a prompt that departs within the prefix starts from the states behind the whole of it."""
+    monkeypatch.setattr(RecurrentStates, "resumable", lambda states, row, length, current: length)
+    monkeypatch.setattr(RecurrentStates, "restore", lambda states, row, length: None)
+    with pytest.raises(AssertionError):
+        test_a_later_prompt_starts_from_the_nearest_saved_states("qwen3_5")
+
+
+def test_rows_of_hybrids_cost_a_constant_and_entries_of_their_attention_layers() -> None:
+    target = Target(FAMILIES["qwen3_5"].model())
+    assert target.entry_bytes == 2 * 2 * 16 * 4  # keys and values of 2 heads of 16 in the one attending layer
+    state, inputs = 4 * 16 * 16 * 4, 3 * (4 * 16 + 2 * 2 * 16) * 4
+    assert target.row_bytes == 2 * (state + inputs) * (1 + recurrent.CHECKPOINTS)
+
+
+def test_a_wrapped_model_still_generates_by_itself() -> None:
+    case = FAMILIES["qwen3_5"]
+    model = case.model()
+    inputs = case.row_inputs("image", 0)
+    expected = reference_greedy(copy.deepcopy(model), inputs)
+    Engine(Target(model)).generate([Request(p) for p in prompts(case, inputs)], max_new_tokens=4)
+    assert reference_greedy(model, inputs) == expected
