@@ -195,10 +195,9 @@ def test_engines_are_one_per_gpu_or_one_per_machine() -> None:
 
 
 LISTENING = """
-import ray  # which comes with psutil
-import psutil
 from saccade.ray_cluster import connected
 with connected("local", 1) as ray:
+    import psutil  # Ray's own copy
     ray.get(ray.remote(lambda: 1).remote())
     for process in psutil.Process().children(recursive=True):
         print(*(found.laddr.ip for found in process.net_connections() if found.status == "LISTEN"))
