@@ -161,8 +161,8 @@ def test_a_prediction_has_length_efficiency_speedup_break_even_and_best_gamma(sh
         "break even 0.2 best gamma 6, speedup",
     ):
         assert line in shown
-    refused = shell("predict", "-a", "1.1", "-c", "0.1").complaint
-    assert "Invalid value for '--acceptance'" in refused
+    assert "Invalid value for '--acceptance'" in shell("predict", "-a", "1.1", "-c", "0.1").complaint
+    assert "Invalid value for '--cost'" in shell("predict", "-a", "0.7", "-c", "inf").complaint
 
 
 def own_head(folder: Path, kind: str = "eagle3") -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from enumeration import Process, exact, histogram, p_value
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.generation import logits_process as hf
 
 from saccade.engine import Engine, Request
@@ -27,6 +27,28 @@ ROWS = 256
 """Answers of a sample: enough that settings are told apart (`test_the_histogram_tells_settings_apart`)."""
 
 
+def small_hybrid(seed: int) -> Qwen3_5ForCausalLM:
+    """A gated delta net and an attending layer over the same tokens."""
+    config = Qwen3_5TextConfig(
+        vocab_size=SMALL,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _spread(Qwen3_5ForCausalLM, config, seed)
+
+
 def small_model(seed: int, vocab: int = SMALL, layers: int = 1) -> LlamaForCausalLM:
     """One layer or more over a handful of tokens, with logits that differ by about one."""
     config = LlamaConfig(
@@ -39,9 +61,13 @@ def small_model(seed: int, vocab: int = SMALL, layers: int = 1) -> LlamaForCausa
         bos_token_id=None,
         eos_token_id=None,
     )
+    return _spread(LlamaForCausalLM, config, seed)
+
+
+def _spread(kind: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = kind(config)
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 torch.nn.init.normal_(parameter, std=0.4)
@@ -83,7 +109,7 @@ def accepted(outputs: Sequence[Output]) -> int:
     return sum(output.stats.accepted_tokens for output in outputs)
 
 
-def p_of_answers(outputs: Sequence[Output], layers: int = 1, **options: Any) -> float:
+def p_of_answers(outputs: Sequence[Output], layers: int = 1, model: Any = None, **options: Any) -> float:
     """How likely the target draws such answers under these options."""
     counts = histogram(torch.tensor([output.tokens for output in outputs]), SMALL)
-    return p_value(counts, exact(small_model(1, layers=layers), PROMPT, NEW, processed(**options)))
+    return p_value(counts, exact(model or small_model(1, layers=layers), PROMPT, NEW, processed(**options)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import ManyUniforms, Table, Trial, p_of
-from sampling_kit import LIKELY, OPTIONS, SMALL, UNLIKELY, accepted, p_of_answers, sampled, small_model
+from sampling_kit import LIKELY, OPTIONS, SMALL, UNLIKELY, accepted, p_of_answers, sampled, small_hybrid, small_model
 from torch import Tensor
 
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
@@ -178,6 +178,15 @@ def test_the_engine_draws_from_the_target(drafting: str, option: str) -> None:
     outputs = sampled(engine(drafting), **OPTIONS[option])
     assert (accepted(outputs) > 0) == (drafting != "plain")
     assert p_of_answers(outputs, **OPTIONS[option]) > LIKELY
+
+
+@pytest.mark.parametrize("option", ["temperature", "top_p"])
+@pytest.mark.parametrize("policy", [Chain(2), StaticTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])])
+def test_trees_through_recurrent_layers_draw_from_the_target(policy: Any, option: str) -> None:
+    hybrid = Engine(Target(small_hybrid(1)), ModelDrafter(Target(small_hybrid(2)), policy))
+    outputs = sampled(hybrid, **OPTIONS[option])
+    assert accepted(outputs) > 0
+    assert p_of_answers(outputs, model=small_hybrid(1), **OPTIONS[option]) > LIKELY
 
 
 @pytest.mark.parametrize(

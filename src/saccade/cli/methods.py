@@ -55,7 +55,7 @@ def predict(
     acceptance: float = option(
         ..., "Probability, 0 to 1, that the target accepts one more draft token.", "-a", min=0, max=1
     ),
-    cost: float = option(..., "One drafter step, as a share of one plain target step (T_q / T_p).", "-c", min=0),
+    cost: float = option(..., "A drafter step as a share of a plain target step (T_q / T_p).", "-c", min=0, max=1e6),
     gamma: int = option(5, "Draft tokens per target pass.", "-g", min=1),
 ) -> None:
     """Predict the speed-up of a draft chain: tokens per target pass, over the cost of its drafts and the pass.
