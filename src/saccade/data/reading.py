@@ -187,7 +187,7 @@ def question_of(data: DataSet, row: Mapping[str, Any], root: Path) -> RowQuestio
     choices = tuple(_choices(data, row))
     lettered = [
         data.choice_form.format(letter=letter, choice=text)
-        for letter, text in zip(ascii_uppercase, choices, strict=False)
+        for letter, text in zip(ascii_uppercase, choices, strict=False)  # there are more letters
     ]
     prompt = Template(data.prompt if choices or data.open_prompt is None else data.open_prompt)
     filled = {**{n: "" if v is None else v for n, v in fields.items()}, "choices": "\n".join(lettered)}

@@ -43,7 +43,7 @@ class DraftSession:
         Returns:
             One tree per row, in their order.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # every session defines it
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         """Take in the outcome of the last proposal for these rows.
@@ -95,4 +95,4 @@ class Drafter:
 
     def open(self, rows: int, target: Context) -> DraftSession:
         """Start a session; a drafter that reads states of the target requests them here (``target.requirements``)."""
-        raise NotImplementedError
+        raise NotImplementedError  # every drafter defines it

@@ -42,7 +42,7 @@ MOST_GRAPHS = 64  # graphs of a cache; those not used for longest go first
 _MOST_COUNTED = 1024
 
 Captured = tuple[Callable[[], None], Any]
-"""What repeats a function, and the function's outputs, whose memory a replay overwrites."""
+"""The replay of a function, and the function's outputs, whose memory a replay overwrites."""
 
 
 def capture_cuda(function: Callable[[], Any], pool: Any) -> Captured:

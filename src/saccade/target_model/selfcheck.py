@@ -35,7 +35,7 @@ def self_check(target: Target) -> None:
         return
     types = layer_types(target.text_config)
     unlike = set(types) - LAYER_TYPES
-    for kind, layer in zip(types, target.layers, strict=False):
+    for kind, layer in zip(types, target.layers, strict=False):  # no kinds are named where layers are alike
         if kind in RECURRENT_TYPES and not has_tree_form(layer):
             unlike.add(kind)
     if unlike:

@@ -18,8 +18,8 @@ from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, Rows, at_nodes
 
 STRICT, LOOSE, SHIFTED = range(3)
-"""How a draft token was accepted: as the target's own token; by a loose rule; or by position-shift tolerance, because
-the target's token occurs elsewhere in the draft."""
+"""Marks of accepted draft tokens: the target's own token; accepted by a loose rule; or by position-shift tolerance,
+because the target's token occurs elsewhere in the draft."""
 
 
 @dataclass(frozen=True, slots=True)

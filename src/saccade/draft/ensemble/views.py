@@ -316,7 +316,7 @@ class _FewerTokens(View):
 
     def _smaller(self, places: list[int], medium: Medium) -> tuple[Medium, Iterator[int]]:
         """The smaller form of a medium, and the positions that it does not need."""
-        raise NotImplementedError
+        raise NotImplementedError  # every smaller view defines it
 
 
 class HalvedPictures(_FewerTokens):

@@ -53,7 +53,7 @@ class Weighting:
 
     def open(self, batch: int, views: int, device: torch.device) -> WeightState:
         """Start a session of ``batch`` rows without history."""
-        raise NotImplementedError
+        raise NotImplementedError  # every weighting defines it
 
 
 def make_weighting(name: str, views: int, distance: Distance = "kl", window: int | None = None) -> Weighting:

@@ -263,7 +263,7 @@ class Head(nn.Module, ABC):
 
     def known_logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., N]`` of `token_ids` alone, of a head that has them."""
-        raise NotImplementedError
+        raise NotImplementedError  # called only of heads with `token_ids`, which define it
 
     def over_vocabulary(self, known: Tensor) -> Tensor:
         """Return logits ``[..., V]`` of those of the tokens that its LM head knows; -inf for all others."""

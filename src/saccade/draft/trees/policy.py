@@ -177,7 +177,7 @@ class FixedShape(StatelessPolicy):
     @property
     def shape(self) -> TreeShape:
         """The shape of every tree."""
-        raise NotImplementedError
+        raise NotImplementedError  # every policy defines it
 
     @property
     def max_nodes(self) -> int:
