@@ -26,7 +26,6 @@ from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import AnyHead
 from saccade.output import Output
-from saccade.target_model.adapter import TYPES, check_types
 
 
 def speculate(
@@ -274,8 +273,8 @@ def _hand_over(
         raise InputError("past_key_values must be empty, since the whole prompt is prefilled; leave the cache out.")
     _check_inputs(model, kwargs)
     takes = inspect.signature(model.forward).parameters
-    keys = family_of(model.config).visual_keys
-    visuals = {name: kwargs.pop(name) for name in keys if name in kwargs and name in takes}
+    keys = family_of(model.config).visual(kwargs)
+    visuals = {name: kwargs.pop(name) for name in keys if name in takes}
     taken = {name: kwargs.pop(name, None) for name in ("assistant_inputs", "tokenizer")} | {"streamer": streamer}
     return {"visuals": visuals, **{name: value for name, value in taken.items() if value is not None}}
 
@@ -289,13 +288,11 @@ def _check_inputs(model: Any, inputs: Mapping[str, Any]) -> None:
     check(model.config, inputs)
     present = {name for name, value in inputs.items() if value is not None} - vars(GenerationConfig()).keys()
     family = family_of(model.config)
-    if present.intersection(family.visual_keys):
-        check_types(model)
-    read = {*_READ, *family.visual_keys, family.types}
+    read = {*_READ, *family.visual(inputs), family.types}
     takes = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__optional_keys__}
     present.discard("labels")  # for a loss, which `generate` ignores
     for name in sorted(present & takes - read):
-        if name not in TYPES or bool(torch.as_tensor(inputs[name]).any()):  # all zeros: text
+        if "token_type_ids" not in name or bool(torch.as_tensor(inputs[name]).any()):  # all zeros: text
             raise InputError(
                 f"The input {name} does not reach the model in speculative decoding, which prepares the model's "
                 "inputs itself; leave it out, or leave out custom_generate."

@@ -38,7 +38,6 @@ Messages = Sequence[Mapping[str, Any]]
 """One conversation in Hugging Face's or OpenAI's content-list form."""
 Question = str | Messages | Prompt
 """Prompt of one row as a caller writes it."""
-_TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +371,7 @@ class InputProcessor:
                 f"The processor of {family.name} refuses the prompt ({first_line(error)}); check its images."
             ) from error
         ids = tuple(made["input_ids"][0].tolist())
-        tensors = {k: v for k, v in made.items() if k not in _TEXT_KEYS and hasattr(v, "shape")}
+        tensors = family.visual(made)
         return Prompt(ids, (family.whole_medium(ids, tensors),) if tensors else ())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.families import family_of, join, type_ids
+from saccade.inputs.families import join, type_ids
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
@@ -394,22 +394,3 @@ class Target:
             "past_key_values": cache,
             "use_cache": True,
         }
-
-
-TYPES = ("mm_token_type_ids", "token_type_ids")  # forward arguments that distinguish image tokens from text
-
-
-def check_types(model: Any) -> None:
-    """Refuse media for a family outside the registry whose model needs token types, of unknown meaning."""
-    family = family_of(model.config)
-    if family.is_known:
-        return
-    base = getattr(model, "base_model", model)
-    calls = [model.forward, base.forward, getattr(base, "get_rope_index", None)]
-    arguments = {name for call in calls if call is not None for name in inspect.signature(call).parameters}
-    types = next((name for name in TYPES if name in arguments), None)
-    if types is not None:
-        raise ModelError(
-            f"Images cannot be given to the family {family.name!r}, whose model needs {types} of unknown meaning for "
-            "them; leave images out, or use a model of a tested family."
-        )

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from saccade.inputs.families import family_of, media_spans, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
-from saccade.target_model.adapter import Target, check_types
+from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.media_cache import MediaCache, MediaFeatures
@@ -60,8 +60,6 @@ class Context:
     def prefill(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> Prefill:
         """Begin the prefill of a prompt into a row, reusing the common prefix with the row's content."""
         self.target.traits.limits.check(len(prompt))
-        if prompt.media:
-            check_types(self.target.model)
         content, spans = self._contents[row], self._media_spans(prompt)
         is_long = self.target.traits.limits.is_long(len(prompt))
         start = content.shared_prefix(prompt.ids, spans)

@@ -40,13 +40,22 @@ class Text(Family):
         raise InputError(f"The model {self.name} reads text only; leave the {kind} out.")
 
 
+_TEXT_INPUTS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "mm_encoder_outputs"}
+_TYPES = {"mm_token_type_ids", "token_type_ids"}  # forward arguments that distinguish image tokens from text
+
+
 class Unknown(Family):
     """A vision-language model outside the registry, through its own processor.
 
-    All images and videos of a row form one medium, because it is unknown where one ends.
+    All images and videos of a row form one medium, because it is unknown where one ends. It holds whatever the
+    processor returns besides ids and mask.
     """
 
     is_known = False
+
+    def visual(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        found = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in _TEXT_INPUTS}
+        return found if found.keys() - _TYPES else {}
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return 0
@@ -150,8 +159,7 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
     Shapes: tensors ``input_ids [B, S]``.
     """
     family = family_of(config)
-    visual = {name: torch.as_tensor(tensors[name]) for name in family.visual_keys if tensors.get(name) is not None}
-    return family.split(_rows(tensors), visual)
+    return family.split(_rows(tensors), family.visual(tensors))
 
 
 def type_ids(config: Any, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
@@ -208,7 +216,7 @@ def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
     family = family_of(config)
     if family.types is None or model_inputs.get(family.types) is not None:
         return
-    if any(model_inputs.get(name) is not None for name in family.visual_keys):
+    if family.visual(model_inputs):
         raise InputError(
             f"The inputs hold images for {family.name} but no {family.types}, without which the model reads them "
             f"wrongly; pass everything that its processor returns."

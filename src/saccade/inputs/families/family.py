@@ -166,6 +166,10 @@ class Family(ABC):
                 ids[kind] = int(token)
         return ids
 
+    def visual(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The forward arguments among a model's inputs that hold images and videos."""
+        return {name: torch.as_tensor(inputs[name]) for name in self.visual_keys if inputs.get(name) is not None}
+
     @abstractmethod
     def count(self, kind: Kind, tensors: Tensors) -> int:
         """Number of placeholder tokens of one medium."""

@@ -1,0 +1,193 @@
+"""Tiny random models of every image-text-to-text architecture of the installed transformers.
+
+A configuration is the class's default one with every size in `SMALL` replaced, and with what a case overrides.
+Each case is a `FamilyCase`, as those of the conformance suite.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from families import (
+    _MROPE,
+    BOS,
+    IMAGE,
+    PAD,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    VOCAB,
+    Collate,
+    FamilyCase,
+    Medium,
+    _concatenated,
+    _qwen_image,
+    _qwen_video,
+    _square_image,
+    reference_greedy,
+)
+from harness import build
+from saccade.engine import Request
+from saccade.errors import SaccadeError
+from saccade.inputs.families import split
+from saccade.target_model.adapter import Target
+from saccade.target_model.selfcheck import self_check
+
+NAMES: dict[str, str] = {
+    name: classes if isinstance(classes, str) else classes[0]
+    for name, classes in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+}
+"""``model_type`` -> class of transformers."""
+
+_IDS = {
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+    **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE),
+    **dict.fromkeys(("video_token_id", "video_token_index"), VIDEO),
+    **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "video_start_token_id"), VISION_START),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "video_end_token_id"), VISION_END),
+    **dict.fromkeys(("boi_token_id", "boi_token_index", "im_start_id"), VISION_START),
+    **dict.fromkeys(("eoi_token_id", "eoi_token_index", "im_end_id"), VISION_END),
+}
+_COMMON = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+_SPARSE = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+SMALL_TEXT: dict[str, Any] = {
+    **_COMMON,
+    **_SPARSE,
+    **_IDS,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+SMALL_VISION: dict[str, Any] = {
+    **_COMMON,
+    **_SPARSE,
+    **dict.fromkeys(("hidden_size", "embed_dim"), 32),
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "depth": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "encoder_hidden_size": 32,
+}
+
+
+def shrunk(model_type: str, sizes: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Arguments of a configuration: those of ``sizes`` that its class declares, and ``more``."""
+    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    kept = {name: value for name, value in sizes.items() if name in defaults}
+    return {"model_type": model_type, **kept, **copy.deepcopy(more)}
+
+
+def tiny(model_type: str, **more: Any) -> PreTrainedModel:
+    """An untrained model of one architecture; ``text_config`` and so on override parts of its parts."""
+    parts = {
+        name: part["model_type"]
+        for name, part in CONFIG_MAPPING[model_type]().to_dict().items()
+        if isinstance(part, dict) and part.get("model_type")
+    }
+    arguments: dict[str, Any] = {}
+    for name, kind in parts.items():
+        sizes = SMALL_TEXT if name == "text_config" else SMALL_VISION
+        own = dict(more.get(name, {}))
+        arguments[name] = shrunk(own.pop("model_type", kind), sizes, **own)
+    own = {name: value for name, value in more.items() if name not in parts}
+    arguments = {**shrunk(model_type, _IDS if "text_config" in parts else SMALL_TEXT, **own), **arguments}
+    arguments.pop("model_type")
+    config = AutoConfig.for_model(model_type, **arguments)
+    kind = getattr(transformers, NAMES[model_type])
+    return kind._from_config(config, attn_implementation="sdpa")
+
+
+def case(
+    name: str,
+    image: Medium | None = None,
+    *,
+    several: Medium | None = None,
+    video: Medium | None = None,
+    collate: Collate = _concatenated,
+    types: str | None = None,
+    salt: int = 0,
+    **more: Any,
+) -> FamilyCase:
+    """A case of one architecture; arguments as of `FamilyCase` and `tiny`."""
+    return FamilyCase(name, lambda layers: tiny(name, **more), image, several, video, collate, types, salt)
+
+
+_GRIDS = {"video": _qwen_video(), "types": "mm_token_type_ids"}
+_CASES = (
+    # squares of pixels
+    case("vipllava", _square_image(16, 16)),
+    case("aya_vision", _square_image(4, 16)),
+    # patches with a grid
+    case("glm4v", _qwen_image, **_GRIDS, text_config={"rope_parameters": _MROPE}),
+    # others
+    case("mllama"),
+)
+ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in _CASES}
+"""Architectures outside the conformance suite, by ``model_type``."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one architecture does under speculation."""
+
+    status: str  # "exact with pictures", "exact with text", or "refused"
+    note: str = ""  # the kinds of prompts, or the sentence that a user gets
+    tokens: int = 0  # compared with those of `generate`
+
+
+def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 24) -> Outcome:
+    """Compare a case's answers to all kinds of prompts, by every method of `METHODS`, with those of `generate`.
+
+    Raises:
+        AssertionError: where a token differs.
+    """
+    try:
+        target, draft = Target(case.model()), Target(case.draft_model())
+        self_check(target)
+        engines = {method: build(target, draft, method) for method in ("chain", "dynamic", "lookup")}
+        compared = 0
+        for kind in case.kinds:
+            asked = [split(target.config, case.row_inputs(kind, row))[0] for row in range(max(rows))]
+            expected = [
+                reference_greedy(case.model(), case.row_inputs(kind, row), length)[0] for row in range(max(rows))
+            ]
+            for method, engine in engines.items():
+                for count in rows:
+                    requests = [Request(prompt) for prompt in asked[:count]]
+                    answers = [output.tokens for output in engine.generate(requests, max_new_tokens=length)]
+                    assert answers == expected[:count], f"{case.name}: {method} differs with {kind}, {count} rows"
+                    compared += sum(map(len, answers))
+    except SaccadeError as error:
+        return Outcome("refused", str(error))
+    visual = [kind for kind in case.kinds if kind != "text"]
+    return Outcome("exact with pictures" if visual else "exact with text", ", ".join(case.kinds), compared)
