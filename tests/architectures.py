@@ -7,11 +7,13 @@ Each case is a `FamilyCase`, as those of the conformance suite.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import transformers
+from rich.progress import track
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -19,8 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from families import (
     _MROPE,
     BOS,
+    FAMILIES,
     IMAGE,
     PAD,
+    REFUSED,
+    UNKNOWN,
     VIDEO,
     VISION_END,
     VISION_START,
@@ -165,7 +170,7 @@ class Outcome:
     tokens: int = 0  # compared with those of `generate`
 
 
-def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 24) -> Outcome:
+def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 56) -> Outcome:
     """Compare a case's answers to all kinds of prompts, by every method of `METHODS`, with those of `generate`.
 
     Raises:
@@ -191,3 +196,30 @@ def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 24) ->
         return Outcome("refused", str(error))
     visual = [kind for kind in case.kinds if kind != "text"]
     return Outcome("exact with pictures" if visual else "exact with text", ", ".join(case.kinds), compared)
+
+
+def rows(names: Iterable[str]) -> Iterator[str]:
+    """Rows of the table of architectures."""
+    cases = {**FAMILIES, **UNKNOWN, **REFUSED, **ARCHITECTURES}
+    for name in names:
+        result = outcome(cases[name])
+        note = result.note if result.status == "refused" else f"{result.note}: {result.tokens:,} tokens"
+        yield f"| {name} | {result.status} | {note} |\n"
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+_HEAD = """# Architectures
+
+Every image-text-to-text architecture of transformers {version}, with a tiny random model each: greedy answers to
+prompts with one picture, two pictures, a video and text alone, by a chain, a dynamic tree and prompt lookup, one row
+and three rows at once, compared with `generate` in float32. No token differs; what cannot be exact is refused before
+anything is generated, with the sentence shown. `python tests/architectures.py` writes this page, and
+`pytest -m slow tests/test_architectures.py` compares it.
+
+| `model_type` | outcome | kinds of prompts and tokens compared, or the reason |
+|---|---|---|
+"""
+
+if __name__ == "__main__":
+    lines = list(track(rows(sorted(NAMES)), "Comparing with generate", total=len(NAMES)))
+    PAGE.write_text(_HEAD.format(version=transformers.__version__) + "".join(lines), encoding="utf-8")
