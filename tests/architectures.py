@@ -40,7 +40,7 @@ from families import (
     reference_greedy,
 )
 from harness import build
-from saccade.engine import Request
+from saccade.engine import Engine, Request
 from saccade.errors import SaccadeError
 from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
@@ -170,6 +170,18 @@ class Outcome:
     tokens: int = 0  # compared with those of `generate`
 
 
+def _second_turn(case: FamilyCase, kind: str, engine: Engine, answer: Sequence[int], length: int) -> int:
+    """Compare the answer to a further question in the same row; returns the number of tokens."""
+    first, inputs = case.row_inputs(kind, 0), case.continued(kind, 0, answer, "text")
+    expected = reference_greedy(case.model(), inputs, length)[0]
+    session = engine.open(1)
+    for row in (first, inputs):
+        (prompt,) = split(engine.target.config, row)
+        (output,) = engine.generate([Request(prompt)], max_new_tokens=length, session=session)
+    assert output.tokens == expected, f"{case.name}: a second turn differs with {kind}"
+    return len(expected)
+
+
 def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 56) -> Outcome:
     """Compare a case's answers to all kinds of prompts, by every method of `METHODS`, with those of `generate`.
 
@@ -192,6 +204,7 @@ def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 56) ->
                     answers = [output.tokens for output in engine.generate(requests, max_new_tokens=length)]
                     assert answers == expected[:count], f"{case.name}: {method} differs with {kind}, {count} rows"
                     compared += sum(map(len, answers))
+            compared += _second_turn(case, kind, engines["chain"], expected[0], length)
     except SaccadeError as error:
         return Outcome("refused", str(error))
     visual = [kind for kind in case.kinds if kind != "text"]

@@ -63,8 +63,8 @@ class Context:
         content, spans = self._contents[row], self._media_spans(prompt)
         is_long = self.target.traits.limits.is_long(len(prompt))
         start = content.shared_prefix(prompt.ids, spans)
-        if is_long != content.is_long or (prompt.media and not family_of(self.target.config).is_known):
-            start = 0  # the rotary embedding changes in between, or placeholders cannot be assigned to media
+        if is_long != content.is_long:
+            start = 0  # the rotary embedding changes in between
         needs = self.requirements
         if needs.attention is not None and spans and not 0 < content.prompt_length <= start:
             # Not a later turn of the same conversation: all querying tokens must run, as in an empty row.
@@ -72,6 +72,8 @@ class Context:
         if self.cache.states is not None:
             has_gaps = bool(dropped or content.dropped)  # where entries and positions differ
             start = 0 if has_gaps else self.cache.states.resumable(row, start, self.cache.lengths[row])
+        if self.is_opaque(spans, start):
+            start = 0
         reused = replace(
             content,
             ids=list(prompt.ids[:start]),
@@ -139,6 +141,10 @@ class Context:
         self.cache.commit(rows, chosen)
         for row, new in zip(rows, ids, strict=True):
             self._contents[row].ids.extend(new)
+
+    def is_opaque(self, spans: Sequence[MediaSpan], start: int) -> bool:
+        """Whether media behind ``start`` must reach the model unprocessed, being of an unknown family."""
+        return any(last > start for _, last, _ in spans) and not family_of(self.target.config).is_known
 
     def _media_spans(self, prompt: Prompt) -> list[MediaSpan]:
         spans = media_spans(self.target.config, prompt)
@@ -241,8 +247,7 @@ class Prefill:
         self._hidden: list[dict[int, Tensor]] = []
         self._embeddings: list[Tensor] = []
         self._pending: tuple[int, TokenBlock] | None = None
-        # of an unknown family, whose images reach the model unprocessed
-        self._is_opaque = bool(prompt.media) and not family_of(self._target.config).is_known
+        self._is_opaque = context.is_opaque(spans, self.num_computed)
         # in a single pass: where the longest position selects the factors, or placeholders are unknown
         self._is_indivisible = self._is_opaque or self._target.traits.limits.is_long(len(prompt))
         self._needs_attention = context.requirements.attention is not None and bool(prompt.media)

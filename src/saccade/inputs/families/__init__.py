@@ -72,7 +72,8 @@ class Unknown(Family):
         """All images and videos of one row, of 0 tokens unless it has placeholders of one kind alone."""
         counts = {kind: list(ids).count(token) for kind, token in self.visual_ids.items() if token in ids}
         kind, number = next(iter(counts.items())) if len(counts) == 1 else ("image", 0)
-        return Medium(kind, dict(tensors), number, digest(tensors))
+        content = {name: value for name, value in tensors.items() if name not in _TYPES}
+        return Medium(kind, dict(tensors), number, digest(content))
 
     def placeholders(self, tokenizer: Any) -> dict[Kind, str]:
         return {}  # those of its processor
