@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from rich.progress import track
 from transformers import AutoConfig, PreTrainedModel
@@ -157,7 +158,39 @@ _CASES = (
     # others
     case("mllama"),
 )
-ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in _CASES}
+
+
+class _Unlike(FamilyCase):
+    """An architecture that is refused for its class or configuration, before its weights are read."""
+
+    def model(self, seed: int = 0, layers: int | None = None, eos: int | list[int] | None = None) -> PreTrainedModel:
+        with torch.device("meta"):
+            return self.build(layers)
+
+
+def _unlike(name: str, **parts: Any) -> FamilyCase:
+    def build(_: int | None) -> PreTrainedModel:
+        config = CONFIG_MAPPING[name](**copy.deepcopy(parts))
+        return getattr(transformers, NAMES[name])._from_config(config)
+
+    return _Unlike(name, build)
+
+
+_OTHER_CASES = (
+    # encoder-decoders
+    _unlike("florence2"),
+    _unlike("pix2struct"),
+    _unlike("pp_formulanet"),
+    _unlike("t5gemma2", encoder={"text_config": {"hidden_size": 64}}, decoder={"hidden_size": 64}),
+    _unlike("udop"),
+    _unlike("vision-encoder-decoder", encoder={"model_type": "vit"}, decoder={"model_type": "gpt2"}),
+    # other ways to generate
+    _unlike("diffusion_gemma", text_config={"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8}),
+    _unlike("pi0"),
+    # forwards that need the picture again
+    *(_unlike(name) for name in ("blip", "blip-2", "instructblip", "instructblipvideo")),
+)
+ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in (*_CASES, *_OTHER_CASES)}
 """Architectures outside the conformance suite, by ``model_type``."""
 
 

@@ -4,7 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from architectures import NAMES, PAGE, rows
+from architectures import ARCHITECTURES, NAMES, PAGE, rows
+from families import FAMILIES, REFUSED, UNKNOWN
+from saccade.errors import ModelError
+from saccade.target_model.adapter import Target
+
+_PENDING = {
+    *("aria", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2"),
+    *("deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "evolla", "exaone4_5", "fast_vlm"),
+    *("fuyu", "gemma3n", "gemma4", "gemma4_unified", "git", "glm46v", "glm4v_moe", "glm5_next", "glm_ocr", "glmga"),
+    *("got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics", "idefics2"),
+    *("inkling2", "inkling_mm_model", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl"),
+    *("lighton_ocr", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral4"),
+    *("mistral_large4", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl"),
+    *("paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
+    *("qwen3_omni_moe_thinker", "qwen4_exp", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llama_3"),
+    "video_llava",
+}
+"""Architectures without a case yet."""
+
+
+def test_every_architecture_of_transformers_has_a_case() -> None:
+    assert NAMES.keys() - {*FAMILIES, *UNKNOWN, *REFUSED, *ARCHITECTURES} <= _PENDING
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pp_formulanet", "encoder-decoder"),
+        ("diffusion_gemma", "one token after the other"),
+        ("blip", "pixel_values for every new token"),
+    ],
+)
+def test_a_model_that_does_not_continue_one_sequence_is_refused_when_it_is_adapted(name: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        Target(ARCHITECTURES[name].model())
 
 
 @pytest.mark.slow

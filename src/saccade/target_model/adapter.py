@@ -38,7 +38,7 @@ from saccade.target_model.stock import (
     packing,
     replaced_embeddings,
 )
-from saccade.target_model.traits import ModelTraits, compute_device, layer_types
+from saccade.target_model.traits import ModelTraits, check_generation, compute_device, layer_types
 
 
 class _Reached(Exception):
@@ -67,6 +67,7 @@ class Target:
     """A loaded model with the forwards of speculative decoding."""
 
     def __init__(self, model: Any, lean: bool = True, exact: bool = False) -> None:
+        check_generation(model)
         self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import nn
 
+from saccade.errors import ModelError
 from saccade.inputs.families import FAMILIES, family_of
 from saccade.target_model.forward import MaskPlan, ModelLimits
 from saccade.target_model.recurrent import UNMASKED_TYPES
@@ -61,6 +63,29 @@ class ModelTraits:
             bidirectional_images=family.bidirectional_images,
             limits=ModelLimits.of(text),
         )
+
+
+def check_generation(model: Any) -> None:
+    """Raise `ModelError` for a model that does not generate token by token from one sequence and its cache."""
+    required = [
+        name
+        for name, parameter in signature(model.forward).parameters.items()
+        if parameter.default is Parameter.empty
+        and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+        and name != "input_ids"
+    ]
+    if getattr(model.config, "is_encoder_decoder", False):
+        why = "is an encoder-decoder, whose decoder does not read the prompt"
+    elif not hasattr(model, "prepare_inputs_for_generation"):
+        why = "does not generate one token after the other"
+    elif required:
+        why = f"needs {' and '.join(required)} for every new token, where others read their cache"
+    else:
+        return
+    raise ModelError(
+        f"{type(model).__name__} {why}; expected a model whose decoder reads pictures and text as one sequence, such "
+        "as those of the tested families."
+    )
 
 
 def ordinary_ids(config: Any, vocab_size: int, count: int) -> list[int]:
