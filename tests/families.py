@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from processes import once_per_run
 
@@ -221,6 +223,7 @@ class FamilyCase:
     collate: Collate = _concatenated  # joins the media of all rows
     types: str | None = None  # name of the token type tensor, where the family needs one
     salt: int = 0  # added to the seed of the weights; chosen so that ``generate`` never wins by a hair (test_bed)
+    noise: float = 0.1  # of the draft model's weights
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -244,9 +247,9 @@ class FamilyCase:
         )
         return model.eval()
 
-    def draft_model(self, noise: float = 0.1) -> PreTrainedModel:
+    def draft_model(self, noise: float | None = None) -> PreTrainedModel:
         """The target with noise on its weights: right in about 40-80 % of its greedy drafts."""
-        return perturbed(self.model(), noise, 0)
+        return perturbed(self.model(), self.noise if noise is None else noise, 0)
 
     def text_draft_model(self) -> PreTrainedModel:
         """A language model that shares the vocabulary and cannot see."""
@@ -340,12 +343,15 @@ def _sharpen(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     scaled_embedding = model.config.model_type.startswith("gemma")
+    is_unscaled = model.config.model_type.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter is head or parameter is embedding:
                 continue
             if parameter.dim() < 2:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                if is_unscaled and "q_norm" in name:
+                    parameter.mul_(0.4)
                 continue
             fan_in = parameter[0].numel() if parameter.dim() != 3 else parameter.shape[-1]
             gain = 1.6 if any(part in name for part in ("q_proj", "k_proj")) else 1.0
@@ -442,6 +448,130 @@ def _gemma3(layers: int | None) -> PreTrainedModel:
         boi_token_index=VISION_START,
         eoi_token_index=VISION_END,
     )(count)
+
+
+def _gemma4_types(count: int) -> dict[str, object]:
+    """Sliding and full layers, the last two of which attend to the entries of earlier ones."""
+    types = (["sliding_attention", "full_attention"] * count)[-count:]
+    shared = 2 if count > 3 else 0
+    return {"sliding_window": 12, "layer_types": types, "num_kv_shared_layers": shared, "head_dim": 16}
+
+
+_GEMMA4_MOST = 8
+"""Visual tokens to which a picture is padded."""
+_GEMMA4_IDS = {"video_token_id": VIDEO, "audio_token_id": VOCAB - 7, "audio_config": None}
+
+
+def _gemma4_image(merge: int, patch: int, *, frames: int = 0) -> Medium:
+    """Patches with their columns and rows, as many as a picture of any shape has, or frames behind their times."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        rows, columns = [(2, 3), (3, 2), (2, 2)][variant % 3]
+        count, most, shown = rows * columns, _GEMMA4_MOST * merge**2, max(frames, 1)
+        places = torch.cartesian_prod(torch.arange(rows * merge), torch.arange(columns * merge)).flip(1)
+        at = places.new_full((shown, most, 2), -1)
+        at[:, : len(places)] = places
+        pixels = torch.zeros(shown, most, 3 * patch**2)
+        pixels[:, : len(places)] = torch.rand((shown, len(places), 3 * patch**2), generator=generator)
+        token, kind, key = (VIDEO, "video", "pixel_values_videos") if frames else (IMAGE, "image", "pixel_values")
+        ids: list[int] = []
+        for _ in range(shown):
+            ids += [*_words(generator, 2 * bool(frames)).ids, VISION_START, *[token] * count, VISION_END]
+        tensors = {key: pixels, f"{kind}_position_ids": at}
+        return Piece(tuple(ids), {**tensors, "num_frames_per_video": torch.tensor([frames])} if frames else tensors)
+
+    return build
+
+
+def _gemma4(layers: int | None) -> PreTrainedModel:
+    count = layers or 5
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "use_double_wide_mlp": True}
+    return _vision_language_model(
+        "gemma4",
+        text={
+            "model_type": "gemma4_text",
+            "global_head_dim": 32,
+            "use_bidirectional_attention": "vision",
+            **per_layer,
+            **_gemma4_types(count),
+        },
+        vision={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        **_GEMMA4_IDS,
+    )(count)
+
+
+def _gemma4_unified(layers: int | None) -> PreTrainedModel:
+    count = layers or 5
+    return _vision_language_model(
+        "gemma4_unified",
+        text={"model_type": "gemma4_unified_text", "global_head_dim": 32, **_gemma4_types(count)},
+        vision={
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 32,
+        },
+        **_GEMMA4_IDS,
+    )(count)
+
+
+def _gemma4_text(layers: int | None) -> PreTrainedModel:
+    """Experts, and full layers of fewer heads whose values are their keys."""
+    count = layers or 4
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    heads = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32}
+    types = {**_gemma4_types(count), "num_kv_shared_layers": 0}
+    return _language_model("gemma4_text", hidden_size_per_layer_input=0, **experts, **heads, **types)(count)
+
+
+class _Gemma3nTower(nn.Module):
+    """A tower in place of timm's."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, config.hidden_size, 4, 4)
+
+    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPooling:
+        return BaseModelOutputWithPooling(last_hidden_state=self.patches(pixel_values))
+
+
+def _gemma3n(layers: int | None) -> PreTrainedModel:
+    """Per-layer inputs, several residual streams, and wrappers of images with embeddings of their own."""
+    count = layers or 5
+    build, towers = transformers.AutoModel.from_config, {"gemma3n_vision": _Gemma3nTower, "gemma3n_audio": nn.Identity}
+    norm = {"rms_norm_eps": 1e-6, "hidden_size": 32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transformers.AutoModel,
+            "from_config",
+            lambda config, **more: towers.get(config.model_type, lambda each: build(each, **more))(config),
+        )
+        return _vision_language_model(
+            "gemma3n",
+            text={
+                "model_type": "gemma3n_text",
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": VISION_END,
+                "laurel_rank": 8,
+                "altup_num_inputs": 2,
+                **_gemma4_types(count),
+            },
+            vision={**norm, "vocab_offset": VISION_END, "vocab_size": 8},
+            audio_config={**norm, "vocab_offset": VOCAB, "vocab_size": 8},
+            vision_soft_tokens_per_image=16,
+            audio_token_id=VOCAB - 7,
+        )(count)
 
 
 _QWEN_VISION = {
@@ -609,6 +739,26 @@ _CASES = (
     _seeing("idefics3", _IDEFICS_IMAGE, 605, vision=_vision(), collate=_by_row, scale_factor=2),
     _seeing("smolvlm", _IDEFICS_IMAGE, 652, vision=_vision(), collate=_by_row, scale_factor=2),
     FamilyCase("gemma3", _gemma3, image=_square_image(16, 16, wrapped=True), types="token_type_ids", salt=710),
+    FamilyCase("gemma3n", _gemma3n, image=_square_image(16, 16, wrapped=True), types="token_type_ids", salt=1251),
+    FamilyCase(
+        "gemma4",
+        _gemma4,
+        image=_gemma4_image(2, 2),
+        video=_gemma4_image(2, 2, frames=3),
+        types="mm_token_type_ids",
+        salt=1301,
+        noise=0.05,
+    ),
+    FamilyCase(
+        "gemma4_unified",
+        _gemma4_unified,
+        image=_gemma4_image(1, 4),
+        video=_gemma4_image(1, 4, frames=3),
+        types="mm_token_type_ids",
+        salt=1351,
+        noise=0.05,
+    ),
+    FamilyCase("gemma4_text", _gemma4_text, salt=1400),
     _seeing("mistral3", _pixtral_image(4, 2), 751, text=_MISTRAL, vision=_PIXTRAL, spatial_merge_size=2),
     _words_alone("ministral3", 850, head_dim=16, rope_parameters=_MINISTRAL_ROPE),
     _seeing(
@@ -662,4 +812,6 @@ REFUSED: dict[str, FamilyCase] = {case.name: case for case in _REFUSED}
 VISUAL_FAMILIES = tuple(case.name for case in _CASES if case.is_visual)
 TEXT_FAMILIES = tuple(case.name for case in _CASES if not case.is_visual)
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "nemotron_h")
-"""Families with recurrent layers, which run on the stock modules and not in exact mode."""
+"""Families with recurrent layers."""
+STOCK = (*HYBRIDS, "gemma3n", "gemma4", "gemma4_unified", "gemma4_text")
+"""Families that run on the stock modules and not in exact mode."""

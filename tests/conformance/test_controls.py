@@ -117,6 +117,16 @@ def test_one_mask_for_both_kinds_of_gemma3_layers_is_noticed(kind: str, policy: 
     assert answers("gemma3", target, policy, kind) != expected("gemma3", kind)
 
 
+@pytest.mark.parametrize(("name", "full_is_causal"), [("gemma4", False), ("gemma4_unified", True)])
+def test_full_layers_of_gemma4_that_show_images_as_the_other_kind_does_are_noticed(
+    name: str, full_is_causal: bool
+) -> None:
+    target = Target(FAMILIES[name].model())
+    plan = replace(target.traits.masks, full_is_causal=full_is_causal)
+    target.traits = replace(target.traits, masks=plan)
+    assert answers(name, target, "dynamic") != expected(name)
+
+
 class _OneMask(MaskPlan):
     """The mask of sliding layers (or, without a window, of full ones) for all layers."""
 

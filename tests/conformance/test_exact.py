@@ -11,7 +11,7 @@ import torch
 
 import harness
 import saccade
-from families import FAMILIES, HYBRIDS, FamilyCase
+from families import FAMILIES, STOCK, FamilyCase
 from saccade import pocket
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Pruned
@@ -42,7 +42,7 @@ TASKS = ("scene", "receipt")
 HEADS = [name for name in HEAD_KINDS if name in pocket.head_paths()]
 SHIPPED = [name for name, method in METHODS.items() if method.lossless and (name in HEADS or name not in HEAD_KINDS)]
 """Lossless methods with a draft model, with none, and with the heads of the built-in pair."""
-REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3", *HYBRIDS)
+REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3", *STOCK)
 NAMES = [name for name in FAMILIES if name not in REFUSED]
 DRAFTERS: dict[str, Callable[[str], Any]] = {
     "plain": lambda name: None,

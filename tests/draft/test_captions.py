@@ -58,7 +58,13 @@ def test_the_text_view_has_one_newline_for_every_medium(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name in VISUAL_FAMILIES for kind in FAMILIES[name].kinds if kind != "text"]
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in VISUAL_FAMILIES
+        for kind in FAMILIES[name].kinds
+        if kind != "text" and (not name.startswith("gemma4") or kind != "video")  # one caption for all frames
+    ],
 )
 def test_a_caption_stands_where_the_text_view_has_a_newline(name: str, kind: str) -> None:
     model = FAMILIES[name].model()

@@ -49,7 +49,7 @@ def media_kinds(names: list[str]) -> list[tuple[str, str]]:
 
 def test_every_visual_family_has_the_view() -> None:
     qwen = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
-    smaller = {"llava_pixtral", "mistral3", "mistral3_ministral3", *qwen}
+    smaller = {"llava_pixtral", "mistral3", "mistral3_ministral3", "gemma4", "gemma4_unified", *qwen}
     assert set(RESIZED) == smaller
     assert sorted(AVERAGED) == sorted(name for name, family in REGISTRY.items() if family.pool_point)
     assert all(isinstance(pooled(target(name)), PooledFeatures) for name in AVERAGED)
@@ -66,9 +66,9 @@ def test_pooling_leaves_the_model_as_it_was(name: str) -> None:
     (prompt,) = prompts(name, rows=1)
     view = pooled(target(name))
     before = session(name).context.load(0, prompt).logits
-    patch = target(name).config.vision_config.patch_size
+    settings = target(name).config.vision_config.to_dict()
     load(view, session(name), view.read(prompt))
-    assert target(name).config.vision_config.patch_size == patch
+    assert target(name).config.vision_config.to_dict() == settings
     assert torch.equal(session(name).context.load(0, prompt).logits, before)
     broken = Prompt((*view.read(prompt).ids, IMAGE), view.read(prompt).media)
     with pytest.raises(Exception, match=r"placeholder"):
@@ -131,7 +131,8 @@ def _average_by_hand(name: str, stock: Any) -> None:
     if name in ANYRES:
         stock.config.vision_config.patch_size *= 2
     smol = name in ("idefics3", "smolvlm")
-    module = base.connector.modality_projection if smol else base.multi_modal_projector
+    module = base.connector.modality_projection if smol else getattr(base, "multi_modal_projector", None)
+    module = module or base.embed_vision.soft_embedding_norm
     module.register_forward_pre_hook(
         lambda m, args: (torch.stack([averages(g).flatten(0, 1) for g in _on_grid(args[0])]),)
     )

@@ -214,6 +214,38 @@ def _gemma3() -> Kit:
     return _kit(config, tok, images, template, hf.Gemma3Processor, marks=marks, image_seq_length=4)
 
 
+def _gemma3n() -> Kit:
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    named |= {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"}
+    tok = tokenizer(list(named.values()), named, bos=True)
+    config = hf.Gemma3nConfig(image_token_id=tok.image_token_id, vision_soft_tokens_per_image=4)
+    images, template = hf.SiglipImageProcessorPil(size=_SQUARE), chatml("<image_soft_token>", bos="{{ bos_token }}")
+
+    def processor(images: Any, tok: Any, **more: Any) -> Any:
+        return _unchecked(hf.Gemma3nProcessor)(hf.Gemma3nAudioFeatureExtractor(), images, tok, **more)
+
+    return _kit(config, tok, images, template, processor, marks=("<image_soft_token>", None), image_seq_length=4)
+
+
+def _gemma4() -> Kit:
+    named = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
+    named |= {"boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    tok = tokenizer([*named.values(), "<|video|>"], named)
+    ids = {"image_token_id": tok.image_token_id, "video_token_id": tok.convert_tokens_to_ids("<|video|>")}
+    config = hf.Gemma4Config(**ids, vision_config={"patch_size": 2})
+    images = hf.Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70)
+    video = {"patch_size": 2, "max_soft_tokens": 70}
+    marks = ("<|image|>", "<|video|>")
+
+    def processor(images: Any, tok: Any, videos: Any, **more: Any) -> Any:
+        return _unchecked(hf.Gemma4Processor)(hf.Gemma4AudioFeatureExtractor(), images, tok, videos, **more)
+
+    template = chatml(*marks)
+    ours = InputProcessor(config, tok, images, video, template)
+    videos = VIDEO_PROCESSORS["Gemma4VideoProcessor"](**video)
+    return Kit(config, ours, processor(images, tok, videos, chat_template=template), *marks)
+
+
 def _internvl() -> Kit:
     named = {
         "start_image_token": "<img>",
@@ -246,12 +278,14 @@ _BUILDERS: dict[str, Callable[[], Kit]] = {
     "idefics3": lambda: _tiled(hf.Idefics3Config, hf.Idefics3ImageProcessorPil, hf.Idefics3Processor, False),
     "smolvlm": lambda: _tiled(hf.SmolVLMConfig, hf.SmolVLMImageProcessorPil, hf.SmolVLMProcessor, True),
     "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "internvl": _internvl,
     "llama": _text,
 }
 
 VISUAL = [name for name in _BUILDERS if name != "llama"]
-VIDEO = ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl"]
+VIDEO = ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "gemma4"]
 
 
 @cache

@@ -90,7 +90,8 @@ def test_a_medium_alone_gives_the_features_that_it_gives_among_others(case: Fami
 @torch.no_grad()
 def _features(model: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     tensors.pop("second_per_grid_ts", None)
-    encode = model.get_video_features if "pixel_values_videos" in tensors else model.get_image_features
+    base = model.base_model
+    encode = base.get_video_features if "pixel_values_videos" in tensors else base.get_image_features
     found = encode(**tensors, return_dict=True).pooler_output
     found = torch.cat([*found]) if isinstance(found, (list, tuple)) else found
     return found.reshape(-1, found.shape[-1])

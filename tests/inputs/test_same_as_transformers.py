@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from kits import VIDEO, VISUAL, Kit, kit
 from PIL import Image
+from torchvision_free import patches_merge
 from transformers.video_utils import VideoMetadata
 
 from saccade.inputs.families import check, join, split, type_ids
 from saccade.inputs.families.family import Prompt
+from saccade.inputs.families.gemma import Gemma4Unified
 from saccade.inputs.media import Video
 from saccade.inputs.processor import InputProcessor
 
@@ -103,7 +106,7 @@ def test_a_split_batch_gives_the_prompts_that_each_row_alone_gives(name: str) ->
     k = kit(name)
     images = [[picture(40, 30, 1)], [picture(64, 130, 2), picture(28, 28, 3)], [], [picture(400, 200, 4)]]
     rows = [user(*[{"type": "image"}] * len(row), f"Row {i}" * (i + 1)) for i, row in enumerate(images)]
-    if name == "llava_onevision" or name in ("idefics3", "smolvlm", "gemma3"):
+    if name == "llava_onevision" or name in ("idefics3", "smolvlm", "gemma3", "gemma4"):
         given = images
     else:
         given = [row for row in images if row]
@@ -117,6 +120,18 @@ def test_a_split_batch_gives_the_prompts_that_each_row_alone_gives(name: str) ->
 def test_a_string_is_one_user_message_with_its_images_first(name: str) -> None:
     k, image = kit(name), picture(40, 30)
     assert_same_prompt(k.ours.prompt("Hello?", [image]), k.ours.prompt(user({"type": "image"}, "Hello?"), [image]))
+
+
+@pytest.mark.parametrize("size", [(40, 30), (17, 99)], ids=str)
+def test_pictures_of_gemma_4_unified_are_gemma_4s_with_their_patches_merged(size: tuple[int, int]) -> None:
+    k = kit("gemma4")
+    unified = Gemma4Unified(hf.Gemma4UnifiedConfig(vision_config={"patch_size": 2}), "gemma4_unified")
+    (made,) = unified.prepare_images(k.ours._features, [picture(*size)])
+    patches, places = (k.ours._features([picture(*size)])[name] for name in ("pixel_values", "image_position_ids"))
+    count = unified.count("image", made)
+    merged, at = patches_merge(patches[:, : count * 9], places[:, : count * 9], count)
+    assert torch.equal(made["pixel_values"], torch.nn.functional.pad(merged, (0, 0, 0, 70 - count)))
+    assert torch.equal(made["image_position_ids"], torch.nn.functional.pad(at, (0, 0, 0, 70 - count), value=-1))
 
 
 @pytest.mark.parametrize("fps", [None, 3.0, 29.97])

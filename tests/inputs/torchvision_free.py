@@ -6,6 +6,7 @@ Their code is imported while an empty ``torchvision`` stands in, and the few tor
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import sys
 import types
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from transformers.image_utils import SizeDict
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.utils import is_torchvision_available
 
 _NAMES = [
@@ -36,6 +39,10 @@ def _import_all() -> dict[str, Any]:
         if parent:
             setattr(modules[parent], child, module)
     sys.modules.update(modules)
+    functional: Any = modules.get(_NAMES[-1], types.ModuleType("torchvision"))
+    functional.InterpolationMode = object  # read in annotations
+    unimported = {"tvF": functional} if stands_in else {}  # where transformers imports it from torchvision alone
+    vars(builtins).update(unimported)
     try:
         wanted = {
             "pixtral.processing_pixtral": "PixtralProcessor",
@@ -44,6 +51,8 @@ def _import_all() -> dict[str, Any]:
             "smolvlm.video_processing_smolvlm": "SmolVLMVideoProcessor",
             "internvl.video_processing_internvl": "InternVLVideoProcessor",
             "llava_onevision.video_processing_llava_onevision": "LlavaOnevisionVideoProcessor",
+            "gemma4.video_processing_gemma4": "Gemma4VideoProcessor",
+            "gemma4_unified.image_processing_gemma4_unified": "patches_merge",
         }
         return {
             name: getattr(importlib.import_module(f"transformers.models.{module}"), name)
@@ -52,10 +61,13 @@ def _import_all() -> dict[str, Any]:
     finally:
         for name in modules:
             del sys.modules[name]
+        for name in unimported:
+            delattr(builtins, name)
 
 
 _FOUND = _import_all()
 PixtralProcessor = _FOUND.pop("PixtralProcessor")
+patches_merge = _FOUND.pop("patches_merge")
 
 
 def _resize(self: Any, image: torch.Tensor, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
@@ -67,6 +79,14 @@ def _resize(self: Any, image: torch.Tensor, size: Any, resample: Any = None, **_
     return pixels.reshape(*image.shape[:-3], *pixels.shape[1:])
 
 
+def _resize_to_patches(
+    self: Any, video: torch.Tensor, patch_size: int, max_patches: int, pooling_kernel_size: int, resample: Any
+) -> torch.Tensor:
+    """Of Gemma 4's videos."""
+    height, width = get_aspect_ratio_preserving_size(*video.shape[-2:], patch_size, max_patches, pooling_kernel_size)
+    return _resize(self, video, SizeDict(height=height, width=width), resample)
+
+
 def _normalize(self: Any, image: torch.Tensor, mean: Any, std: Any, **_: Any) -> torch.Tensor:
     mean, std = (torch.as_tensor(v, dtype=torch.float32).view(-1, 1, 1) for v in (mean, std))
     return (image - mean) / std
@@ -75,7 +95,9 @@ def _normalize(self: Any, image: torch.Tensor, mean: Any, std: Any, **_: Any) ->
 def _without_torchvision(video_processor: type) -> type:
     base = video_processor.__mro__[1]
     own = {"normalize": _normalize, "convert_to_rgb": lambda self, video: video}
-    if "resize" not in vars(video_processor):
+    if hasattr(video_processor, "aspect_ratio_preserving_resize"):
+        own["aspect_ratio_preserving_resize"] = _resize_to_patches
+    elif "resize" not in vars(video_processor):
         own["resize"] = _resize
     else:  # its own resize ends in super().resize(...)
         base.resize = _resize

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from families import FAMILIES
 from saccade.errors import ModelError
+from saccade.inputs.families.family import Prompt
+from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM, RowCache
+from saccade.target_model.context import Context
 
 ROWS = 3
 SHAPES = [(2, 4, 4), (2, 4, 4), (1, 3, 5)]  # heads, width of keys, width of values; the last layer is unlike
@@ -167,6 +171,17 @@ def test_memory_is_in_multiples_of_a_quantum_per_row() -> None:
     assert cache.capacity(0) == QUANTUM
     cache.reserve(1, QUANTUM + 1)
     assert cache.nbytes == 3 * QUANTUM * per_slot
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4_text"])
+def test_memory_counts_layers_of_several_sizes_and_none_that_share_entries(name: str) -> None:
+    target = Target(FAMILIES[name].model())
+    context = Context(target, 1)
+    context.load(0, Prompt((1, 20, 30)))
+    assert context.cache.nbytes == context.cache.slots * target.entry_bytes
+    kinds = target.text_config.layer_types[: len(target.layers) - target.text_config.num_kv_shared_layers]
+    heads = {"sliding_attention": 2 * 16, "full_attention": {"gemma3n": 2 * 16, "gemma4": 2 * 32}.get(name, 32)}
+    assert target.entry_bytes == 2 * 4 * sum(heads[kind] for kind in kinds)
 
 
 def test_only_entries_that_change_place_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:

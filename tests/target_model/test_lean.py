@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, HYBRIDS
+from families import FAMILIES, STOCK
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.inputs.families import split
@@ -20,7 +20,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.traits import Thresholds
 
-LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3", *HYBRIDS})
+LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3", *STOCK})
 # experts, norms on both sides of each block, and queries that are scaled by position
 TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
 DEPTH = torch.tensor([[0, 1, 1, 2]])

@@ -10,7 +10,7 @@ import torch
 from plain import eager_attentions, extended, plain, prompt, target, tree_inputs
 from torch import Tensor
 
-from families import FAMILIES, HYBRIDS, VISUAL_FAMILIES, Inputs
+from families import FAMILIES, STOCK, VISUAL_FAMILIES, Inputs
 from saccade.errors import ModelError
 from saccade.inputs.families import media_spans, split, visual_mask
 from saccade.inputs.families.family import Prompt
@@ -23,7 +23,7 @@ from saccade.tree import TreeShape
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
 """fp32, a few layers, sums over other numbers of keys: measured below 2e-5 on states of order 10."""
 # A recurrent state without the dropped tokens is that of another prompt, which no mask describes.
-NAMES = [name for name in VISUAL_FAMILIES if name not in HYBRIDS]
+NAMES = [name for name in VISUAL_FAMILIES if name not in STOCK]
 CASES = [(name, kind) for name in NAMES for kind in ("image", "video") if kind in FAMILIES[name].kinds]
 MORE = [20, 31, 42, 53]
 SMALL = TreeShape.of([(0,), (1,), (0, 0)])
@@ -204,13 +204,13 @@ class Wrapper(torch.nn.Module):
 )
 def test_decoders_whose_arguments_are_not_understood_are_refused(args: tuple[Any, ...], more: dict[str, Any]) -> None:
     decoder, embeddings = Wrapper(), torch.zeros(1, 5, 3)
-    instead = replaced_embeddings(decoder, embeddings, torch.zeros(1))
+    instead = replaced_embeddings(decoder, embeddings, torch.ones(1, 1), torch.zeros(1))
     with pytest.raises(ModelError, match="is not called with positions by name"), instead:
         decoder(*args, inputs_embeds=embeddings, **more)
     assert len(decoder._forward_pre_hooks) == 0
 
 
 def test_a_decoder_that_is_passed_by_is_noticed() -> None:
-    instead = replaced_embeddings(Wrapper(), torch.zeros(1, 1, 3), torch.zeros(1))
+    instead = replaced_embeddings(Wrapper(), torch.zeros(1, 1, 3), torch.ones(1, 1), torch.zeros(1))
     with pytest.raises(ModelError, match="was called 0 times"), instead:
         pass

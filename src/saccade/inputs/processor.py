@@ -97,6 +97,7 @@ class InputProcessor:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
         """Read tokenizer, image and video settings and chat template of a checkpoint."""
+        import transformers
         from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
         path = os.fspath(path)
@@ -109,7 +110,10 @@ class InputProcessor:
         if not family.is_known:
             composite = _loaded(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
         elif family.reads_images:
-            images = _loaded(AutoImageProcessor, path, "image processor", config=config)
+            kind = (
+                AutoImageProcessor if family.image_processor is None else getattr(transformers, family.image_processor)
+            )
+            images = _loaded(kind, path, "image processor", config=config)
         settings = _json(path, "processor_config.json")
         files = (_VIDEO_FILE, "preprocessor_config.json") if family.video_defaults is not None else ()
         video = settings.get("video_processor") if files else None
@@ -324,11 +328,10 @@ class InputProcessor:
             made = family.video_tensors(video, settings)
             word = token if family.frames_as_images else self._placeholders["video"]
             pieces[2 * i + 1] = family.expand_video(word, made, video, settings)
-            if family.frames_as_images:
-                frames = enumerate(family.medium("image", t) for t in made)
-                media += [replace(medium, frame=(n, len(made))) for n, medium in frames]
-            else:
-                media += [family.medium("video", t) for t in made]
+            parts = [family.medium("image" if family.frames_as_images else "video", t) for t in made]
+            if family.frames_as_images or len(made) > 1:
+                parts = [replace(medium, frame=(n, len(made))) for n, medium in enumerate(parts)]
+            media += parts
         return "".join(pieces), media
 
     def _features(self, images: Any) -> Features:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.families import join, type_ids
+from saccade.inputs.families import join, type_ids, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
@@ -38,7 +38,14 @@ from saccade.target_model.stock import (
     packing,
     replaced_embeddings,
 )
-from saccade.target_model.traits import ModelTraits, check_generation, compute_device, layer_types
+from saccade.target_model.traits import (
+    ModelTraits,
+    check_generation,
+    compute_device,
+    entry_shapes,
+    layer_types,
+    sharing_modes,
+)
 
 
 class _Reached(Exception):
@@ -91,10 +98,14 @@ class Target:
         self._rows_run_alone = self.traits.limits.longrope_threshold is not None
         types = layer_types(self.text_config)
         self._recurrent = [i for i, kind in enumerate(types) if kind in RECURRENT_TYPES]
-        self._attending = len(self.layers) - sum(kind in UNMASKED_TYPES for kind in types)
+        self._shapes = entry_shapes(self.text_config, len(self.layers))
         if self._recurrent:
             wrap_functions(self.decoder)
         self._packs = self.traits.tested and can_switch_attention(self.decoder)
+        # Such a decoder may leave tokens out of its last layers where a number of logits is asked for.
+        self._shares_entries = "reuse" in sharing_modes(self.text_config)
+        if self._shares_entries:  # entries that another device attends to are copied row by row
+            self._packs &= len(set(map(str, self._layer_devices))) == 1
         self._stock_contexts = 0
         self._pinned: bool | None = None  # `is_lean` in the context `pinned`
         self._lean: LeanDecoder | None = None
@@ -122,11 +133,8 @@ class Target:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one cache entry over all layers, by the configuration."""
-        text = self.text_config
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         shares = 1 if self.ranks is None else self.ranks.shares
-        elements = 2 * heads * dim * self._attending
+        elements = sum(2 * heads * size for heads, size in filter(None, self._shapes))
         return int(elements * self.dtype.itemsize) // shares
 
     @cached_property
@@ -178,7 +186,7 @@ class Target:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
         if self.graphs is not None:
             return self.graphs.cache(self._layer_devices, rows, max_slots)
-        return RowCache(self._layer_devices, rows, max_slots, self._recurrent)
+        return RowCache(self._layer_devices, rows, max_slots, self._recurrent, self._shapes)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""
@@ -297,10 +305,11 @@ class Target:
         x = self._embedded(blocks)[None]
         labels = mask_labels(self.traits.masks.kinds, x)
         inputs = self._stock_inputs(tokens, labels, positions, cache)
-        if logit_indices is not None:
-            inputs["logits_to_keep"] = logit_indices
+        if logit_indices is not None or self._shares_entries:
+            inputs["logits_to_keep"] = torch.arange(len(x[0])) if logit_indices is None else logit_indices
         is_replaced = any(block.embeddings is not None for block in blocks)
-        replacing = replaced_embeddings(self.decoder, x if is_replaced else None, labels, pack_deepstack(blocks))
+        replaced_by = x if is_replaced else None, visual_mask(self.config, tokens)
+        replacing = replaced_embeddings(self.decoder, *replaced_by, labels, pack_deepstack(blocks))
         capturing = captured_states(self, requirements.layers, requirements.final)
         with packing(self.decoder, cache), capturing as hidden, replacing:
             logits = self.model(**inputs).logits[0].to(self.device)
@@ -376,8 +385,11 @@ class Target:
         mask: Any = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
         if block.logits_from:
-            inputs["logits_to_keep"] = max(block.count - block.logits_from, 1)
-        replacing = replaced_embeddings(self.decoder, block.embeddings, mask, block.deepstack)
+            first = block.count - max(block.count - block.logits_from, 1)
+            needs_all = self._shares_entries and bool(requirements.any or self._stock_contexts)
+            inputs["logits_to_keep"] = torch.arange(first, block.count) if needs_all else block.count - first
+        places = visual_mask(self.config, block.tokens)
+        replacing = replaced_embeddings(self.decoder, block.embeddings, places, mask, block.deepstack)
         with captured_states(self, requirements.layers, requirements.final) as hidden, replacing:
             logits: Tensor = self.model(**inputs).logits
         first = logits.shape[1] - (block.count - block.logits_from)

@@ -93,6 +93,7 @@ class RowLayer(CacheLayerMixin):
         keys, values = self.write(key_states[0], value_states[0])
         span, *others = self._owner.layout.spans
         if others:
+            key_states.saccade_layer = self  # type: ignore[attr-defined]  # for layers that share its entries
             return key_states, value_states
         seen = slice(span.start, span.start + span.visible)
         return keys[None, :, seen], values[None, :, seen]
@@ -119,6 +120,7 @@ class RowCache(Cache):
         rows: int,
         max_slots: int = sys.maxsize,
         recurrent: Sequence[int] = (),
+        shapes: Sequence[tuple[int, int] | None] = (),
     ) -> None:
         self.states = RecurrentStates(rows, len(recurrent)) if recurrent else None  # of recurrent layers
         layers: list[Any] = [RowLayer(self, i) for i in range(len(layer_devices))]
@@ -126,7 +128,11 @@ class RowCache(Cache):
             assert self.states is not None
             layers[index] = self.states.layers[place]
         super().__init__(layers=layers)
-        self._kv_layers = [i for i in range(len(layers)) if i not in set(recurrent)]
+        # by layer, heads and their size; None without entries of its own
+        self._shapes = list(shapes)
+        if not shapes:
+            self._shapes = [None if i in set(recurrent) else (0, 0) for i in range(len(layers))]
+        self._kv_layers = [i for i, shape in enumerate(self._shapes) if shape]
         self.rows = rows
         self.lengths = [0] * rows  # committed entries per row, on the host
         self.pending = [0] * rows  # entries per row that are written and neither committed nor dropped
@@ -344,14 +350,15 @@ class RowCache(Cache):
         return entries
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
-        """Return the store of layer ``index``, shared with the device's other layers when their shapes agree."""
+        """Return the store of layer ``index``, shared with the device's other layers of its shape."""
         shapes = k.shape[1], k.shape[3], v.shape[1], v.shape[3]
-        key: tuple[Any, ...] = (k.device, k.dtype, *shapes)
+        key: tuple[Any, ...] = (k.device, k.dtype, self._shapes[index], *shapes)
         store = self._stores.get(key)
         if store is None:
-            layers = [i for i in self._kv_layers if self._devices[i] == k.device]
-            if index not in layers or any(s.keys.device == k.device for s in self._stores.values()):
-                layers, key = [index], (*key, index)  # a layer unlike its layers gets a store of its own
+            alike = [i for i in self._kv_layers if self._shapes[i] == self._shapes[index]]
+            layers = [i for i in alike if self._devices[i] == k.device]
+            if index not in layers or any(index in s.layers for s in self._stores.values()):
+                layers, key = [index], (*key, index)  # a layer unlike those of its kind gets a store of its own
             store = _Store(
                 keys=k.new_zeros(len(layers), k.shape[1], self.slots, k.shape[3]),
                 values=v.new_zeros(len(layers), v.shape[1], self.slots, v.shape[3]),

@@ -275,7 +275,7 @@ class Prefill:
             return len(self.prompt)
         stop = min(self.num_computed + max(budget, 1), len(self.prompt))
         for first, last, medium in self._media_before(stop):
-            if medium.kind == "image" and stop < last:
+            if stop < last and (medium.kind == "image" or self._target.traits.bidirectional_images):
                 return last if first <= self.num_computed else first
         return stop
 

@@ -144,6 +144,7 @@ class MaskPlan:
 
     window: int | None  # sliding window in positions, or None
     kinds: tuple[str, ...]  # keys of the mask dictionary when layers differ; empty for a single tensor
+    full_is_causal: bool = False  # whether the entries that an attention mask shows ahead are for sliding layers alone
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,11 +168,13 @@ class MaskPlan:
         full = None
         if mask is not None:
             full = torch.zeros(*mask.shape[:2], longest + new, dtype=dtype, device=device)
-            full[:, :, longest:].masked_fill_(~mask, lowest)
+            shown = mask.tril(pending) if self.full_is_causal else mask
+            full[:, :, longest:].masked_fill_(~shown, lowest)
         elif count > 1:
             full = torch.full((1, count, longest + new), lowest, dtype=dtype, device=device)
             full = full.triu_(longest + pending + 1)
-        if self.window is None or (slot_shifts is None and longest + new <= self.window):
+        is_alike = slot_shifts is None and not (self.full_is_causal and mask is not None)
+        if self.window is None or (is_alike and longest + new <= self.window):
             return dict.fromkeys(self.names, full)
         if mask is None:
             mask = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)

@@ -90,6 +90,8 @@ def _packed(
             f"{type(module).__name__} changes its attention mask before it is used, so that rows cannot share a pass."
         )
     layer: Any = cache.layers[module.layer_idx]
+    if not layer.is_initialized:  # it attends to the entries of another layer
+        layer = key.saccade_layer  # type: ignore[attr-defined]
     out = []
     for span in cache.layout.spans:
         seen = slice(span.start, span.start + span.visible)
@@ -108,9 +110,10 @@ def _packed(
 
 @contextmanager
 def replaced_embeddings(
-    decoder: nn.Module, embeddings: Tensor | None, mask: Any, deepstack: Sequence[Tensor] = ()
+    decoder: nn.Module, embeddings: Tensor | None, places: Tensor, mask: Any, deepstack: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Replace the decoder's inputs ``[1, n, d]`` and deepstack features ``[n, d]`` while the context is open."""
+    """Replace the decoder's inputs ``[1, n, d]`` at ``places [1, n]`` (at all where the model hands it none) and its
+    deepstack features ``[n, d]`` while the context is open."""
     if embeddings is None:
         yield
         return
@@ -123,7 +126,9 @@ def replaced_embeddings(
                 f"{type(module).__name__} is not called with positions by name, so that its embeddings cannot be "
                 "replaced; use another model or plain text."
             )
-        kwargs = {**kwargs, "inputs_embeds": embeddings, "attention_mask": mask}
+        own = kwargs.get("inputs_embeds")
+        merged = embeddings if own is None else torch.where(places[..., None], embeddings, own)
+        kwargs = {**kwargs, "inputs_embeds": merged, "attention_mask": mask}
         if "input_ids" in kwargs:
             kwargs["input_ids"] = None
         if deepstack:
@@ -156,7 +161,13 @@ def captured_states(
     hidden: dict[int, Tensor] = {}
 
     def entering(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden[index] = (args[0] if args else kwargs["hidden_states"]).to(target.device)
+        states: Tensor = args[0] if args else kwargs["hidden_states"]
+        if states.dim() != 3:
+            raise ModelError(
+                f"{type(target.decoder).__name__} has several residual streams, so that the states between its layers "
+                "cannot be read; use a drafter that reads the last one's alone."
+            )
+        hidden[index] = states.to(target.device)
 
     def leaving(index: int, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
         hidden[index] = output.to(target.device)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import Parameter, signature
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -29,6 +30,27 @@ LAYER_TYPES = {"full_attention", "sliding_attention", *UNMASKED_TYPES}  # kinds 
 def layer_types(text_config: Any) -> list[str]:
     """Kinds of a decoder's layers; empty where they are alike."""
     return list(getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ())
+
+
+def sharing_modes(text_config: Any) -> list[str | None]:
+    """How layers share entries: ``store`` or ``reuse``; empty where none does."""
+    return list(getattr(text_config, "kv_sharing_modes", None) or ())
+
+
+def entry_shapes(text_config: Any, layers: int) -> list[tuple[int, int] | None]:
+    """Key-value heads and their size by layer; None for layers without entries of their own."""
+    types, modes = layer_types(text_config), sharing_modes(text_config)
+    shapes: list[tuple[int, int] | None] = []
+    rows = zip_longest(types, modes, text_config.per_layer_config, range(layers))
+    for kind, mode, config, _ in islice(rows, layers):
+        own = config or text_config
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        if kind in UNMASKED_TYPES or mode == "reuse":
+            shapes.append(None)
+        else:
+            shapes.append((heads, size))
+    return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +81,7 @@ class ModelTraits:
             model_type=config.model_type,
             text_type=text.model_type,
             tested=family.name in TESTED and text.model_type in DECODERS and known,
-            masks=MaskPlan(window=window, kinds=kinds),
+            masks=MaskPlan(window, kinds, family.full_is_causal),
             bidirectional_images=family.bidirectional_images,
             limits=ModelLimits.of(text),
         )

@@ -397,13 +397,14 @@ class PooledFeatures(_FewerTokens):
         else:
             hook = module.register_forward_pre_hook(lambda m, args: (pool(args[0]), *args[1:]))
         vision = self._model.config.vision_config
-        patch = vision.patch_size
+        patch = getattr(vision, "patch_size", None)
         try:
             if self._patch is not None:
                 vision.patch_size = self._patch
             yield
         finally:
-            vision.patch_size = patch
+            if self._patch is not None:
+                vision.patch_size = patch
             hook.remove()
 
 

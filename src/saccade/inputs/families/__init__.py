@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.errors import InputError
 from saccade.inputs.families.family import Family, Grid, Kind, Medium, Prompt, Tensors, digest
+from saccade.inputs.families.gemma import Gemma3n, Gemma4, Gemma4Unified
 from saccade.inputs.families.idefics import Idefics3, SmolVLM
 from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision, Pixtral
 from saccade.inputs.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
@@ -30,6 +31,7 @@ class Text(Family):
             "qwen3_next": "Qwen3-Next",
             "lfm2": "LFM2",
             "nemotron_h": "Nemotron-H",
+            "gemma4_text": "Gemma 4",
         }
     )
     decoders = tuple(names)
@@ -105,7 +107,7 @@ def register(family: type[Family]) -> None:
 
 for _family in (
     *(Text, Llava, LlavaNext, LlavaOnevision, Qwen2VL, Qwen25VL, Qwen3VL),
-    *(Idefics3, SmolVLM, Gemma3, Pixtral, InternVL, Florence2),
+    *(Idefics3, SmolVLM, Gemma3, Gemma3n, Gemma4, Gemma4Unified, Pixtral, InternVL, Florence2),
 ):
     register(_family)
 

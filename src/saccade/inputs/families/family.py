@@ -126,8 +126,9 @@ class Family(ABC):
     is_known: ClassVar[bool] = True
     reads_images: ClassVar[bool] = True  # whether it takes images at all
     is_resizable: ClassVar[bool] = False  # whether the number of visual tokens follows from a picture's size
-    # whether the tokens of an image attend to each other in both directions
-    bidirectional_images: ClassVar[bool] = False
+    # whether the tokens of an image, or of a frame, attend to each other in both directions
+    bidirectional_images: bool = False
+    full_is_causal: ClassVar[bool] = False  # whether they do so in sliding layers alone
     visual_keys: ClassVar[tuple[str, ...]] = VISUAL_KEYS  # forward arguments that hold images and videos
     join_dim: ClassVar[int] = 0  # dimension along which media of one row are concatenated
     padded_keys: ClassVar[tuple[str, ...]] = ()  # forward arguments that are padded with zeros to the largest medium
@@ -140,6 +141,7 @@ class Family(ABC):
     image_text: ClassVar[str] = "{}"  # an image in the tokenised prompt; `{}` are its placeholders
     # keyword arguments that the composite processor passes to its image processor
     image_options: Mapping[str, Any] = _NOTHING
+    image_processor: ClassVar[str | None] = None  # class of transformers, where the checkpoint's own needs torchvision
     whole_tile: ClassVar[int] = 0  # which of an image's tiles shows all of it
     video_defaults: ClassVar[Mapping[str, Any] | None] = None  # the video processor's defaults
     # sampling of files when a checkpoint names neither `num_frames` nor `fps`; transformers itself would then take
