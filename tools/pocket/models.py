@@ -5,8 +5,9 @@ token of their own and 2 x 2 pooling of each frame), around a plain Llama.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,28 @@ def embed(model: PocketModel, batch: Batch) -> Tensor:
     return inputs.masked_scatter(slots, torch.cat(pieces).to(inputs.dtype))
 
 
+@contextmanager
+def outputs_of(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
+    """A list that receives what modules return, in the order of their calls."""
+    seen: list[Any] = []
+    hooks = [module.register_forward_hook(lambda _module, _inputs, output: seen.append(output)) for module in modules]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def decode(model: PocketModel, inputs: Tensor, batch: Batch) -> Tensor:
+    """States `[B, N, d]` of a batch's embeddings behind the last norm."""
+    placed = {}
+    if batch.positions is not None:  # without a mask the class would treat skipped positions as packed sequences
+        mask = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        placed = {"position_ids": batch.positions.to(inputs.device), "attention_mask": mask}
+    hidden: Tensor = model.model.language_model(inputs_embeds=inputs, use_cache=False, **placed).last_hidden_state
+    return hidden
+
+
 def loss_of(
     model: PocketModel,
     batch: Batch,
@@ -126,19 +149,8 @@ def loss_of(
 ) -> Tensor:
     """Mean cross-entropy over the answer tokens, weighted by token (`token_weights`) and by place (`Batch.weights`)."""
     inputs = embed(model, batch)
-    placed = {}
-    if batch.positions is not None:  # without a mask the class would treat skipped positions as packed sequences
-        mask = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-        placed = {"position_ids": batch.positions.to(inputs.device), "attention_mask": mask}
-    language = model.model.language_model
-    states: list[Tensor] = []
-    hooked = language.layers if lesson is not None else ()
-    hooks = [layer.register_forward_hook(lambda _module, _inputs, output: states.append(output)) for layer in hooked]
-    try:
-        hidden = language(inputs_embeds=inputs, use_cache=False, **placed).last_hidden_state
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with outputs_of(model.model.language_model.layers if lesson is not None else ()) as states:
+        hidden = decode(model, inputs, batch)
     targets = batch.targets.to(model.device)
     in_answer = targets[:, 1:] != IGNORED
     labels = targets[:, 1:][in_answer]
