@@ -20,10 +20,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from families import (
+    _MINISTRAL_ROPE,
     _MROPE,
     BOS,
     FAMILIES,
     IMAGE,
+    IMAGE_BREAK,
+    IMAGE_END,
     PAD,
     REFUSED,
     UNKNOWN,
@@ -33,11 +36,17 @@ from families import (
     VOCAB,
     Collate,
     FamilyCase,
+    Inputs,
     Medium,
+    Piece,
+    Row,
     _concatenated,
+    _media,
+    _noise,
     _qwen_image,
     _qwen_video,
     _square_image,
+    _words,
     reference_greedy,
 )
 from harness import build
@@ -176,7 +185,163 @@ def _unlike(name: str, **parts: Any) -> FamilyCase:
     return _Unlike(name, build)
 
 
+def _views(tokens: int, size: int, *, wrapped: bool = False) -> Medium:
+    """One image as a whole, behind tiles of it in every second one; each of side ``size`` in pixels."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        tiles = 2 * (variant % 2)
+        tensors = {"pixel_values": _noise(generator, 1, 3, size, size), "num_local_patches": torch.tensor([tiles])}
+        if tiles:
+            tensors["pixel_values_local"] = _noise(generator, tiles, 3, size, size)
+        if wrapped:
+            view = (VISION_START, *(IMAGE,) * tokens, VISION_END)
+            return Piece(view * (tiles + 1), tensors)
+        return Piece((IMAGE,) * (tokens * (tiles + 1) + 1), tensors)
+
+    return build
+
+
+def _molmo_image(generator: torch.Generator, variant: int) -> Piece:
+    """A small view and a large one, whose patches are pooled two by two; rows end with a token of their own."""
+    rows, columns = [(2, 3), (3, 2), (2, 2)][variant % 3]
+    small, large = (
+        (VISION_START, *(*(IMAGE,) * 2, IMAGE_BREAK) * 2, VISION_END),
+        (*(IMAGE,) * columns, IMAGE_BREAK) * rows,
+    )
+    crops = 3
+    pooled = torch.randint(-1, crops * 16, (4 + rows * columns, 4), generator=generator)
+    pooled[:, 0] = pooled[:, 0].abs()
+    tensors = {
+        "pixel_values": _noise(generator, crops, 16, 3 * 4**2),
+        "image_token_pooling": pooled,
+        "image_grids": torch.tensor([[2, 2, rows, columns]]),
+        "image_num_crops": torch.tensor([crops]),
+    }
+    return Piece((*small, VISION_START, *large, VISION_END), tensors)
+
+
+def _molmo_video(generator: torch.Generator, variant: int) -> Piece:
+    """Frames behind their times."""
+    frames, rows, columns = [(2, 2, 2), (3, 1, 2), (2, 2, 1)][variant % 3]
+    frame = (VISION_START, *(IMAGE,) * (rows * columns), VISION_END)
+    tensors = {
+        "pixel_values_videos": _noise(generator, frames, 16, 3 * 4**2),
+        "video_token_pooling": torch.randint(0, frames * 16, (frames * rows * columns, 4), generator=generator),
+        "video_grids": torch.tensor([[frames, rows, columns]]),
+    }
+    ids = [token for _ in range(frames) for token in (*_words(generator, 2).ids, *frame)]
+    return Piece(tuple(ids), tensors)
+
+
+def _molmo(rows: list[Row]) -> Inputs:
+    """Media after one another; crops of several images share their indices, and wrappers count as image tokens."""
+    inputs, crops = _concatenated(rows), 0
+    if "image_token_pooling" in inputs:
+        parts = []
+        for pooled, count in zip(_media(rows, "image_token_pooling"), _media(rows, "image_num_crops"), strict=True):
+            parts.append(torch.where(pooled < 0, pooled, pooled + crops * 16))
+            crops += int(count)
+        inputs["image_token_pooling"] = torch.cat(parts)
+    ids = torch.tensor([[token for piece in rows[0] for token in piece.ids]])
+    visual = torch.tensor([IMAGE, IMAGE_BREAK, VISION_START, VISION_END])
+    return {**inputs, "mm_token_type_ids": torch.isin(ids, visual).long()}
+
+
+def _llama4_image(generator: torch.Generator, variant: int) -> Piece:
+    """One tile, or two of them behind one another and the whole image."""
+    tiles = 1 + 2 * (variant % 2)
+    tile = (IMAGE,) * 4
+    ids = (
+        (VISION_START, *tile, IMAGE_BREAK, *tile, IMAGE_END, *tile, VISION_END)
+        if tiles > 1
+        else (VISION_START, *tile, VISION_END)
+    )
+    return Piece(ids, {"pixel_values": _noise(generator, tiles, 3, 16, 16)})
+
+
+_LATENT = {"head_dim": 32, "num_key_value_heads": 4}
+_SAM = {
+    "hidden_size": 32,
+    "output_channels": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 4,
+    "window_size": 3,
+    "global_attn_indexes": [1],
+    "mlp_dim": 48,
+}
 _OTHER_CASES = (
+    # chunked attention, and a temperature that rises with the position
+    case(
+        "llama4",
+        _llama4_image,
+        text_config={
+            "num_hidden_layers": 4,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0, 1, 0],
+            "moe_layers": [1, 3],
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 8,
+            "floor_scale": 4,
+            "attn_scale": 4.0,
+            "num_experts_per_tok": 1,
+        },
+        vision_config={
+            "intermediate_size": 128,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    ),
+    # latent attention, whose queries are scaled beyond a position
+    case(
+        "mistral4",
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters={**_MINISTRAL_ROPE, "partial_rotary_factor": 0.5},
+        **_LATENT,
+    ),
+    case("mistral_large4"),
+    # one view of an image and tiles
+    case(
+        "step3p7",
+        _views(4, 32, wrapped=True),
+        text_config={
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "sliding_window": 12,
+            "num_sliding_attention_heads": 6,
+            "share_expert_dim": 32,
+            "query_pre_attn_scalar": 16,
+        },
+        vision_config={"image_size": 32, "max_position_embeddings": 64},
+    ),
+    case(
+        "deepseek_ocr2",
+        _views(144, 64),
+        text_config={"mlp_layer_types": ["dense", "sparse"]},
+        vision_config={
+            "sam_config": {**_SAM, "downsample_channels": [32, 32]},
+            "encoder_config": {"hidden_size": 32, "intermediate_size": 48, **_COMMON, "vocab_size": 8},
+        },
+    ),
+    case(
+        "molmo2",
+        _molmo_image,
+        video=_molmo_video,
+        collate=_molmo,
+        image_patch_id=IMAGE,
+        text_config={
+            "vocab_size": VOCAB - 8,
+            "additional_vocab_size": 8,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+            "rope_scaling_layers": [1],
+        },
+        vision_config={"image_size": [16, 16], "num_key_value_heads": 2},
+        adapter_config={"vision_feature_layer": [1, 0], "text_hidden_size": 64, "num_key_value_heads": 2},
+    ),
     # encoder-decoders
     _unlike("florence2"),
     _unlike("pix2struct"),

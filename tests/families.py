@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from processes import once_per_run
+from saccade.target_model.adapter import decoder_and_head
 
 VOCAB = 192
 PAD, BOS, EOS = 0, 1, 2
@@ -340,7 +341,7 @@ def _cached_reference(name: str, kind: str, row: int, length: int) -> tuple[int,
 
 def _sharpen(model: PreTrainedModel) -> None:
     """Draws weights anew, so that attention is peaked and logits spread (uses the global generator)."""
-    head = model.get_output_embeddings().weight
+    head = decoder_and_head(model)[1].weight
     embedding = model.get_input_embeddings().weight
     scaled_embedding = model.config.model_type.startswith("gemma")
     is_unscaled = model.config.model_type.startswith(("gemma3n", "gemma4"))
@@ -374,7 +375,7 @@ def perturbed(model: PreTrainedModel, noise: float, seed: int) -> PreTrainedMode
                 continue
             spread = parameter.std()
             parameter.add_(torch.randn(parameter.shape, generator=generator) * (noise * spread))
-        head = copied.get_output_embeddings().weight
+        head = decoder_and_head(copied)[1].weight
         head[:FIRST_WORD] = 0
         head[LAST_WORD + 1 :] = 0
     return copied
@@ -791,16 +792,9 @@ _UNKNOWN = (
     ),
 )
 
-_LLAMA4 = {"model_type": "llama4_text", "attention_chunk_size": 8, "floor_scale": 4, "head_dim": 16}
 _RECURRENT = {"model_type": "recurrent_gemma", "lru_width": 64, "attention_window_size": 16}
 _REFUSED = (
     _words_alone("doge", keep_window_size=12),
-    _seeing(
-        "llava_llama4",
-        _square_image(16, 16),
-        model_type="llava",
-        text={**_LLAMA4, "intermediate_size_mlp": 96, "num_local_experts": 2},
-    ),
     _seeing("llava_recurrent", _square_image(16, 16), model_type="llava", text=_RECURRENT),
 )
 

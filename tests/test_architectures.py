@@ -10,15 +10,15 @@ from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
 
 _PENDING = {
-    *("aria", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2"),
+    *("aria", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni"),
     *("deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "evolla", "exaone4_5", "fast_vlm"),
     *("fuyu", "gemma3n", "gemma4", "gemma4_unified", "git", "glm46v", "glm4v_moe", "glm5_next", "glm_ocr", "glmga"),
     *("got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics", "idefics2"),
     *("inkling2", "inkling_mm_model", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5", "lfm2_vl", "lfm3_vl"),
-    *("lighton_ocr", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral4"),
-    *("mistral_large4", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl"),
+    *("lighton_ocr", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl"),
+    *("muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl"),
     *("paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker"),
-    *("qwen3_omni_moe_thinker", "qwen4_exp", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llama_3"),
+    *("qwen3_omni_moe_thinker", "qwen4_exp", "shieldgemma2", "unlimited_ocr", "video_llama_3"),
     "video_llava",
 }
 """Architectures without a case yet."""

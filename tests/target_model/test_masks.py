@@ -17,29 +17,38 @@ LENGTHS = st.lists(st.integers(0, 6), min_size=3, max_size=3)
 HERE = torch.device("cpu")
 
 
-def naive_visible(tree: NaiveTree, length: int, node: int, entry: int, window: int | None) -> bool:
+def naive_visible(tree: NaiveTree, length: int, node: int, entry: int, window: int | None, chunk: int | None) -> bool:
     """Whether a node sees a row's entry: committed ones count up, the tree's nodes stand behind them by depth."""
     if entry >= length and entry - length not in tree.path(node):
         return False
-    position = entry if entry < length else length + tree.depth(entry - length)
-    return window is None or position > length + tree.depth(node) - window
+    position, own = entry if entry < length else length + tree.depth(entry - length), length + tree.depth(node)
+    in_chunk = chunk is None or position // chunk == own // chunk
+    return in_chunk and (window is None or position > own - window)
 
 
-def naive(row: NaiveTree, length: int, new: int, window: int | None) -> torch.Tensor:
+def naive(row: NaiveTree, length: int, new: int, window: int | None, chunk: int | None) -> torch.Tensor:
     """``[new, K]`` for the last ``new`` nodes of a row, over its own entries."""
     count = len(row.parents)
     entries = range(length + count)
     return torch.tensor(
-        [[naive_visible(row, length, node, entry, window) for entry in entries] for node in range(count - new, count)]
+        [
+            [naive_visible(row, length, node, entry, window, chunk) for entry in entries]
+            for node in range(count - new, count)
+        ]
     ).view(new, length + count)
 
 
 def assert_right(
-    mask: torch.Tensor | None, rows: list[NaiveTree], lengths: list[int], new: int, window: int | None
+    mask: torch.Tensor | None,
+    rows: list[NaiveTree],
+    lengths: list[int],
+    new: int,
+    window: int | None,
+    chunk: int | None = None,
 ) -> None:
     """Each row takes as many of the last columns as it has entries."""
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        expected = naive(row, length, new, window)
+        expected = naive(row, length, new, window, chunk)
         if mask is None:
             assert expected.all()
             continue
@@ -62,6 +71,18 @@ def test_masks_equal_naive_ones(rows: list[NaiveTree], lengths: list[int], data:
         built = build(MaskPlan(window, ()), tree, lengths, new)
         assert list(built) == ["all"]
         assert_right(built["all"], rows, lengths, new, window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(rows=3, max_nodes=6), LENGTHS, st.integers(1, 5))
+def test_chunks_are_counted_from_the_beginning_of_each_row(
+    rows: list[NaiveTree], lengths: list[int], chunk: int
+) -> None:
+    tree, new = draft_tree(rows), len(rows[0].parents)
+    kinds = "full_attention", "chunked_attention"
+    built = build(MaskPlan(None, kinds, chunk=chunk), tree, lengths, new)
+    for kind, each in zip(kinds, (None, chunk), strict=True):
+        assert_right(built[kind], rows, lengths, new, None, each)
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from architectures import ARCHITECTURES
 from families import _CLIP, FAMILIES, REFUSED, UNKNOWN, VIDEO, Piece, _text, _vision_language_model
 from saccade.errors import ModelError
 from saccade.hf import speculate
@@ -128,7 +129,7 @@ class ScalesFarQueries(Planted):
     def forward(self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
         out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
         if past_key_values is None and position_ids is not None:
-            out.logits = out.logits * (1 + (position_ids >= self.config.floor_scale)[..., None])
+            out.logits = out.logits * (1 + (position_ids >= self.config.original_max_position_embeddings)[..., None])
         return out
 
 
@@ -153,7 +154,6 @@ def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("llava_llama4", "'llava' around 'llama4_text' cannot be verified on trees: it has layers of type chunked"),
         ("llava_recurrent", "'llava' around 'recurrent_gemma' cannot be verified on trees: it has layers of type lin"),
         ("doge", "'doge' cannot be verified .* what it does with sequences longer than keep_window_size=12 is not"),
     ],
@@ -200,14 +200,23 @@ def test_a_window_that_the_model_reads_otherwise_is_noticed_whatever_its_length(
 
 def test_what_begins_behind_a_far_position_is_noticed() -> None:
     with pytest.raises(ModelError, match="logits differ"):
-        self_check(planted(ScalesFarQueries, floor_scale=500))
-    self_check(planted(ScalesFarQueries, floor_scale=5000))  # beyond its context: never reached
+        self_check(planted(ScalesFarQueries, original_max_position_embeddings=500))
+    self_check(planted(ScalesFarQueries, original_max_position_embeddings=5000))  # beyond its context: never reached
 
 
 def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:
     untried = Target(FAMILIES["ministral3"].model())
     object.__setattr__(untried.traits, "tested", False)
     self_check(untried)
+
+
+def test_positions_that_modules_derive_from_the_cache_follow_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 scales queries by the number of entries, among which are nodes of other branches."""
+    model = ARCHITECTURES["llama4"].model()
+    self_check(Target(model))
+    monkeypatch.setattr(cache.RowCache, "get_seq_length", lambda self, layer_idx=0: self.get_query_offset())
+    with pytest.raises(ModelError, match="logits differ"):
+        self_check(Target(model))
 
 
 def test_running_out_of_memory_is_not_blamed_on_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +233,7 @@ def test_a_bug_of_our_own_would_be_noticed(bug: str, monkeypatch: pytest.MonkeyP
     elif bug == "no cache gather":
         monkeypatch.setattr(cache.RowCache, "_move", lambda *_: None)
     else:
-        monkeypatch.setattr(forward.MaskPlan, "_in_window", lambda *_: torch.tensor(True))
+        monkeypatch.setattr(forward.MaskPlan, "_local", lambda *_: {"all": torch.tensor(True)})
     with pytest.raises(ModelError, match="logits differ"):
         self_check(untested("starcoder2", sliding_window=4))
 

@@ -152,7 +152,7 @@ def _eagle3(head: Eagle3, target: Target, to: str, target_name: str) -> Files:
     if head.has_lm_head:
         weights["lm_head.weight"] = state["lm_head.weight"]
     else:
-        lm_head: Tensor = target.model.get_output_embeddings().weight  # [V, d]
+        lm_head: Tensor = target.output_embeddings.weight  # [V, d]
         weights["lm_head.weight"] = (lm_head.float() * logit_map(target).factor).to(dtype)
     count = len(weights["lm_head.weight"])
     if count < config.vocab_size or to == "sglang":

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.inputs.families import join, type_ids, visual_mask
-from saccade.inputs.families.family import Medium, Prompt
+from saccade.inputs.families import arguments, visual_mask
+from saccade.inputs.families.family import Prompt
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
     ALL,
@@ -70,6 +70,16 @@ def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
         handle.remove()
 
 
+def decoder_and_head(model: Any) -> tuple[Any, Any]:
+    """Return the module with the decoder's layers and the LM head, which may be those of a wrapped language model."""
+    head, decoder, inner = model.get_output_embeddings(), None, model.get_decoder()
+    while inner is not decoder and not hasattr(inner, "layers"):
+        decoder, inner = inner, inner.get_decoder()
+        head = decoder.get_output_embeddings() if head is None else head
+        inner = getattr(decoder, "model", decoder) if inner is decoder else inner
+    return inner, head
+
+
 class Target:
     """A loaded model with the forwards of speculative decoding."""
 
@@ -79,8 +89,8 @@ class Target:
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
         self.traits = ModelTraits.of(self.config)
-        self.decoder: Any = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
-        if not hasattr(self.decoder, "layers"):
+        self.decoder, self.output_embeddings = decoder_and_head(self.model)
+        if not hasattr(self.decoder, "layers") or self.output_embeddings is None:
             raise ModelError(
                 f"{type(model).__name__} has no decoder layers; expected a causal language model or an "
                 "image-text-to-text model of transformers."
@@ -90,7 +100,7 @@ class Target:
         self.shards: Shards | None = getattr(self.decoder, HOLDER, None)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = compute_device(self._embeddings)
-        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = self.output_embeddings.weight.shape[0]
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self.has_rope_index = self._rope_index is not None  # whether positions are those of M-RoPE
@@ -197,7 +207,7 @@ class Target:
         if self.is_lean and not self.exact:
             assert self._lean is not None
             return self._lean.logits(states.flatten(0, -2)).view(*states.shape[:-1], -1)
-        return self.model.get_output_embeddings()(states)  # type: ignore[no-any-return]
+        return self.output_embeddings(states)  # type: ignore[no-any-return]
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
         """M-RoPE positions ``[3, 1, S]`` of a prompt's ids ``[1, S]`` and its rope delta; (None, 0) without M-RoPE."""
@@ -206,19 +216,16 @@ class Target:
         if not prompt.media:
             places = torch.arange(ids.shape[1], device=ids.device)
             return places.expand(3, 1, -1), 0
-        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
-        inputs |= join(self.config, prompt.media)
-        inputs |= type_ids(self.config, prompt.ids)
+        inputs = {"attention_mask": torch.ones_like(ids), **arguments(self.config, prompt)}
         names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
-        arguments = {name: inputs[name].to(ids.device) for name in names}
-        positions, delta = self._rope_index(ids, **arguments)
+        positions, delta = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
         return positions, int(delta.flatten()[0])
 
-    def media_inputs(self, media: Sequence[Medium]) -> dict[str, Any]:
-        """Arguments of the stock model for media, on its device and in its dtype."""
+    def media_inputs(self, prompt: Prompt) -> dict[str, Any]:
+        """Arguments of the stock model for a row's media and token types, on its device and in its dtype."""
         return {
             name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
-            for name, value in join(self.config, media).items()
+            for name, value in arguments(self.config, prompt).items()
         }
 
     # -- forwards ------------------------------------------------------------------------------------------
@@ -268,14 +275,14 @@ class Target:
         """
         ids = torch.tensor([prompt.ids], device=self.device)
         self._plan(cache, [TokenBlock([row], ids, logits_from=len(prompt) - 1, chain=len(prompt))])
-        inputs = self.media_inputs(prompt.media)
+        inputs = self.media_inputs(prompt)
         inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
         positions, _ = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions
         with captured_states(self, requirements.layers, requirements.final) as hidden:
             logits = self.model(input_ids=ids, **inputs).logits
-        return ForwardOutput(logits, hidden)
+        return ForwardOutput(logits[:, -1:], hidden)
 
     def _run(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         if self.is_lean:
@@ -313,6 +320,8 @@ class Target:
         capturing = captured_states(self, requirements.layers, requirements.final)
         with packing(self.decoder, cache), capturing as hidden, replacing:
             logits = self.model(**inputs).logits[0].to(self.device)
+        if logit_indices is not None and len(logits) == tokens.shape[1]:  # some models return all logits regardless
+            logits = logits[logit_indices]
         return split_outputs(blocks, logits, {i: s[0] for i, s in hidden.items()})
 
     def _embedded(self, blocks: Sequence[TokenBlock]) -> Tensor:
@@ -343,7 +352,7 @@ class Target:
             )
         if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
             positions = [p.expand(3, -1) for p in positions]
-        joint = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
+        joint = cache.positions = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
         if not any(block.logits_from for block in blocks):
             return layout, joint, None
         indices, start = [], 0

@@ -102,8 +102,7 @@ class RowLayer(CacheLayerMixin):
         return self._owner.layout.spans[0].visible, 0
 
     def get_seq_length(self) -> int:
-        span = self._owner.layout.spans[0]
-        return span.visible - span.count
+        return self._owner.get_query_offset()
 
     def get_max_length(self) -> int:
         return self._owner.slots
@@ -137,6 +136,7 @@ class RowCache(Cache):
         self.lengths = [0] * rows  # committed entries per row, on the host
         self.pending = [0] * rows  # entries per row that are written and neither committed nor dropped
         self.layout = Layout([], slice(0, 0))  # of the current forward
+        self.positions = torch.zeros(1, 0, dtype=torch.long)  # `[3 or 1, T]` of its tokens
         self.slots = 0
         self.max_slots = max_slots  # size that the arena exceeds only where all segments together do
         self.moves = 0  # how often the arena was allocated, so that its addresses changed
@@ -151,6 +151,18 @@ class RowCache(Cache):
         """Bytes allocated so far."""
         kept = 0 if self.states is None else self.states.nbytes
         return sum(tensor.nbytes for tensor in self._tensors()) + kept
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Entries before the running row's tokens; for a given layer ``[n]`` tokens before each minus its index, from
+        which modules derive positions that no argument gives them (Llama 4)."""
+        if layer_idx is None:
+            return self.get_query_offset()
+        here = self.positions[0].to(self._devices[layer_idx])
+        return here - torch.arange(len(here), device=here.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        span = self.layout.spans[0]
+        return span.visible - span.count
 
     def capacity(self, row: int) -> int:
         """Slots of a row's segment."""

@@ -319,7 +319,7 @@ class Prefill:
             embeddings = None if embeddings is None else embeddings[:, chosen - start]
             deepstack = tuple(layer[chosen - start] for layer in deepstack)
         shifts = None
-        if self._target.traits.masks.window is not None and any(d < start for d in self._dropped):
+        if self._target.traits.masks.reach is not None and any(d < start for d in self._dropped):
             table = [slot_shifts(start, self._dropped)]
             shifts = torch.tensor(table, device=device, dtype=torch.long)
         block = TokenBlock(
@@ -395,7 +395,7 @@ class Prefill:
         content, length = self._content, len(self.prompt)
         self.result.logits = logits
         content.rope_delta, content.prompt_length = self._rope_delta + len(self._dropped), length
-        has_gaps = self._dropped and self._target.traits.masks.window is not None
+        has_gaps = self._dropped and self._target.traits.masks.reach is not None
         content.slot_shifts = slot_shifts(length, self._dropped) if has_gaps else None
         for layer in self._hidden[0] if self._hidden else ():
             self.result.hidden[layer] = torch.cat([states[layer] for states in self._hidden])

@@ -145,6 +145,12 @@ class MaskPlan:
     window: int | None  # sliding window in positions, or None
     kinds: tuple[str, ...]  # keys of the mask dictionary when layers differ; empty for a single tensor
     full_is_causal: bool = False  # whether the entries that an attention mask shows ahead are for sliding layers alone
+    chunk: int | None = None  # positions of the chunks beyond which a layer does not attend (Llama 4), or None
+
+    @property
+    def reach(self) -> int | None:
+        """Longest sequence that all layers attend to in full; None without a bound."""
+        return min((n for n in (self.window, self.chunk) if n is not None), default=None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,29 +180,34 @@ class MaskPlan:
             full = torch.full((1, count, longest + new), lowest, dtype=dtype, device=device)
             full = full.triu_(longest + pending + 1)
         is_alike = slot_shifts is None and not (self.full_is_causal and mask is not None)
-        if self.window is None or (is_alike and longest + new <= self.window):
+        if self.reach is None or (is_alike and longest + new <= self.reach):
             return dict.fromkeys(self.names, full)
         if mask is None:
             mask = torch.ones(1, count, new, dtype=torch.bool, device=device).tril(pending)
         if depth is None:
             depth = torch.arange(new, device=device)[None]
-        inside = self._in_window(longest, depth, count, slot_shifts)
-        window = additive(pad(mask, (longest, 0), value=True) & inside, dtype)
+        causal = pad(mask, (longest, 0), value=True)
+        local = self._local(lengths, depth, count, slot_shifts)
+        masks = {kind: additive(causal & near, dtype) for kind, near in local.items()}
         if not self.kinds:
-            return {ALL: window}
-        return {kind: window if kind == "sliding_attention" else full for kind in self.kinds}
+            return {ALL: masks.popitem()[1]}
+        return {kind: masks.get(kind, full) for kind in self.kinds}
 
-    def _in_window(self, longest: int, depth: Tensor, count: int, shifts: Tensor | None) -> Tensor:
-        """``[A or 1, n, W]`` bool; entries inside each new one's window, which counts positions, not entries."""
-        assert self.window is not None
+    def _local(self, lengths: Sequence[int], depth: Tensor, count: int, shifts: Tensor | None) -> dict[str, Tensor]:
+        """``[A or 1, n, W]`` bool per kind; entries near each new one, by positions and not by entries."""
+        longest, near = max(lengths), {}
         cached = torch.arange(-longest, 0, device=depth.device)[None]
         if shifts is not None:  # negative padding crops
             cached = cached + pad(shifts, (longest - shifts.shape[1], 0))
         rows = max(cached.shape[0], depth.shape[0])
-        positions = cached.expand(rows, -1), depth.expand(rows, -1)
-        key = torch.cat(positions, 1)
-        query = depth[:, depth.shape[1] - count :]
-        return key[:, None] > query[..., None] - self.window
+        key = torch.cat([cached.expand(rows, -1), depth.expand(rows, -1)], 1)[:, None]
+        query = depth[:, depth.shape[1] - count :, None]
+        if self.window is not None:
+            near["sliding_attention"] = key > query - self.window
+        if self.chunk is not None:
+            starts = torch.tensor(lengths, device=depth.device)[:, None, None]
+            near["chunked_attention"] = (key + starts) // self.chunk == (query + starts) // self.chunk
+        return near
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

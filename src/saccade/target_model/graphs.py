@@ -112,7 +112,7 @@ class GraphPool:
         self.enabled = True
         self.moves = 0
         self.lock = Lock()
-        head = target.model.get_output_embeddings()
+        head = target.output_embeddings
         self._weights = [*target.decoder.parameters(), *target.decoder.buffers()]
         self._weights += head.parameters()
         self._addresses = [w.data_ptr() for w in self._weights]

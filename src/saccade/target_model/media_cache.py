@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from saccade.inputs.families import type_ids
-from saccade.inputs.families.family import Medium
+from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target, ending_at
 
 MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
@@ -122,11 +121,9 @@ class MediaCache:
 def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     """Run a stock model up to its decoder on one medium's placeholders."""
     row = torch.tensor([list(ids)], device=model.device)
-    types = {name: value.to(model.device) for name, value in type_ids(model.config, ids).items()}
     places = torch.arange(len(ids), device=model.device)[None]
     inputs = {
-        **model.media_inputs([medium]),
-        **types,
+        **model.media_inputs(Prompt(tuple(ids), (medium,))),
         "position_ids": places.expand(3, 1, -1) if model.has_rope_index else places,
     }
     with ending_at(model.decoder) as inputs_of_decoder:

@@ -17,7 +17,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.forward import replaced
 from saccade.target_model.recurrent import RECURRENT_TYPES, has_tree_form
-from saccade.target_model.traits import LAYER_TYPES, Thresholds, layer_types, ordinary_ids
+from saccade.target_model.traits import LAYER_TYPES, WINDOWS, Thresholds, layer_types, ordinary_ids
 from saccade.tree import TreeShape, ancestors_of
 
 PROMPT_LENGTH = 6
@@ -44,7 +44,7 @@ def self_check(target: Target) -> None:
     if thresholds.unknown:
         named = ", ".join(f"{name}={value}" for name, value in thresholds.unknown.items())
         raise _refusal(target, f"what it does with sequences longer than {named} is not known")
-    windows = thresholds.windows if target.traits.masks.window is not None else ()
+    windows = thresholds.windows if target.traits.masks.reach is not None else ()
     near = [n for n in windows if n <= LONGEST]
     lengths = {PROMPT_LENGTH}
     for window in near:
@@ -121,9 +121,13 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
 
 
 def _window(target: Target, length: int) -> AbstractContextManager[None]:
-    """Replace the window of the configuration and of the target's masks while the context is open."""
-    traits = replace(target.traits, masks=replace(target.traits.masks, window=length))
-    return replaced([(target.text_config, "sliding_window", length), (target, "traits", traits)])
+    """Replace the windows of the configuration, modules and masks while the context is open."""
+    masks = target.traits.masks
+    window, chunk = (None if n is None else length for n in (masks.window, masks.chunk))
+    traits = replace(target.traits, masks=replace(masks, window=window, chunk=chunk))
+    owners = [(owner, name) for name in WINDOWS for owner in (target.text_config, *target.decoder.modules())]
+    lengths = [(owner, name, length) for owner, name in owners if isinstance(getattr(owner, name, None), int)]
+    return replaced([*lengths, (target, "traits", traits)])
 
 
 def _refusal(target: Target, why: str) -> ModelError:
@@ -168,7 +172,7 @@ def logit_map(target: Target) -> LogitMap:
         probes.append((sizes * signs).to(output.dtype))
         return probes[-1].expand_as(output).clone()
 
-    handle = target.model.get_output_embeddings().register_forward_hook(replace)
+    handle = target.output_embeddings.register_forward_hook(replace)
     try:
         logits = Context(target, 1).load(0, Prompt(tuple(ids))).logits
     finally:

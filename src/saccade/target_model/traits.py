@@ -24,7 +24,12 @@ DECODERS = {decoder for family in FAMILIES.values() if family.is_tested for deco
 """``model_type`` of the language models in that suite, alone or inside a VLM: a VLM of a tested family around any other
 one is checked at load like an unknown architecture."""
 
-LAYER_TYPES = {"full_attention", "sliding_attention", *UNMASKED_TYPES}  # kinds of layers that run on trees
+LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    *UNMASKED_TYPES,
+}  # kinds of layers that run on trees
 
 
 def layer_types(text_config: Any) -> list[str]:
@@ -72,6 +77,7 @@ class ModelTraits:
         window = getattr(text, "sliding_window", None)
         if types and "sliding_attention" not in types:
             window = None
+        chunk = text.attention_chunk_size if "chunked_attention" in types else None
         kinds = tuple(sorted(types)) if len(types) > 1 else ()
         family = family_of(config)
         # Options that a class does not declare are kept by transformers, but not read by the model.
@@ -81,7 +87,7 @@ class ModelTraits:
             model_type=config.model_type,
             text_type=text.model_type,
             tested=family.name in TESTED and text.model_type in DECODERS and known,
-            masks=MaskPlan(window, kinds, family.full_is_causal),
+            masks=MaskPlan(window, kinds, family.full_is_causal, chunk),
             bidirectional_images=family.bidirectional_images,
             limits=ModelLimits.of(text),
         )
@@ -139,14 +145,16 @@ _NOT_LENGTH_NAME = re.compile(
     r"window_layers|window_pattern|use_|num_local|mamba_chunk|^chunk_size$|^(n|max)_positions"
 )
 """Similar names of layer counts, switches and numbers of experts."""
-_WINDOW, _POSITIONS = "sliding_window", ("original_max_position_embeddings", "floor_scale")
+WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""Names of lengths that count tokens."""
+_POSITIONS = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
     """Lengths in tokens named in a configuration."""
 
-    windows: tuple[int, ...]  # sliding attention windows, enforced by masks
+    windows: tuple[int, ...]  # in tokens: of sliding attention, chunks and steps of temperature
     positions: tuple[int, ...]  # beyond which queries or rotary angles are computed differently at any prefix
     unknown: dict[str, int]  # name -> value of options that look like lengths of neither kind
 
@@ -154,9 +162,10 @@ class Thresholds:
     def of(cls, text_config: Any) -> Thresholds:
         """Read a decoder's configuration."""
         lengths = list(_lengths(text_config.to_dict()))
-        windows = {value for name, value in lengths if name == _WINDOW}
-        positions = {value for name, value in lengths if name in _POSITIONS}
-        unknown = {name: value for name, value in lengths if name not in (_WINDOW, *_POSITIONS)}
+        known = WINDOWS if "chunked_attention" in layer_types(text_config) else WINDOWS[:1]
+        windows = {value for name, value in lengths if name in known}
+        positions = {value for name, value in lengths if name == _POSITIONS}
+        unknown = {name: value for name, value in lengths if name not in (*known, _POSITIONS)}
         return cls(tuple(sorted(windows)), tuple(sorted(positions)), unknown)
 
     def probe_positions(self, context: int | None) -> list[int]:

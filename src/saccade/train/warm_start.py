@@ -108,7 +108,7 @@ def choose_vocabulary(head: Eagle3, target: Target, source: Source) -> str:
         ids = torch.tensor(answer, dtype=torch.long)
         counts += torch.bincount(ids[ids < len(counts)], minlength=len(counts))
     ids = counts.argsort(descending=True, stable=True)[: head.config.options["own_vocabulary"]].sort().values  # `[N]`
-    rows = target.model.get_output_embeddings().weight[ids.to(target.device)].float() * logit_map(target).factor
+    rows = target.output_embeddings.weight[ids.to(target.device)].float() * logit_map(target).factor
     assert head.token_ids is not None
     head.token_ids.copy_(ids)
     head.lm_head.weight.data.copy_(rows)

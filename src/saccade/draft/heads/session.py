@@ -80,7 +80,7 @@ class HeadDrafter(Drafter):
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Return logits ``[B, N, V]`` of the head's outputs ``[B, N, d]`` of a draft step, on the target's scale."""
-        weight = self.target.model.get_output_embeddings().weight
+        weight = self.target.output_embeddings.weight
         states = hidden if self.head.has_lm_head else hidden.to(weight.device, weight.dtype)
         logits = self.head.logits(states, self.target.lm_head, step).to(self.target.device)
         return self._map(logits)

@@ -180,6 +180,12 @@ def type_ids(config: Any, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
     return {family.types: types}
 
 
+def arguments(config: Any, prompt: Prompt) -> dict[str, Tensor]:
+    """Forward arguments of one row's media and token types."""
+    made = join(config, prompt.media) | type_ids(config, prompt.ids)
+    return {name: value[:, : len(prompt)] if name in _TYPES else value for name, value in made.items()}
+
+
 def visual_mask(config: Any, ids: Sequence[int] | Tensor) -> Tensor:
     """Mask of image and video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
     tensor = torch.as_tensor(ids)

@@ -138,7 +138,7 @@ def lm_head_of(target: Target) -> LMHead:
 
     That is the LM head with the factor or soft cap of targets that have one, with which heads draft, too.
     """
-    module, mapped = target.model.get_output_embeddings(), logit_map(target)
+    module, mapped = target.output_embeddings, logit_map(target)
 
     def logits(states: Tensor) -> Tensor:
         with torch.autocast(states.device.type, enabled=False):
