@@ -20,10 +20,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from families import (
+    _DELTA,
+    _INTERLEAVED_MROPE,
     _MINISTRAL_ROPE,
     _MROPE,
     BOS,
     FAMILIES,
+    FIRST_WORD,
     IMAGE,
     IMAGE_BREAK,
     IMAGE_END,
@@ -43,6 +46,7 @@ from families import (
     _concatenated,
     _media,
     _noise,
+    _pad_to,
     _qwen_image,
     _qwen_video,
     _square_image,
@@ -355,7 +359,100 @@ _OTHER_CASES = (
     # forwards that need the picture again
     *(_unlike(name) for name in ("blip", "blip-2", "instructblip", "instructblipvideo")),
 )
-ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in (*_CASES, *_OTHER_CASES)}
+
+
+def _padded_patches(generator: torch.Generator, variant: int) -> Piece:
+    """Patches padded to 24 with a mask (LFM2-VL)."""
+    height, width = [(4, 6), (4, 4), (2, 6)][variant % 3]
+    count = height * width
+    tensors = {
+        "pixel_values": _pad_to(_noise(generator, 1, count, 3 * 4**2), (1, 24, 3 * 4**2)),
+        "pixel_attention_mask": (torch.arange(24) < count).long()[None],
+        "spatial_shapes": torch.tensor([[height, width]]),
+    }
+    return Piece((VISION_START, *(IMAGE,) * (count // 4), VISION_END), tensors)
+
+
+def _strip(merged: int, kind: str = "image") -> Medium:
+    """Patches in one long strip, of which ``merged`` become a token (MiniCPM-V); a video has two frames of one size."""
+    end, frames = ("", 1) if kind == "image" else ("_videos", 2)
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        height, width = [(8, 8), (4, 8), (8, 4)][variant % 3]
+        one = (VISION_START, *({"image": IMAGE, "video": VIDEO}[kind],) * (height * width // merged), VISION_END)
+        tensors = {
+            f"pixel_values{end}": _noise(generator, 1, 3, 4, 4 * frames * height * width),
+            f"target_sizes{end}": torch.tensor([[height, width]] * frames),
+        }
+        return Piece(one * frames, tensors)
+
+    return build
+
+
+def _strips(rows: list[Row]) -> Inputs:
+    names = ("pixel_values", "target_sizes", "pixel_values_videos", "target_sizes_videos")
+    media = {name: _media(rows, name) for name in names}
+    return {name: torch.cat(parts, -1 if "pixel" in name else 0) for name, parts in media.items() if parts}
+
+
+def _flat_patches(generator: torch.Generator, variant: int) -> Piece:
+    """Patches of all images one after another (Nemotron-H Omni)."""
+    height, width = [(4, 6), (4, 4), (2, 6)][variant % 3]
+    count = height * width
+    tensors = {"pixel_values": _noise(generator, count, 3 * 4**2), "image_grid_hw": torch.tensor([[height, width]])}
+    return Piece((VISION_START, *(IMAGE,) * (count // 4), VISION_END), tensors)
+
+
+_CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+_STRIPS: dict[str, Any] = {
+    "collate": _strips,
+    "text_config": {**_DELTA, "num_hidden_layers": 3, "rope_parameters": _INTERLEAVED_MROPE},
+}
+_HYBRID_CASES = (
+    case("lfm2_vl", _padded_patches, collate=_concatenated, vision_config={"num_patches": 16}, text_config=_CONV),
+    case(
+        "lfm3_vl",
+        _qwen_image,
+        video=_qwen_video(),
+        text_config={
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "num_hidden_layers": 4,
+            "sliding_window": 16,
+        },
+        vision_config={"layer_types": ["conv", "full_attention"], "temporal_patch_size": 2},
+    ),
+    case(
+        "nemotron_h_omni",
+        _flat_patches,  # no video, at which transformers 5.23 itself fails
+        vision_hidden_size=32,
+        projector_hidden_size=32,
+        vision_config={"max_img_size": 64, "video_temporal_patch_size": 2},
+        text_config={
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    case("minicpmv4_6", _strip(16), video=_strip(16, "video"), vision_config={"insert_layer_id": 0}, **_STRIPS),
+    case("minicpm_ocr", _strip(4), video=_strip(4, "video"), vision_config={"insert_layer_id": 0}, **_STRIPS),
+    case(
+        "minicpmv4_7",
+        _strip(16),
+        video=_strip(16, "video"),
+        types="mm_token_type_ids",
+        image_start_id=VISION_START,
+        image_end_id=VISION_END,
+        slice_start_id=IMAGE_BREAK,
+        slice_end_id=IMAGE_END,
+        newline_id=FIRST_WORD,
+        vision_config={"insert_layer_id": 0},
+        **_STRIPS,
+    ),
+)
+ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in (*_CASES, *_HYBRID_CASES, *_OTHER_CASES)}
 """Architectures outside the conformance suite, by ``model_type``."""
 
 
