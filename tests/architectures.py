@@ -168,8 +168,6 @@ _CASES = (
     case("aya_vision", _square_image(4, 16)),
     # patches with a grid
     case("glm4v", _qwen_image, **_GRIDS, text_config={"rope_parameters": _MROPE}),
-    # others
-    case("mllama"),
 )
 
 
@@ -263,6 +261,30 @@ def _llama4_image(generator: torch.Generator, variant: int) -> Piece:
     return Piece(ids, {"pixel_values": _noise(generator, tiles, 3, 16, 16)})
 
 
+def _mllama_image(generator: torch.Generator, variant: int) -> Piece:
+    """A single token; up to four tiles of the image, which differ in their arrangement."""
+    number, tiles = [(1, 1), (2, 2), (3, 2)][variant % 3]
+    pixels = torch.zeros(1, 1, 2, 3, 16, 16)
+    pixels[:, :, :tiles] = _noise(generator, 1, 1, tiles, 3, 16, 16)
+    tensors = {
+        "pixel_values": pixels,
+        "aspect_ratio_ids": torch.tensor([[number]]),
+        "aspect_ratio_mask": (torch.arange(2) < tiles).long()[None, None],
+    }
+    return Piece((IMAGE,), tensors)
+
+
+def _mllama(rows: list[Row]) -> Inputs:
+    """All images of the row, and which tokens attend to which: those from its token to the next one."""
+    media = [piece for piece in rows[0] if piece.tensors]
+    if not media:
+        return {}
+    inputs = {name: torch.cat([piece.tensors[name] for piece in media], 1) for name in media[0].tensors}
+    ids = torch.tensor([token for piece in rows[0] for token in piece.ids])
+    current = (ids == IMAGE).cumsum(0)[:, None] == torch.arange(1, len(media) + 1)
+    return {**inputs, "cross_attention_mask": current[None, :, :, None] * inputs["aspect_ratio_mask"][:, None]}
+
+
 _LATENT = {"head_dim": 32, "num_key_value_heads": 4}
 _SAM = {
     "hidden_size": 32,
@@ -296,6 +318,21 @@ _OTHER_CASES = (
             "vision_output_dim": 32,
             "projector_input_dim": 32,
             "projector_output_dim": 32,
+        },
+    ),
+    # cross-attention to pictures
+    case(
+        "mllama",
+        _mllama_image,
+        collate=_mllama,
+        text_config={"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        vision_config={
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "vision_output_dim": 96,
+            "max_num_tiles": 2,
+            "intermediate_layers_indices": [0, 1],
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
         },
     ),
     # latent attention, whose queries are scaled beyond a position

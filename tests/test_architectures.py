@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from architectures import ARCHITECTURES, NAMES, PAGE, rows
-from families import FAMILIES, REFUSED, UNKNOWN
+from families import FAMILIES, FIRST_WORD, IMAGE, REFUSED, UNKNOWN, reference_greedy
+from harness import build
+from saccade.engine import Request
 from saccade.errors import ModelError
+from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 
 _PENDING = {
@@ -26,6 +29,20 @@ _PENDING = {
 
 def test_every_architecture_of_transformers_has_a_case() -> None:
     assert NAMES.keys() - {*FAMILIES, *UNKNOWN, *REFUSED, *ARCHITECTURES} <= _PENDING
+
+
+def test_cross_attended_pictures_leave_a_row_with_all_tokens_that_saw_them() -> None:
+    """The second prompt begins with the words in front of the first one's picture, which they attended to."""
+    case = ARCHITECTURES["mllama"]
+    first = case.row_inputs("image", 0)
+    target = Target(case.model())
+    engine = build(target, Target(case.draft_model()), "chain")
+    session = engine.open(1)
+    ids = first["input_ids"].masked_fill(first["input_ids"] == IMAGE, FIRST_WORD)
+    for inputs in (first, {"input_ids": ids}, first):
+        (prompt,) = split(target.config, inputs)
+        (output,) = engine.generate([Request(prompt)], max_new_tokens=24, session=session)
+        assert output.tokens == reference_greedy(case.model(), inputs, 24)[0]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from saccade.errors import ModelError
 from saccade.inputs.families import arguments, visual_mask
 from saccade.inputs.families.family import Prompt
-from saccade.target_model.cache import RowCache
+from saccade.target_model.cache import Carried, RowCache
 from saccade.target_model.forward import (
     ALL,
     ForwardOutput,
@@ -42,10 +43,14 @@ from saccade.target_model.traits import (
     ModelTraits,
     check_generation,
     compute_device,
+    crossing_layers,
     entry_shapes,
     layer_types,
     sharing_modes,
 )
+
+_STOCK_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+"""Forward arguments that every model takes."""
 
 
 class _Reached(Exception):
@@ -109,6 +114,9 @@ class Target:
         types = layer_types(self.text_config)
         self._recurrent = [i for i, kind in enumerate(types) if kind in RECURRENT_TYPES]
         self._shapes = entry_shapes(self.text_config, len(self.layers))
+        self._crossing = crossing_layers(self.text_config)
+        # whether its layers read pictures beside the sequence (cross-attention)
+        self._reads_beside = any("Cross" in type(module).__name__ for module in self.decoder.modules())
         if self._recurrent:
             wrap_functions(self.decoder)
         self._packs = self.traits.tested and can_switch_attention(self.decoder)
@@ -196,7 +204,7 @@ class Target:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
         if self.graphs is not None:
             return self.graphs.cache(self._layer_devices, rows, max_slots)
-        return RowCache(self._layer_devices, rows, max_slots, self._recurrent, self._shapes)
+        return RowCache(self._layer_devices, rows, max_slots, self._recurrent, self._shapes, self._crossing)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""
@@ -281,8 +289,27 @@ class Target:
         if positions is not None:
             inputs["position_ids"] = positions
         with captured_states(self, requirements.layers, requirements.final) as hidden:
-            logits = self.model(input_ids=ids, **inputs).logits
-        return ForwardOutput(logits[:, -1:], hidden)
+            output = self.model(input_ids=ids, **inputs)
+        if self._reads_beside:
+            cache.carried[row] = self._carried(output, ids, inputs)
+        return ForwardOutput(output.logits[:, -1:], hidden)
+
+    def _carried(self, output: Any, ids: Tensor, inputs: dict[str, Any]) -> Carried:
+        """What `generate` passes with the next token behind a prompt, besides what all models take."""
+        given = {name: value for name, value in inputs.items() if name not in _STOCK_INPUTS}
+        later = self.model._update_model_kwargs_for_generation(output, dict(given), is_encoder_decoder=False)
+        later.update(past_key_values=None, use_cache=True)
+        step = self.model.prepare_inputs_for_generation(pad(ids, (0, 1)), next_sequence_length=1, **later)
+        carried = Carried()
+        for name, value in step.items():
+            if name in _STOCK_INPUTS or not isinstance(value, Tensor):
+                continue
+            is_per_token = name in given and given[name].shape[1] == ids.shape[1]
+            if is_per_token and value.shape[1] == 1:
+                carried.each[name] = value
+            else:
+                carried.fixed[name] = value
+        return carried
 
     def _run(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         if self.is_lean:
@@ -393,6 +420,8 @@ class Target:
         masks.update(dict.fromkeys(UNMASKED_TYPES & masks.keys()))
         mask: Any = masks if self.traits.masks.kinds else masks[ALL]
         inputs = self._stock_inputs(block.tokens, mask, positions, cache)
+        if span.row in cache.carried:
+            inputs |= cache.carried[span.row].of(span.count)
         if block.logits_from:
             first = block.count - max(block.count - block.logits_from, 1)
             needs_all = self._shares_entries and bool(requirements.any or self._stock_contexts)

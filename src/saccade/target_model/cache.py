@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,21 @@ class _Store:
     keys: Tensor
     values: Tensor
     layers: list[int]  # layer indices in storage order
+
+
+@dataclass(slots=True)
+class Carried:
+    """Forward arguments of a prompt that the row's later tokens need again."""
+
+    fixed: dict[str, Tensor] = field(default_factory=dict)
+    each: dict[str, Tensor] = field(default_factory=dict)  # `[1, 1, ...]` those of one token
+
+    def of(self, count: int) -> dict[str, Tensor]:
+        """Arguments of ``count`` tokens."""
+        arguments = dict(self.fixed)
+        for name, value in self.each.items():
+            arguments[name] = value.repeat_interleave(count, 1)
+        return arguments
 
 
 @dataclass(slots=True)
@@ -108,6 +123,47 @@ class RowLayer(CacheLayerMixin):
         return self._owner.slots
 
 
+class CrossLayer(CacheLayerMixin):
+    """A cross-attention layer of a `RowCache`, whose entries are those of a row's pictures for all its tokens."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # by row, keys and values `[1, H, P, D]`
+        self._row = 0  # of the forward under way
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows' entries."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.held.values())
+
+    def select(self, row: int) -> None:
+        """Show the entries of the row that runs next."""
+        self._row, self.is_initialized = row, row in self.held
+        self.keys, self.values = self.held.get(row, (None, None))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take the entries of the pictures of the row's prompt."""
+        self.held[self._row] = key_states, value_states
+        self.select(self._row)
+        return key_states, value_states
+
+    def lazy_initialization(self, *_: Any, **__: Any) -> None:
+        """Entries come with the first picture."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2] if self.keys is not None else 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
 class RowCache(Cache):
     """KV cache of up to ``rows`` rows, each with a segment of its own."""
 
@@ -120,12 +176,17 @@ class RowCache(Cache):
         max_slots: int = sys.maxsize,
         recurrent: Sequence[int] = (),
         shapes: Sequence[tuple[int, int] | None] = (),
+        crossing: Sequence[int] = (),
     ) -> None:
         self.states = RecurrentStates(rows, len(recurrent)) if recurrent else None  # of recurrent layers
         layers: list[Any] = [RowLayer(self, i) for i in range(len(layer_devices))]
         for place, index in enumerate(recurrent):
             assert self.states is not None
             layers[index] = self.states.layers[place]
+        self._crossing = [CrossLayer() for _ in crossing]  # cross-attention layers
+        for index, layer in zip(crossing, self._crossing, strict=True):
+            layers[index] = layer
+        self.carried: dict[int, Carried] = {}  # by row with pictures that its later tokens need
         super().__init__(layers=layers)
         # by layer, heads and their size; None without entries of its own
         self._shapes = list(shapes)
@@ -150,7 +211,8 @@ class RowCache(Cache):
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         kept = 0 if self.states is None else self.states.nbytes
-        return sum(tensor.nbytes for tensor in self._tensors()) + kept
+        pictures = sum(layer.nbytes for layer in self._crossing)
+        return sum(tensor.nbytes for tensor in self._tensors()) + pictures + kept
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Entries before the running row's tokens; for a given layer ``[n]`` tokens before each minus its index, from
@@ -212,6 +274,8 @@ class RowCache(Cache):
                 spans.append(Span(row, at, count, start, visible, _masks_of(masks, place)))
                 self.pending[row] += count
                 at += count
+        for layer in self._crossing:
+            layer.select(spans[0].row)
         if is_single:
             stop = spans[0].start + spans[0].visible
             self.layout = Layout(spans, slice(stop - at, stop), self.slots)
@@ -246,9 +310,7 @@ class RowCache(Cache):
 
     def release(self, row: int) -> None:
         """Free a row's segment; zero it, because masked values that are not finite would spread to neighbours."""
-        if self.states is not None:
-            self.states.restore(row, 0)
-        self.lengths[row] = self.pending[row] = 0
+        self.crop(row, 0)
         segment, self._segments[row] = self._segments[row], None
         if segment is not None:
             self._clear(segment.start, segment.stop)
@@ -340,6 +402,10 @@ class RowCache(Cache):
             self.states.drop([row])
             if length < self.lengths[row]:
                 self.states.restore(row, length)
+        if not length:
+            for layer in self._crossing:
+                layer.held.pop(row, None)
+            self.carried.pop(row, None)
         self.lengths[row] = min(self.lengths[row], length)
         self.pending[row] = 0
 

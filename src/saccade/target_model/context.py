@@ -72,12 +72,13 @@ class Context:
         if self.cache.states is not None:
             has_gaps = bool(dropped or content.dropped)  # where entries and positions differ
             start = 0 if has_gaps else self.cache.states.resumable(row, start, self.cache.lengths[row])
-        if self.is_opaque(spans, start):
-            start = 0
+        left = [m for m in spans if m[1] <= start]
+        if self.is_opaque(spans, start) or (row in self.cache.carried and left != content.media):
+            start = 0  # every token may depend on the pictures
         reused = replace(
             content,
             ids=list(prompt.ids[:start]),
-            media=[m for m in spans if m[1] <= start],
+            media=left if start else [],
             dropped=[d for d in content.dropped if d < start],
             is_long=is_long,
             prompt_length=0,

@@ -123,11 +123,16 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
 def _window(target: Target, length: int) -> AbstractContextManager[None]:
     """Replace the windows of the configuration, modules and masks while the context is open."""
     masks = target.traits.masks
-    window, chunk = (None if n is None else length for n in (masks.window, masks.chunk))
-    traits = replace(target.traits, masks=replace(masks, window=window, chunk=chunk))
-    owners = [(owner, name) for name in WINDOWS for owner in (target.text_config, *target.decoder.modules())]
-    lengths = [(owner, name, length) for owner, name in owners if isinstance(getattr(owner, name, None), int)]
-    return replaced([*lengths, (target, "traits", traits)])
+    if masks.window is not None:
+        masks = replace(masks, window=length)
+    if masks.chunk is not None:
+        masks = replace(masks, chunk=length)
+    changes: list[tuple[Any, str, Any]] = [(target, "traits", replace(target.traits, masks=masks))]
+    for owner in (target.text_config, *target.decoder.modules()):
+        for name in WINDOWS:
+            if isinstance(getattr(owner, name, None), int):
+                changes.append((owner, name, length))
+    return replaced(changes)
 
 
 def _refusal(target: Target, why: str) -> ModelError:

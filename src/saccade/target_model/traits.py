@@ -42,16 +42,22 @@ def sharing_modes(text_config: Any) -> list[str | None]:
     return list(getattr(text_config, "kv_sharing_modes", None) or ())
 
 
+def crossing_layers(text_config: Any) -> list[int]:
+    """Indices of layers that attend to pictures alone, and write nothing for a token."""
+    return list(getattr(text_config, "cross_attention_layers", None) or ())
+
+
 def entry_shapes(text_config: Any, layers: int) -> list[tuple[int, int] | None]:
     """Key-value heads and their size by layer; None for layers without entries of their own."""
     types, modes = layer_types(text_config), sharing_modes(text_config)
     shapes: list[tuple[int, int] | None] = []
+    crossing = crossing_layers(text_config)
     rows = zip_longest(types, modes, text_config.per_layer_config, range(layers))
-    for kind, mode, config, _ in islice(rows, layers):
+    for kind, mode, config, index in islice(rows, layers):
         own = config or text_config
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        if kind in UNMASKED_TYPES or mode == "reuse":
+        if kind in UNMASKED_TYPES or mode == "reuse" or index in crossing:
             shapes.append(None)
         else:
             shapes.append((heads, size))
