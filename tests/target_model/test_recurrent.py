@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from families import FAMILIES, HYBRIDS, reference_greedy
-from harness import POLICIES, draft, prompts, tokens
+from harness import POLICIES, build, draft, prompts, tokens
 from saccade.draft.model import ModelDrafter
 from saccade.engine import Engine, Request
 from saccade.inputs.families.family import Prompt
@@ -30,10 +31,18 @@ from saccade.tree import ancestors_of
 PREFIX = 5
 
 
+def limited(model: Any) -> Any:
+    """The model with a limit of Mamba-2's steps that most of a prompt's tokens meet."""
+    for module in model.modules():
+        if isinstance(module, NemotronHMamba2Mixer):
+            module.time_step_limit = (0.7, float("inf"))
+    return model
+
+
 @cache
 def layer_of(name: str) -> tuple[Target, int, Any]:
     """A recurrent module of a tiny model, and its place there."""
-    target = Target(FAMILIES[name].model())
+    target = Target(limited(FAMILIES[name].model()))
     kinds = (Qwen3_5GatedDeltaNet, NemotronHMamba2Mixer)
     index, module = next(
         (i, m) for i, layer in enumerate(target.layers) for m in layer.modules() if isinstance(m, kinds)
@@ -59,8 +68,9 @@ def test_every_node_equals_the_recurrence_along_its_branch(name: str, parents: l
     mask = ancestors_of(torch.tensor([parents]), len(parents))
     cut = min(cut, len(parents))
 
-    def run(states: Tensor, part: Tensor | None, chain: int) -> Tensor:
-        rows.states.plan([([0, 1], states.shape[1], part, chain, rows.pending[0])], states.device)
+    def run(states: Tensor, part: Tensor | None, each: tuple[list[int], ...] = ([0, 1],), chain: int = 0) -> Tensor:
+        count = states.shape[1]
+        rows.states.plan([(some, count, part, chain, rows.pending[0]) for some in each], states.device)
         rows.pending = [count + states.shape[1] for count in rows.pending]
         out: Tensor = module(states.flatten(0, 1)[None], rows)
         return out[0].unflatten(0, (2, -1))
@@ -69,23 +79,31 @@ def test_every_node_equals_the_recurrence_along_its_branch(name: str, parents: l
         rows = RowCache(target._layer_devices, 2, recurrent=[index])
         for row in (0, 1):
             rows.reserve(row, 64)
-        run(prefix, None, 0)
+        run(prefix, None, ([0], [1]), PREFIX)
         rows.commit([0, 1], [range(PREFIX)] * 2)
-        ours = [run(nodes[:, :cut], mask[:, :cut, :cut], 0)]
+        ours = [run(nodes[:, :cut], mask[:, :cut, :cut])]
         if cut < len(parents):
-            ours.append(run(nodes[:, cut:], mask[:, cut:], 0))
+            ours.append(run(nodes[:, cut:], mask[:, cut:]))
         outputs = torch.cat(ours, 1)
         paths = [mask[0, leaf].nonzero().flatten().tolist() for leaf in (len(parents) - 1, len(parents) // 2)]
-        for node in range(len(parents)):
-            branch = mask[0, node].nonzero().flatten()
-            expected = module(torch.cat([prefix, nodes[:, branch]], 1))[:, -1]
-            torch.testing.assert_close(outputs[:, node], expected, atol=2e-5, rtol=2e-5)
         rows.commit([0, 1], paths)
         after = torch.randn(2, 1, 64, generator=generator)
-        following = run(after, None, 0)
+        following = run(after, None)
+        for node in range(len(parents)):
+            expected = token_by_token(target, module, prefix, nodes[:, mask[0, node]])
+            torch.testing.assert_close(outputs[:, node], expected, atol=2e-5, rtol=2e-5)
         for row, path in enumerate(paths):
-            whole = torch.cat([prefix[row], nodes[row, path], after[row]])[None]
-            torch.testing.assert_close(following[row, -1], module(whole)[0, -1], atol=2e-5, rtol=2e-5)
+            expected = token_by_token(target, module, prefix[[row]], torch.cat([nodes[row, path], after[row]])[None])
+            torch.testing.assert_close(following[row], expected, atol=2e-5, rtol=2e-5)
+
+
+def token_by_token(target: Target, module: Any, prefix: Tensor, tokens: Tensor) -> Tensor:
+    """Output ``[B, d]`` of the last of some tokens behind a prefix, by transformers' own cache."""
+    cache = DynamicCache(config=target.text_config)
+    module(prefix, cache)
+    outputs = [module(token[:, None], cache)[:, -1] for token in tokens.unbind(1)]
+    last: Tensor = outputs[-1]
+    return last
 
 
 def answers(name: str, policy: str = "dynamic") -> list[list[int]]:
@@ -157,6 +175,21 @@ def test_a_later_prompt_starts_from_the_nearest_saved_states(name: str) -> None:
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([prompt])).logits[0, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["dynamic", "lookup"])
+def test_steps_are_limited_in_prompts_alone_as_generate_does(method: str) -> None:
+    """A later turn runs the tokens of the answer again, because they are tokens of a prompt then."""
+    case = FAMILIES["nemotron_h"]
+    engine = build(Target(limited(case.model())), draft("nemotron_h"), method)
+    session = engine.open(1)
+    first = case.row_inputs("text", 1)
+    expected = reference_greedy(limited(case.model()), first, 24)[0]
+    assert expected != reference_greedy(case.model(), first, 24)[0]
+    for inputs in (first, case.continued("text", 1, expected)):
+        (answer,) = engine.generate([Request(p) for p in prompts(case, inputs)], max_new_tokens=24, session=session)
+        assert answer.tokens == reference_greedy(limited(case.model()), inputs, 24)[0]
+    assert answer.stats.reused_tokens == first["input_ids"].shape[1]
 
 
 def test_states_of_a_later_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ UNMASKED_TYPES = RECURRENT_TYPES | STATELESS_TYPES
 """Kinds of layers that take no attention mask."""
 CHECKPOINTS = 4
 """Earlier states of a row that later prompts can start from."""
+UNLIMITED = (0.0, float("inf"))
+"""Limits of Mamba-2's steps that change none of them."""
 
 
 EMPTY = torch.empty(0)
@@ -139,6 +141,10 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
         """States are allocated by the first convolution and the first scan."""
+
+    def note_limit(self) -> None:
+        """Note that decoded tokens leave other states than the same tokens in a prompt."""
+        self._states.decoded_differ = True
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         """Announce this layer's convolution, whose inputs are ``[1, C, T]``."""
@@ -265,6 +271,7 @@ class RecurrentStates:
         self.rows = rows
         self.layers = [RecurrentLayer(self) for _ in range(layers)]
         self.paths: list[Paths] = []  # of the current forward
+        self.decoded_differ = False  # whether a prompt has to run tokens again that were decoded
         self._saved: list[list[tuple[int, list[Tensor]]]] = [[] for _ in range(rows)]  # by row: length and states
 
     @property
@@ -340,7 +347,7 @@ class RecurrentStates:
 
     def resumable(self, row: int, length: int, current: int) -> int:
         """The most of ``length`` leading tokens of a row (of ``current``) behind which its states are known."""
-        if length >= current:
+        if length >= current and not self.decoded_differ:
             return length
         return max((at for at, _ in self._saved[row] if at <= length), default=0)
 
@@ -433,11 +440,13 @@ def _state_space(original: Callable[..., Any], _: bool) -> Callable[..., Any]:
             return out, last.mT
 
         steps = dt if options.get("dt_bias") is None else dt + options["dt_bias"].to(dt.dtype)
-        steps = F.softplus(steps) if options.get("dt_softplus") else steps
-        steps = steps.clamp(*options.get("dt_limit", (0.0, float("inf")))).float()
+        steps = (F.softplus(steps) if options.get("dt_softplus") else steps).float()
+        layer = _SCANNING.pop()
+        if tuple(options.get("dt_limit", UNLIMITED)) != UNLIMITED:  # of chunks; decoding a token knows no limit
+            layer.note_limit()
         times = x.shape[2] // B.shape[2]
         k, q = (t.float().repeat_interleave(times, 2) for t in (B, C))
-        out = _SCANNING.pop().scan(run, (q, k, x.float() * steps[..., None], A.float() * steps, None))
+        out = layer.scan(run, (q, k, x.float() * steps[..., None], A.float() * steps, None))
         if options.get("D") is not None:
             out = out + options["D"][..., None] * x.float()
         return (out, None) if options.get("return_final_states") else out
