@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.progress import track
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -116,6 +118,10 @@ SMALL_VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
     "encoder_hidden_size": 32,
+    **dict.fromkeys(("d_model", "encoder_ffn_dim", "downsample_hidden_size"), 32),  # of audio encoders
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "output_dim": 64,
 }
 
 
@@ -166,8 +172,6 @@ _CASES = (
     # squares of pixels
     case("vipllava", _square_image(16, 16)),
     case("aya_vision", _square_image(4, 16)),
-    # patches with a grid
-    case("glm4v", _qwen_image, **_GRIDS, text_config={"rope_parameters": _MROPE}),
 )
 
 
@@ -297,6 +301,88 @@ _SAM = {
     "global_attn_indexes": [1],
     "mlp_dim": 48,
 }
+
+
+class _ImagesInVideos(FamilyCase):
+    """A family whose videos have the placeholders of images, and are told apart by their token types (GLM-4V)."""
+
+    def _assemble(self, rows: list[Row]) -> Inputs:
+        inputs = super()._assemble(rows)
+        inputs["input_ids"][inputs["input_ids"] == VIDEO] = IMAGE
+        return inputs
+
+
+def _glm(name: str) -> FamilyCase:
+    build = partial(tiny, name, text_config={"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}})
+    video = _qwen_video(timestamps=True)
+    return _ImagesInVideos(name, lambda layers: build(), _qwen_image, video=video, types="mm_token_type_ids")
+
+
+def _with(medium: Medium, **more: Tensor) -> Medium:
+    """The same medium with further forward arguments."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        piece = medium(generator, variant)
+        return Piece(piece.ids, {**piece.tensors, **more})
+
+    return build
+
+
+def _without_time(medium: Medium) -> Medium:
+    """The same medium with patches of a single frame."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        piece = medium(generator, variant)
+        tensors = {name: t[:, : t.shape[1] // 2] if "pixel" in name else t for name, t in piece.tensors.items()}
+        return Piece(piece.ids, tensors)
+
+    return build
+
+
+_unmerged_image, _unmerged_video = _without_time(_qwen_image), _without_time(_qwen_video())
+_STAMPED: dict[str, Any] = {"video": _qwen_video(timestamps=True), "types": "mm_token_type_ids"}
+_GRID_CASES = (
+    *(_glm(name) for name in ("glm4v", "glm46v", "glmga", "glm4v_moe", "glm_ocr")),
+    case("hyperclovax_vision_v2", _qwen_image, video=_qwen_video()),
+    case("exaone4_5", _qwen_image, video=_qwen_video()),
+    case("cosmos3_omni", _qwen_image, **_STAMPED, text_config={"rope_parameters": _INTERLEAVED_MROPE}),
+    case(
+        "cohere_compass",
+        _qwen_image,
+        **_STAMPED,
+        text_config={
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 16,
+            "rope_parameters": {"sliding_attention": _INTERLEAVED_MROPE, "full_attention": _INTERLEAVED_MROPE},
+        },
+    ),
+    case(
+        "qwen2_5_omni_thinker",
+        _qwen_image,
+        video=_with(_qwen_video(), video_second_per_grid=torch.tensor([0.5])),
+        vision_start_token_id=VISION_START,
+        text_config={"rope_parameters": _MROPE},
+        vision_config={"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    case(
+        "qwen3_omni_moe_thinker",
+        _qwen_image,
+        video=_with(_qwen_video(), video_second_per_grid=torch.tensor([1.0])),
+        vision_start_token_id=VISION_START,
+        text_config={"rope_parameters": _INTERLEAVED_MROPE},
+    ),
+    case(
+        "video_llama_3",
+        _with(_unmerged_image, image_merge_sizes=torch.tensor([2])),
+        video=_with(_unmerged_video, video_merge_sizes=torch.tensor([2])),
+    ),
+    case(
+        "cosmos3_edge",
+        _unmerged_image,
+        **{**_STAMPED, "video": None},
+        text_config={"rope_parameters": _INTERLEAVED_MROPE},
+    ),
+)
 _OTHER_CASES = (
     # chunked attention, and a temperature that rises with the position
     case(
@@ -489,7 +575,9 @@ _HYBRID_CASES = (
         **_STRIPS,
     ),
 )
-ARCHITECTURES: dict[str, FamilyCase] = {each.name: each for each in (*_CASES, *_HYBRID_CASES, *_OTHER_CASES)}
+ARCHITECTURES: dict[str, FamilyCase] = {
+    each.name: each for each in (*_CASES, *_GRID_CASES, *_HYBRID_CASES, *_OTHER_CASES)
+}
 """Architectures outside the conformance suite, by ``model_type``."""
 
 

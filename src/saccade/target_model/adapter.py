@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from saccade.errors import ModelError
+from saccade.errors import InputError, ModelError
 from saccade.inputs.families import arguments, visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.cache import Carried, RowCache
@@ -225,9 +225,17 @@ class Target:
             places = torch.arange(ids.shape[1], device=ids.device)
             return places.expand(3, 1, -1), 0
         inputs = {"attention_mask": torch.ones_like(ids), **arguments(self.config, prompt)}
+        if "video_second_per_grid" in inputs:  # the forward's name of it (Qwen-Omni)
+            inputs["second_per_grids"] = inputs["video_second_per_grid"]
         names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
         positions, delta = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
-        return positions, int(delta.flatten()[0])
+        offset = delta.flatten()[0]
+        if offset != offset.round():
+            raise InputError(
+                "After this video the model counts positions in fractions; sample it so that its frames are a whole "
+                "number of positions apart, for example 2 frames per second."
+            )
+        return positions, int(offset)
 
     def media_inputs(self, prompt: Prompt) -> dict[str, Any]:
         """Arguments of the stock model for a row's media and token types, on its device and in its dtype."""
