@@ -129,6 +129,12 @@ class Speculation:
                 "rejected ones; run the model once over the finished sequence instead."
             )
         engine = self._engine_for(model)
+        is_wanted = config.return_dict_in_generate or getattr(past_key_values, "_is_user_defined", False)
+        if past_key_values is not None and is_wanted and engine.target.has_states:
+            raise InputError(
+                "The states of recurrent layers cannot be handed back as past_key_values; leave out the cache and "
+                "return_dict_in_generate, or give use_cache=False."
+            )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = split(model.config, {**visuals, "input_ids": input_ids[::each], "attention_mask": mask[::each]})
         draft_prompts = self._draft_prompts(engine, prompts, assistant_inputs)
@@ -151,7 +157,6 @@ class Speculation:
             streamer.end()
 
         sequences = torch.cat([input_ids, sheet.tokens.to(input_ids.device)], 1)
-        is_wanted = config.return_dict_in_generate or getattr(past_key_values, "_is_user_defined", False)
         if past_key_values is not None and is_wanted:
             fill(past_key_values, run.batch.context.cache, mask, sequences.shape[1])
         if not config.return_dict_in_generate:

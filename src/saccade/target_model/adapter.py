@@ -155,6 +155,11 @@ class Target:
         elements = sum(2 * heads * size for heads, size in filter(None, self._shapes))
         return int(elements * self.dtype.itemsize) // shares
 
+    @property
+    def has_states(self) -> bool:
+        """Whether rows have recurrent states."""
+        return bool(self._recurrent)
+
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of a row's recurrent states, those that are saved for later prompts included; 0 without such layers."""

@@ -24,6 +24,7 @@ from saccade.errors import ModelError
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import ALL, replaced
 from saccade.target_model.recurrent import UNMASKED_TYPES
+from saccade.target_model.traits import layer_types
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "embedding_norm")
 """Attribute names of the norm before the LM head in decoders of transformers."""
@@ -206,7 +207,10 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 class AttentionProbe:
-    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer; one row at a time."""
+    """Column sums ``[B, K]`` and entropies ``[B, R]`` of a `Target`'s attention by layer; one row at a time.
+
+    Layers without attention are represented by the nearest one before them that has it, or by the first.
+    """
 
     def __init__(
         self, target: Any, *, queries: Sequence[int] | None = None, layers: Sequence[int] | None = None
@@ -215,10 +219,15 @@ class AttentionProbe:
         self.columns: dict[int, Tensor] = {}
         self.entropies: dict[int, Tensor] = {}
         self._target, self._queries = target, queries
-        self._layers = range(count) if layers is None else [i + count if i < 0 else i for i in layers]
+        self._layers = [*range(count)] if layers is None else [i + count if i < 0 else i for i in layers]
         for index in self._layers:
             if not 0 <= index < count:
                 raise ModelError(f"Layer {index} does not exist; this decoder has layers 0 to {count - 1}.")
+        types = layer_types(target.text_config) or [""] * count
+        attending = [index for index, kind in enumerate(types) if kind not in UNMASKED_TYPES]
+        if not attending:
+            raise ModelError("No layer of this model attends; choose a method that does not need attention statistics.")
+        self._layers = sorted({max((a for a in attending if a <= i), default=attending[0]) for i in self._layers})
         self._hold = ExitStack()
 
     def __enter__(self) -> Self:

@@ -160,10 +160,12 @@ def calibrate(target: Target, prompt: Prompt, pruning: Pruning) -> Finding:
         context = Context(target, 1)
         context.cache.reserve(0, len(prompt))
         context.prefill(0, prompt).run(len(prompt))  # in one forward: the probe has the last one's
-    entropies = [float(probe.entropies[layer].mean()) for layer in range(len(target.layers))]
-    columns = probe.columns[len(target.layers) - 1][0]
+    entropies = {layer: float(probe.entropies[layer].mean()) for layer in sorted(probe.entropies)}
+    columns = probe.columns[max(probe.columns)][0]
     dropped: list[int] = []
     if pruning.needs_attention:
         dropped = pruning.dropped(target.config, prompt, prompt, columns, target.config)
     last = len(prompt) - 1  # always has an entry in drafting
-    return Finding(entropies.index(min(entropies)) + 1, tuple(place for place in dropped if place != last))
+    return Finding(
+        min(entropies, key=lambda layer: entropies[layer]) + 1, tuple(place for place in dropped if place != last)
+    )
