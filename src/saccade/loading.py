@@ -133,6 +133,8 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
             f"{path} holds a {config.model_type} model, which does not generate text from text and images; "
             "give a language model or a vision-language model."
         )
+    if is_assistant(config):
+        share_every_layer(config)
     return config
 
 
@@ -231,10 +233,36 @@ def default_device() -> str | None:
     return "cuda" if torch.cuda.is_available() else None
 
 
-def adapt(model: Any, exact: bool = False) -> Target:
-    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it."""
+def is_assistant(config: Any) -> bool:
+    """Whether a configuration is that of an assistant, a drafter that attends to its target's entries (Gemma 4)."""
+    return str(config.model_type).endswith("_assistant")
+
+
+def share_every_layer(config: Any) -> None:
+    """Let a configuration's class describe decoders all of whose layers attend to another model's entries.
+
+    transformers 5.23 refuses these, and with them every assistant.
+    """
+    text = type(config.get_text_config())
+    try:
+        _ = config.get_text_config().kv_sharing_modes
+    except ValueError:
+        usual: Any = text.kv_sharing_modes
+
+        def modes(self: Any) -> Any:
+            layers = self.num_hidden_layers
+            return ["reuse"] * layers if self.num_kv_shared_layers == layers else usual.fget(self)
+
+        text.kv_sharing_modes = property(modes)
+
+
+def adapt(model: Any, exact: bool = False, drafts: bool = False) -> Target:
+    """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
+
+    Assistants, which cannot run alone, are taken where they draft.
+    """
     target = Target(model, exact=exact)
-    if not target.traits.tested:
+    if not target.traits.tested and not (drafts and is_assistant(model.config)):
         from saccade.target_model.selfcheck import self_check
 
         self_check(target)

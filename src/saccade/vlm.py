@@ -38,6 +38,7 @@ from saccade.loading import (
     check_device,
     check_dtype,
     default_device,
+    is_assistant,
     load_model,
     name_of,
     path_of,
@@ -78,7 +79,8 @@ def load(
         target: checkpoint folder, hub id, a loaded Hugging Face model, a profile of `saccade tune` (a ``.toml`` file,
             whose drafter and method hold where none are given), or ``pocket``, the built-in one. Without drafter and
             method, ``pocket`` brings its draft model and heads; given ones replace them.
-        drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, or a trained head's folder.
+        drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, Gemma 4's assistant, or a
+            trained head's folder.
         method: a name of `saccade methods`; by default ``auto`` with a draft model (``chain`` with options that it
             lacks), a head's own method with a head, and ``prompt-lookup`` without a drafter.
         assistant_model: Hugging Face's name for ``drafter``.
@@ -146,9 +148,13 @@ def check(
         check_dtype(kind)
     check_device(device_map)
     processor = _processor(target)
-    draft_processor = None if draft is None else _processor(draft)
+    draft_processor = None if draft is None else _draft_processor(draft, processor)
     check_processes(device_map, processor.config)
-    if draft_processor is not None:
+    if draft_processor is processor:
+        from saccade.draft.assistant import check_assistant
+
+        check_assistant(_config(draft), processor.config)
+    elif draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
     def read() -> VLM:
@@ -187,6 +193,7 @@ class VLM:
         head_name: its name.
         method: name of the method.
         options: every option of the method with its value.
+        drafts_from_prompts: whether the draft model reads prompts, which an assistant does not.
         lossless: whether outputs are the target's own; the rule decides, whatever the method is called.
     """
 
@@ -211,8 +218,8 @@ class VLM:
         vocabulary: int | None = None
         named = drafters.named(drafter, heads)
         if drafter is not None and not drafters.is_head(drafter):
-            self.draft_model = adapt(drafter)
-            self.draft_processor = draft_processor or InputProcessor.load(drafter.config._name_or_path)
+            self.draft_model = adapt(drafter, drafts=True)
+            self.draft_processor = draft_processor or _draft_processor(drafter, self.processor)
             vocabulary = shared_vocabulary(
                 self.processor.tokenizer, self.draft_processor.tokenizer, (name_of(model), name_of(drafter))
             )
@@ -230,7 +237,8 @@ class VLM:
         self.head = None if self.head_name is None else self.heads[self.head_name]
         self.engine = methods.build(method, replace(self._parts, head=self.head), **options)
         self.lossless = methods.is_lossless(self.options)
-        self._drafts_from_prompts = methods.needs(self.options) == "draft model"
+        by_model = self.engine.drafter is not None and self.engine.drafter.model is not None
+        self.drafts_from_prompts = by_model and methods.needs(self.options) == "draft model"
 
     @overload
     def generate(
@@ -376,7 +384,7 @@ class VLM:
 
     def _draft_prompt(self, prompt: Prompt, row: RowInput) -> Prompt | None:
         """Prompt of the draft model: text alone without vision, or where another vision tower prepared the media."""
-        if self.draft_model is None or self.draft_processor is None or not self._drafts_from_prompts:
+        if self.draft_model is None or self.draft_processor is None or not self.drafts_from_prompts:
             return None
         if not prompt.media:
             return prompt
@@ -392,6 +400,15 @@ def _processor(source: Any) -> InputProcessor:
         return InputProcessor.load(source.config._name_or_path)
     check_checkpoint(path_of(source))
     return InputProcessor.load(path_of(source))
+
+
+def _draft_processor(source: Any, processor: InputProcessor) -> InputProcessor:
+    """Return a draft model's processor; an assistant has its target's."""
+    return processor if is_assistant(_config(source)) else _processor(source)
+
+
+def _config(source: Any) -> Any:
+    return check_checkpoint(path_of(source)) if isinstance(source, (str, Path)) else source.config
 
 
 def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:

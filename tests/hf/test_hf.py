@@ -281,7 +281,7 @@ def test_a_ready_made_drafter_is_taken_as_it_is() -> None:
 def test_models_are_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     adapt = speculation_module.adapt
-    monkeypatch.setattr(speculation_module, "adapt", lambda m: seen.append(m) or adapt(m))
+    monkeypatch.setattr(speculation_module, "adapt", lambda m, **more: seen.append(m) or adapt(m, **more))
     drafter = FAMILIES["llama"].draft_model()
     own = speculate(drafter)
     for _ in range(3):

@@ -76,7 +76,7 @@ def test_every_node_equals_the_recurrence_along_its_branch(name: str, parents: l
         return out[0].unflatten(0, (2, -1))
 
     with torch.inference_mode():
-        rows = RowCache(target._layer_devices, 2, recurrent=[index])
+        rows = RowCache(target.layer_devices, 2, recurrent=[index])
         for row in (0, 1):
             rows.reserve(row, 64)
         run(prefix, None, ([0], [1]), PREFIX)

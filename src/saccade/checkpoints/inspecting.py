@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.draft.assistant import check_assistant
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, build_head, check_fit
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
 from saccade.draft.heads.published.released import Released, ReleasedLayout, rope_settings
 from saccade.draft.heads.store import WEIGHTS, layout_of, read_config, read_values, read_weights
 from saccade.errors import ModelError
-from saccade.loading import check_checkpoint
+from saccade.loading import check_checkpoint, is_assistant
 
 _UNKNOWN = "unknown"
 
@@ -36,7 +37,7 @@ class Inspection:
     """What a folder holds."""
 
     path: str
-    holds: str  # `head` or `model`
+    holds: str  # `head`, `model`, or `assistant`: a drafter that attends to its target's entries
     layout: str  # `saccade`, another engine's, or `transformers`
     kind: str  # of the head, or the model's class
     facts: Mapping[str, Any]  # name -> value, for a person and for programs
@@ -56,9 +57,17 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
     values = read_values(path)
     layout = layout_of(path, values)
     if layout is None and MARK not in values:
+        inspection = _model(path)
+        if inspection.holds == "assistant" and target is not None:
+            try:
+                check_assistant(check_checkpoint(path), check_checkpoint(target))
+                inspection.checks = [Check("shapes", "of a target", "the same", True)]
+            except ModelError as misfit:
+                inspection.problem = str(misfit)
+            return inspection
         if target is not None:
             raise ModelError(f"{path} holds no head, so it is not compared with a target; leave --target out.")
-        return _model(path)
+        return inspection
     shape = None if target is None else shape_of(target)
     config: HeadConfig | None
     if layout is None:
@@ -101,13 +110,16 @@ def _model(path: str | Path) -> Inspection:
     shape, text = shape_of(path), config.get_text_config(decoder=True)
     facts = {
         "model type": config.model_type,
-        "reads images": text is not config,
+        "reads images": text is not config and not is_assistant(config),
         "hidden size": shape.hidden_size,
         "vocabulary": shape.vocab_size,
         "layers": shape.layers,
         "positions": "M-RoPE" if shape.uses_mrope else "one per token",
         "norms' epsilon": getattr(text, "rms_norm_eps", None),
     }
+    if is_assistant(config):
+        facts["target's hidden size"] = config.backbone_hidden_size
+        return Inspection(str(path), "assistant", "transformers", shape.model_class, facts)
     return Inspection(str(path), "model", "transformers", shape.model_class, facts)
 
 

@@ -77,7 +77,7 @@ def inspect(
     """Show what a folder holds: the layout of a head, the target it was made for, positions and norms.
 
     No model is run, and of the target only the configuration is read. With --target the exit code is 1 if the head
-    does not fit.
+    (or assistant) does not fit.
 
     Examples:
 

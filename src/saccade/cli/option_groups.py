@@ -146,7 +146,7 @@ class TargetOptions:
 
 @group("Models")
 class PairOptions(TargetOptions):
-    drafter: str | None = option(None, "A smaller checkpoint of the same tokenizer, or a head.", "-d", metavar="PATH")
+    drafter: str | None = option(None, "A smaller model of the same tokenizer, or a head.", "-d", metavar="PATH")
     head: list[str] | None = option(None, "Another trained head; may be repeated.", metavar="[NAME=]FOLDER")
     draft_dtype: str | None = option(None, "Of the drafter; by default as stored, or float32 on a CPU.")
     exact: bool = option(False, "Exact mode: plain decoding's tokens in every number format; slower.")

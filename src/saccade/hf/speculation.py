@@ -86,7 +86,7 @@ class Speculation:
             methods.fit(self._method, values, model is not None, kinds, has_drafter=has, has_processor=False)
         self._ready: Drafter | None = drafter if is_ready else None  # type: ignore[assignment]
         self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
-        self._draft_model = None if model is None else adapt(model)
+        self._draft_model = None if model is None else adapt(model, drafts=True)
         self._options = options
         self._engine: Engine | None = None
         patch()

@@ -19,6 +19,7 @@ from saccade.engine import Engine
 from saccade.engine.costs import Pacer
 from saccade.inputs.families import visual_ids
 from saccade.inputs.processor import InputProcessor
+from saccade.loading import is_assistant
 from saccade.methods.settings import LOSSLESS_RULE, RULES, TREES
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import Rule
@@ -118,6 +119,14 @@ def _lookup(count: int, values: Values, parts: Models, drafts: Target) -> Prompt
 def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
     model, processor = parts.draft_model, parts.draft_processor
     assert model is not None
+    if is_assistant(model.config):
+        if values["views"] or pruning_of(values).prunes:
+            raise ValueError(
+                "an assistant has no prompt of its own, so that nothing can be left out of one; choose auto"
+            )
+        from saccade.draft.assistant import AssistantDrafter
+
+        return AssistantDrafter(model, parts.target, policy)
     if not values["views"]:
         return _by_visual_model(model, policy, vocab_size, values)
     from saccade.draft.ensemble.ensemble import EnsembleDrafter

@@ -247,8 +247,13 @@ def _salt(client: str | None, cache_salt: str | None) -> str:
 
 def _readers(vlm: VLM) -> list[InputProcessor]:
     """Processors of the prompts that `VLM.request` makes of media: the target's, and that of a drafter that sees."""
-    draft, used = vlm.draft_model, methods.needs(vlm.options) == "draft model"
-    if draft is None or vlm.draft_processor is None or not used or vision_signature(draft.config) is None:
+    draft = vlm.draft_model
+    if (
+        draft is None
+        or vlm.draft_processor is None
+        or not vlm.drafts_from_prompts
+        or vision_signature(draft.config) is None
+    ):
         return [vlm.processor]
     return [vlm.processor, vlm.draft_processor]
 

@@ -109,7 +109,7 @@ class Target:
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self.has_rope_index = self._rope_index is not None  # whether positions are those of M-RoPE
-        self._layer_devices = [compute_device(layer) for layer in self.layers]
+        self.layer_devices = [compute_device(layer) for layer in self.layers]
         self._rows_run_alone = self.traits.limits.longrope_threshold is not None
         types = layer_types(self.text_config)
         self._recurrent = [i for i, kind in enumerate(types) if kind in RECURRENT_TYPES]
@@ -123,7 +123,7 @@ class Target:
         # Such a decoder may leave tokens out of its last layers where a number of logits is asked for.
         self._shares_entries = "reuse" in sharing_modes(self.text_config)
         if self._shares_entries:  # entries that another device attends to are copied row by row
-            self._packs &= len(set(map(str, self._layer_devices))) == 1
+            self._packs &= len(set(map(str, self.layer_devices))) == 1
         self._stock_contexts = 0
         self._pinned: bool | None = None  # `is_lean` in the context `pinned`
         self._lean: LeanDecoder | None = None
@@ -165,7 +165,7 @@ class Target:
         """Bytes of a row's recurrent states, those that are saved for later prompts included; 0 without such layers."""
         if not self._recurrent:
             return 0
-        cache = RowCache(self._layer_devices, 1, recurrent=self._recurrent)
+        cache = RowCache(self.layer_devices, 1, recurrent=self._recurrent)
         cache.reserve(0, 1)
         self.forward(cache, [TokenBlock([0], torch.zeros(1, 1, dtype=torch.long, device=self.device))])
         assert cache.states is not None
@@ -208,8 +208,8 @@ class Target:
     def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
         if self.graphs is not None:
-            return self.graphs.cache(self._layer_devices, rows, max_slots)
-        return RowCache(self._layer_devices, rows, max_slots, self._recurrent, self._shapes, self._crossing)
+            return self.graphs.cache(self.layer_devices, rows, max_slots)
+        return RowCache(self.layer_devices, rows, max_slots, self._recurrent, self._shapes, self._crossing)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""

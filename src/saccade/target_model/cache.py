@@ -108,7 +108,7 @@ class RowLayer(CacheLayerMixin):
         keys, values = self.write(key_states[0], value_states[0])
         span, *others = self._owner.layout.spans
         if others:
-            key_states.saccade_layer = self  # type: ignore[attr-defined]  # for layers that share its entries
+            key_states.saccade_layer = self  # type: ignore[attr-defined]  # also for layers that share its entries
             return key_states, value_states
         seen = slice(span.start, span.start + span.visible)
         return keys[None, :, seen], values[None, :, seen]

@@ -90,9 +90,7 @@ def _packed(
         raise ModelError(
             f"{type(module).__name__} changes its attention mask before it is used, so that rows cannot share a pass."
         )
-    layer: Any = cache.layers[module.layer_idx]
-    if not layer.is_initialized:  # it attends to the entries of another layer
-        layer = key.saccade_layer  # type: ignore[attr-defined]
+    layer: Any = getattr(key, "saccade_layer", None) or cache.layers[module.layer_idx]
     out = []
     for span in cache.layout.spans:
         seen = slice(span.start, span.start + span.visible)

@@ -288,19 +288,13 @@ class HeadDraftSession(DraftSession):
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
-        if frontier.attention_mask is None:
-            features = ran[-1][:, -1:]
-        elif len(ran) == 1:
-            features = ran[0].expand(-1, frontier.tokens.shape[1], -1)
-        else:
-            # Entries are in order of their levels: the last one visible to a node before its own level is its parent.
-            earlier = torch.cat(ran[1:], 1)
-            order = self._order[: earlier.shape[1]]
-            parent = (frontier.attention_mask[..., : len(order)] * order).amax(-1)  # [A or 1, W]
-            parent = parent[..., None].expand(earlier.shape[0], -1, earlier.shape[2])
-            features = earlier.gather(1, parent)
         return self._forward(
-            rows, features, frontier.tokens, frontier.attention_mask, frontier.depth - 1, frontier.depth
+            rows,
+            parents_of(frontier, ran),
+            frontier.tokens,
+            frontier.attention_mask,
+            frontier.depth - 1,
+            frontier.depth,
         )
 
     def _forward(
@@ -355,6 +349,20 @@ class HeadDraftSession(DraftSession):
                 "that sees visual tokens needs; use a head that hides them."
             )
         return prefill.embeddings
+
+
+def parents_of(frontier: Frontier, ran: Sequence[Tensor]) -> Tensor:
+    """Return the outputs ``[A, W, d]`` at the parents of a frontier's nodes, of those of the root and every level."""
+    if frontier.attention_mask is None:
+        return ran[-1][:, -1:]
+    if len(ran) == 1:
+        return ran[0].expand(-1, frontier.tokens.shape[1], -1)
+    # Entries are in order of their levels: the last one visible to a node before its own level is its parent.
+    earlier = torch.cat([*ran[1:]], 1)
+    order = torch.arange(earlier.shape[1], device=earlier.device)
+    parent = (frontier.attention_mask[..., : len(order)] * order).amax(-1)  # [A or 1, W]
+    parent = parent[..., None].expand(earlier.shape[0], -1, earlier.shape[2])
+    return earlier.gather(1, parent)
 
 
 def _padded(new: Sequence[Sequence[int]]) -> tuple[int, ...]:

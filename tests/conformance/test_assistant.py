@@ -1,0 +1,217 @@
+"""Gemma 4's assistants: the tokens of transformers' own candidate generator, and answers of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from sampling_kit import LIKELY, OPTIONS, ROWS, accepted, p_of_answers, sampled
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+from assistants import assistant, assistant_model, small_assistant, small_target
+from families import FAMILIES, Inputs, pristine
+from harness import POLICIES, assert_equals_generate, requests, target
+from saccade.draft.assistant import AssistantDrafter, AssistantDraftSession
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.policy import Chain
+from saccade.engine import Engine
+from saccade.engine.costs import Pacer
+from saccade.errors import ModelError
+from saccade.loading import adapt
+from saccade.target_model.adapter import Target
+from saccade.verify.loose import RandomLoosening
+
+NAMES = ("gemma4", "gemma4_unified")
+KINDS = [(name, kind) for name in NAMES for kind in FAMILIES[name].kinds]
+GAMMA = 3
+
+
+def drafter(name: str, policy: Any, ordered: bool = False) -> AssistantDrafter:
+    return AssistantDrafter(assistant(name, ordered), target(name), POLICIES.get(policy, policy))
+
+
+def extended(inputs: Inputs, answer: Sequence[int]) -> Inputs:
+    more = torch.tensor([list(answer)], dtype=torch.long)
+    added = {"input_ids": more, "attention_mask": torch.ones_like(more), "mm_token_type_ids": torch.zeros_like(more)}
+    return {**inputs, **{name: torch.cat([inputs[name], tensor], 1) for name, tensor in added.items()}}
+
+
+@torch.no_grad()
+def candidates(name: str, inputs: Inputs, answer: Sequence[int], ordered: bool = False) -> list[int]:
+    """Transformers' candidates behind an answer, whose last token the target has not read."""
+    model, helper = pristine(name), assistant(name, ordered).model
+    helper.generation_config.num_assistant_tokens = GAMMA
+    generation = GenerationConfig(max_length=10_000)
+    embed = model.get_input_embeddings()
+    generator = SinglePositionMultiTokenCandidateGenerator(helper, embed, generation)
+    outputs = model(**extended(inputs, answer[:-1]), output_hidden_states=True, return_shared_kv_states=True)
+    whole = extended(inputs, answer)
+    ids, _ = generator.get_candidates(
+        whole["input_ids"], {"attention_mask": whole["attention_mask"]}, outputs, False, 0
+    )
+    return ids[0, whole["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+Proposal = tuple[int, list[int], list[int]]
+
+
+def proposals(name: str, kind: str, ordered: bool = False, new: int = 16, rate: float = 0.5) -> list[Proposal]:
+    """Rows, their answers so far, and the chain drafted behind these; half of the drafts are accepted."""
+    found: list[Proposal] = []
+    helper = drafter(name, Chain(GAMMA), ordered)
+    emitted: dict[int, list[int]] = {}
+    opened = helper.open
+
+    def open_recording(rows: int, context: Any) -> AssistantDraftSession:
+        session = opened(rows, context)
+        propose = session.propose
+
+        def recorded(rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Any, limit: int) -> Any:
+            tree = propose(rows, new, proposer, limit)
+            for place, row in enumerate(rows):
+                emitted.setdefault(row, []).extend(new[place])
+                drafted = tree.tokens[place, 1:].tolist()
+                found.append((row, [*emitted[row]], drafted))
+            return tree
+
+        session.propose = recorded  # type: ignore[method-assign]
+        return session
+
+    helper.open = open_recording  # type: ignore[method-assign]
+    outputs = Engine(target(name), helper, RandomLoosening(rate)).generate(requests(name, kind), max_new_tokens=new)
+    assert sum(output.stats.accepted_tokens for output in outputs) > 2
+    return [(row, answer, drafted) for row, answer, drafted in found if len(drafted) == GAMMA]
+
+
+def differing(name: str, kind: str, found: Sequence[Proposal], ordered: bool = False) -> int:
+    case = FAMILIES[name]
+    return sum(
+        drafted != candidates(name, case.row_inputs(kind, row), answer, ordered) for row, answer, drafted in found
+    )
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_a_chain_proposes_the_tokens_of_transformers(name: str, kind: str) -> None:
+    found = proposals(name, kind, new=10)
+    assert len(found) > 8
+    assert {row for row, _, _ in found} == {0, 1, 2}
+    assert not differing(name, kind, found)
+
+
+def test_ordered_embeddings_propose_them_too() -> None:
+    assert not differing("gemma4", "text", proposals("gemma4", "text", ordered=True, new=8), ordered=True)
+
+
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = AssistantDraftSession._forward, [0]
+
+    def forward(self: Any, rows: Any, states: Tensor, tokens: Tensor, positions: Tensor) -> Any:
+        calls[0] += 1
+        return honest(self, rows, states, tokens, positions + calls[0] % GAMMA)
+
+    monkeypatch.setattr(AssistantDraftSession, "_forward", forward)
+
+
+def other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the target's five layers the first is a full one, too."""
+    monkeypatch.setattr(
+        "saccade.draft.assistant.shared_layers", lambda config: {"full_attention": 0, "sliding_attention": 1}
+    )
+
+
+def pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = AssistantDraftSession._spans
+
+    def spans(self: Any, rows: Any, count: int) -> Any:
+        found = honest(self, rows, count)
+        for span in found:
+            span.visible += 1
+            near = span.masks["sliding_attention"]
+            padded = None if near is None else torch.nn.functional.pad(near, (0, 1))
+            span.masks = {**span.masks, "sliding_attention": padded}
+        return found
+
+    monkeypatch.setattr(AssistantDraftSession, "_spans", spans)
+
+
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = AssistantDraftSession._spans
+
+    def spans(self: Any, rows: Any, count: int) -> Any:
+        found = honest(self, rows, count)
+        for span in found:
+            near = span.masks["sliding_attention"]
+            span.masks = {**span.masks, "full_attention": near}
+        return found
+
+    monkeypatch.setattr(AssistantDraftSession, "_spans", spans)
+
+
+@pytest.mark.parametrize("mistake", [moving, other_layer, pending, narrow])
+def test_planted_mistakes_are_noticed(mistake: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    assert differing("gemma4", "image", proposals("gemma4", "image", new=8))
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic", "static", "merged"])
+@pytest.mark.parametrize(("name", "kind", "rows"), [(n, k, r) for n, k in KINDS for r in (1, 3)])
+@pytest.mark.singly
+def test_answers_equal_generate(name: str, kind: str, rows: int, policy: str) -> None:
+    helper: Any = drafter(name, "dynamic" if policy == "merged" else policy)
+    if policy == "merged":
+        helper = MergedDrafter(helper, PromptLookup())
+    outputs = assert_equals_generate(Engine(target(name), helper), name, kind, rows)
+    assert sum(output.stats.drafted_tokens for output in outputs) > 0
+
+
+class Seldom(Pacer):
+    """Drafts in every other step."""
+
+    _turn = 0
+
+    def lengths(self, rows: int, others: int = 0) -> list[int]:
+        self._turn += 1
+        return [GAMMA * (self._turn % 2)] * rows
+
+
+def test_turn_that_are_not_drafted_are_followed() -> None:
+    engine = Engine(target("gemma4"), drafter("gemma4", "chain"), pacer=Seldom(4, 0.1))
+    outputs = assert_equals_generate(engine, "gemma4", "image")
+    assert all(output.stats.drafted_tokens > 0 for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"backbone_hidden_size": 32}, "its hidden size is 32 but this target's is 64"),
+        ({"vocab_size": 96}, "its vocabulary is 96 but this target's is 192"),
+        ({"global_head_dim": 16}, r"layers of type full_attention is \(2, 16\) but this target's is \(2, 32\)"),
+        ({"num_key_value_heads": 1}, r"layers of type sliding_attention is \(1, 16\) but this target's is \(2, 16\)"),
+        ({"sliding_window": 8}, "its sliding window is 8 but this target's is 12"),
+    ],
+)
+def test_an_assistant_of_another_target_is_refused(changes: dict[str, Any], says: str) -> None:
+    other = adapt(assistant_model("gemma4", **changes), drafts=True)
+    with pytest.raises(ModelError, match=says):
+        AssistantDrafter(other, target("gemma4"), Chain(2))
+
+
+def test_an_assistant_is_no_target() -> None:
+    with pytest.raises(ModelError, match="'gemma4_assistant'"):
+        adapt(assistant_model("gemma4"))
+
+
+@pytest.mark.parametrize("options", ["as_it_is", "top_p"])
+@pytest.mark.parametrize("policy", ["chain", "dynamic"])
+def test_rows_sampled_with_an_assistant_follow_the_target(policy: str, options: str) -> None:
+    tree = {"chain": Chain(2), "dynamic": DynamicTree(top=2, max_depth=2, total=4)}[policy]
+    owner = Target(small_target())
+    outputs = sampled(Engine(owner, AssistantDrafter(small_assistant(), owner, tree)), **OPTIONS[options])
+    assert accepted(outputs) > ROWS // 8
+    assert p_of_answers(outputs, model=small_target(), **OPTIONS[options]) > LIKELY
