@@ -45,10 +45,12 @@ from families import (
     Medium,
     Piece,
     Row,
+    _by_row,
     _concatenated,
     _media,
     _noise,
     _pad_to,
+    _pixtral_image,
     _qwen_image,
     _qwen_video,
     _square_image,
@@ -170,7 +172,6 @@ def case(
 _GRIDS = {"video": _qwen_video(), "types": "mm_token_type_ids"}
 _CASES = (
     # squares of pixels
-    case("vipllava", _square_image(16, 16)),
     case("aya_vision", _square_image(4, 16)),
 )
 
@@ -575,8 +576,55 @@ _HYBRID_CASES = (
         **_STRIPS,
     ),
 )
+
+
+def _clip_frames(generator: torch.Generator, variant: int) -> Piece:
+    """Three frames with a class token each (Video-LLaVA)."""
+    return Piece((VIDEO,) * 51, {"pixel_values_videos": _noise(generator, 1, 3, 3, 16, 16)})
+
+
+def _renamed(medium: Medium, name: str) -> Medium:
+    """The same medium, whose pixels have another name."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        piece = medium(generator, variant)
+        return Piece(piece.ids, {name: piece.tensors["pixel_values"]})
+
+    return build
+
+
+_PERCEIVER = {
+    "hidden_size": 64,
+    "resampler_n_latents": 4,
+    "resampler_depth": 1,
+    "resampler_n_heads": 2,
+    "resampler_head_dim": 16,
+    "num_key_value_heads": 2,
+}
+_SQUARE_CASES = (
+    case("aria", _square_image(8, 16), projector_patch_to_query_dict={16: 8}),
+    case("cohere2_vision", _square_image(4, 16), alignment_intermediate_size=64),
+    case("deepseek_vl", _square_image(16, 16)),
+    case("idefics2", _square_image(4, 16, wrapped=True, masked=True), collate=_by_row, perceiver_config=_PERCEIVER),
+    case("lighton_ocr", _pixtral_image(4, 2), spatial_merge_size=2),
+    case(
+        "ovis2",
+        _square_image(16, 16, wrapped=True),
+        vision_config={"vocab_size": 40},
+        visual_indicator_token_ids=[VISION_START, VISION_END, IMAGE_BREAK, IMAGE_END, VIDEO],
+        hidden_size=64,
+        vocab_size=VOCAB,
+    ),
+    case(
+        "qianfan_ocr",
+        _square_image(4, 16, wrapped=True),
+        vision_config={"image_size": [16, 16], "patch_size": [4, 4]},
+    ),
+    case("video_llava", _renamed(_square_image(16, 16), "pixel_values_images"), video=_clip_frames),
+    case("vipllava", _square_image(16, 16), vision_feature_layers=[-1, -2]),
+)
 ARCHITECTURES: dict[str, FamilyCase] = {
-    each.name: each for each in (*_CASES, *_GRID_CASES, *_HYBRID_CASES, *_OTHER_CASES)
+    each.name: each for each in (*_CASES, *_SQUARE_CASES, *_GRID_CASES, *_HYBRID_CASES, *_OTHER_CASES)
 }
 """Architectures outside the conformance suite, by ``model_type``."""
 

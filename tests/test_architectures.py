@@ -13,16 +13,47 @@ from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 
 _PENDING = {
-    *("aria", "chameleon", "cohere2_vision"),
-    *("deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "ernie4_5_vl_moe", "evolla", "fast_vlm"),
-    *("fuyu", "gemma3n", "gemma4", "gemma4_unified", "git", "glm5_next"),
-    *("got_ocr2", "granite4_vision", "granite_docling", "hunyuan_vl", "idefics", "idefics2"),
-    *("inkling2", "inkling_mm_model", "janus", "kimi_k25", "kosmos-2", "kosmos-2.5"),
-    *("lighton_ocr", "minimax_m3_vl"),
-    *("muse_glimmer", "muse_spark", "ovis2", "paddleocr_vl"),
-    *("paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr"),
-    *("qwen4_exp", "shieldgemma2", "unlimited_ocr"),
-    "video_llava",
+    *(
+        "chameleon",
+        "deepseek_vl_hybrid",
+        "dots3_note",
+        "emu3",
+        "ernie4_5_vl_moe",
+        "evolla",
+        "fast_vlm",
+    ),
+    *(
+        "fuyu",
+        "git",
+        "glm5_next",
+        "got_ocr2",
+        "granite4_vision",
+        "granite_docling",
+        "hunyuan_vl",
+    ),
+    *(
+        "idefics",
+        "inkling2",
+        "inkling_mm_model",
+        "janus",
+        "kimi_k25",
+        "kosmos-2",
+        "kosmos-2.5",
+    ),
+    *(
+        "minimax_m3_vl",
+        "muse_glimmer",
+        "muse_spark",
+        "paddleocr_vl",
+        "paligemma",
+        "perception_lm",
+    ),
+    *(
+        "pp_chart2table",
+        "qwen4_exp",
+        "shieldgemma2",
+        "unlimited_ocr",
+    ),
 }
 """Architectures without a case yet."""
 
