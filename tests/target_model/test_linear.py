@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from checkpoints import ready
-from families import FAMILIES
+from families import FAMILIES, reference_greedy
+from harness import prompts
 from saccade import cpu, load
+from saccade.draft.lookup import PromptLookup
+from saccade.engine import Engine, Request
 from saccade.target_model import linear
 from saccade.target_model.adapter import Target
 from saccade.target_model.linear import Linear, pack_where_faster, packed_rows
@@ -109,6 +112,29 @@ def test_small_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cpu, "remember", lambda name, measure: (2, 64))
     assert packed_rows(torch.empty(256, 255)) == range(0)
     assert packed_rows(torch.empty(512, 1024)) == range(2, 64)
+
+
+def test_stock_modules_run_on_packed_weights_in_forwards_alone(everywhere: None) -> None:
+    """Hooks fire, changed weights count, gradients flow, and the model is as it was in between."""
+    case = FAMILIES["qwen3_5"]
+    model = case.model()
+    engine = Engine(Target(model), PromptLookup())
+    asked = [Request(prompt) for prompt in prompts(case, case.inputs("image", rows=3))]
+    calls: list[bool] = []
+    module = model.model.language_model.layers[0].mlp.down_proj
+    module.register_forward_hook(lambda own, *_: calls.append("forward" in vars(own)))
+    for changed in (False, True):
+        if changed:
+            module.weight.data.mul_(1.5)
+        answers = engine.generate(asked, max_new_tokens=16)
+        assert all(calls)
+        calls.clear()
+        expected = [reference_greedy(model, case.row_inputs("image", row), 16)[0] for row in range(3)]
+        assert [answer.tokens for answer in answers] == expected
+        assert not any(calls)
+        calls.clear()
+    model(**case.row_inputs("text", 0)).logits.sum().backward()
+    assert module.weight.grad is not None
 
 
 def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from saccade.target_model.forward import (
 )
 from saccade.target_model.graphs import GraphPool
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
+from saccade.target_model.linear import PackedModules
 from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, UNMASKED_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
 from saccade.target_model.stock import (
@@ -129,8 +130,11 @@ class Target:
         self._lean: LeanDecoder | None = None
         self.graphs: GraphPool | None = None
         self.exact = exact
+        self._packed: PackedModules | None = None
         if exact or (lean and self.traits.tested):
             self.use_lean()
+        if lean and self._lean is None and self.ranks is None and self.shards is None:
+            self._packed = PackedModules(dict.fromkeys([*self.decoder.modules(), self.output_embeddings]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -337,12 +341,13 @@ class Target:
                 "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
                 "decoder cannot follow; undo that, or load it again."
             )
-        if self._packs and sum(len(block.rows) for block in blocks) > 1:
-            return self._run_packed(cache, blocks, requirements)
-        return [
-            concat_outputs([self._run_row(cache, single, requirements) for single in block.split_rows()])
-            for block in blocks
-        ]
+        with nullcontext() if self._packed is None else self._packed.running():
+            if self._packs and sum(len(block.rows) for block in blocks) > 1:
+                return self._run_packed(cache, blocks, requirements)
+            return [
+                concat_outputs([self._run_row(cache, single, requirements) for single in block.split_rows()])
+                for block in blocks
+            ]
 
     def _run_packed(
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements

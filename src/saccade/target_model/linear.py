@@ -8,13 +8,14 @@ depends on the processor and on the shape, so it is measured, once per machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from saccade import cpu
 
@@ -47,6 +48,13 @@ class Linear:
             return product
         return F.linear(x, self.weight, self.bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., out]`` of ``[..., in]``; with gradients by the weight as it is."""
+        if not torch.is_inference_mode_enabled():
+            return F.linear(x, self.weight, self.bias)
+        product: Tensor = self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return product
+
     def pack(self, rows: range) -> None:
         """Use a packed copy of the weight, of the same size, for some numbers of rows."""
         self._packed = reordered(self.weight.detach(), max(rows.start, 8))
@@ -75,6 +83,29 @@ class Linear:
     def _versions(self) -> int:
         """Number of changes of the sources that torch has counted; it counts none of tensors made in inference mode."""
         return sum(0 if source.is_inference() else source._version for source in self._sources)
+
+
+class PackedModules:
+    """Linear modules of a model that run on packed copies of their weights while a context is open."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        plain = [m for m in modules if type(m) is nn.Linear and type(m.weight) is nn.Parameter]
+        products = {id(m): Linear(m.weight, m.bias) for m in plain if "forward" not in vars(m)}
+        packed = {id(product) for product in pack_where_faster(products.values())}
+        self._packed = [(m, p) for m in plain if (p := products.get(id(m))) is not None and id(p) in packed]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Replace the modules' forwards, whose hooks still fire."""
+        for module, product in self._packed:
+            if module.weight is product.weight and product.weight.device.type == "cpu":
+                product.refresh()
+                vars(module)["forward"] = product.forward
+        try:
+            yield
+        finally:
+            for module, _ in self._packed:
+                vars(module).pop("forward", None)
 
 
 def reordered(weight: Tensor, rows: int) -> Any:

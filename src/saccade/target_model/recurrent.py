@@ -112,21 +112,24 @@ class PendingTokens:
         assert self.state is not None
         self.gates = g if before is None else torch.cat([before.gates, g], 2)
         self.keys = k if before is None else torch.cat([before.keys, k], 2)
-        decay = (mask.to(g) @ self.gates[..., None])[..., 0]
+        decay = self.gates @ self.paths.mask.to(g).mT  # [A, H, n]
         self.decay = decay if before is None else torch.cat([before.decay, decay], 2)
         between = (decay[..., None] - self.decay[..., None, :]).masked_fill(~mask, float("-inf")).exp()  # [A, H, n, T]
-        into = decay.exp()[..., None]
-        values = v
+        into, values = decay.exp()[..., None], v
+        both = q if beta is None else torch.cat([q, k], 2)
+        product, at_root = both @ self.keys.mT, both @ self.state
         if beta is not None:
-            read = beta[..., None] * between * (k @ self.keys.mT)
-            values = beta[..., None] * (v - into * (k @ self.state))
+            new = self.paths.new
+            read = beta[..., None] * between * product[:, :, new:]
+            values = beta[..., None] * (v - into * at_root[:, :, new:])
+            product, at_root = product[:, :, :new], at_root[:, :, :new]
             if before is not None:
                 values = values - read[..., :known] @ before.values
-            if self.paths.new > 1:
+            if new > 1:
                 values = torch.linalg.solve_triangular(read[..., known:], values, upper=False, unitriangular=True)
         self.values = values if before is None else torch.cat([before.values, values], 2)
         self.before = None
-        return into * (q @ self.state) + (between * (q @ self.keys.mT)) @ self.values
+        return into * at_root + (between * product) @ self.values
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
@@ -250,11 +253,12 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 def _convolved(inputs: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Convolution ``[A * n, C]`` of the last n inputs ``[A, width + T, C]``, each behind a window ``[A, n, width]``."""
     rows, count, width = windows.shape
-    own = torch.arange(inputs.shape[1] - count, inputs.shape[1], device=inputs.device)
+    length = inputs.shape[1]
+    own = torch.arange(length - count, length, device=inputs.device)
     places = torch.cat([windows, own[None, :, None].expand(rows, -1, 1)], 2)
-    taken = inputs.gather(1, places.flatten(1)[..., None].expand(-1, -1, inputs.shape[2])).unflatten(
-        1, (count, width + 1)
-    )
+    if rows > 1:
+        places = places + torch.arange(0, rows * length, length, device=inputs.device)[:, None, None]
+    taken = inputs.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, (rows, count, width + 1))
     mixed = (taken.float() * weight.float().T).sum(2)
     if bias is not None:
         mixed = mixed + bias
