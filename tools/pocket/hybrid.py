@@ -126,7 +126,7 @@ def main() -> None:
     """Train, and write the hybrid's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, nargs=2, default=(40, 280), metavar=("ALIGN", "DISTIL"))
+    parser.add_argument("--steps", type=int, nargs=2, default=(40, 225), metavar=("ALIGN", "DISTIL"))
     parser.add_argument("--batch", type=int, default=8)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
