@@ -96,7 +96,10 @@ def differing(name: str, kind: str, found: Sequence[Proposal], ordered: bool = F
     )
 
 
-@pytest.mark.parametrize(("name", "kind"), KINDS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*each, marks=[] if each[1] in ("image", "text") else [pytest.mark.slow]) for each in KINDS],
+)
 def test_a_chain_proposes_the_tokens_of_transformers(name: str, kind: str) -> None:
     found = proposals(name, kind, new=10)
     assert len(found) > 8
