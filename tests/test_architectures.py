@@ -25,7 +25,6 @@ _PENDING = {
     *(
         "fuyu",
         "git",
-        "glm5_next",
         "got_ocr2",
         "granite4_vision",
         "granite_docling",
@@ -34,7 +33,6 @@ _PENDING = {
     *(
         "idefics",
         "inkling2",
-        "inkling_mm_model",
         "janus",
         "kimi_k25",
         "kosmos-2",
@@ -50,7 +48,6 @@ _PENDING = {
     ),
     *(
         "pp_chart2table",
-        "qwen4_exp",
         "shieldgemma2",
         "unlimited_ocr",
     ),
