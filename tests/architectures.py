@@ -644,8 +644,72 @@ _SQUARE_CASES = (
     case("video_llava", _renamed(_square_image(16, 16), "pixel_values_images"), video=_clip_frames),
     case("vipllava", _square_image(16, 16), vision_feature_layers=[-1, -2]),
 )
+
+
+def _unflattened(medium: Medium) -> Medium:
+    """The same medium with patches ``[n, 3, 4, 4]``."""
+
+    def build(generator: torch.Generator, variant: int) -> Piece:
+        piece = medium(generator, variant)
+        tensors = {name: t.unflatten(1, (3, 4, 4)) if "pixel" in name else t for name, t in piece.tensors.items()}
+        return Piece(piece.ids, tensors)
+
+    return build
+
+
+_MORE_GRID_CASES = (
+    case(
+        "kimi_k25",
+        _unflattened(_unmerged_image),
+        text_config={"num_key_value_heads": 4, "num_hidden_layers": 3},
+        vision_config={"pos_emb_height": 8, "pos_emb_width": 8},
+        projection_hidden_size=32,
+    ),
+    case(
+        "paddleocr_vl",
+        _unflattened(_unmerged_image),
+        types="mm_token_type_ids",
+        text_config={"rope_parameters": _MROPE},
+    ),
+    case(
+        "ernie4_5_vl_moe",
+        _unmerged_image,
+        types="mm_token_type_ids",
+        text_config={"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]},
+    ),
+    case("muse_glimmer", _qwen_image, video=_qwen_video(), projector_hidden_size=32, out_hidden_size=64),
+    case("minimax_m3_vl"),
+)
+_MORE_SQUARE_CASES = (
+    case("deepseek_vl_hybrid", _square_image(16, 16)),
+    case(
+        "shieldgemma2",
+        _square_image(16, 16, wrapped=True),
+        types="token_type_ids",
+        mm_tokens_per_image=16,
+        vision_config={"patch_size": 2, "vision_use_head": False},
+        text_config={"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    case(
+        "paligemma",
+        _square_image(16, 16),
+        types="token_type_ids",
+        vision_config={"projection_dim": 64},
+        projection_dim=64,
+        hidden_size=64,
+    ),
+)
 ARCHITECTURES: dict[str, FamilyCase] = {
-    each.name: each for each in (*_CASES, *_SQUARE_CASES, *_GRID_CASES, *_HYBRID_CASES, *_OTHER_CASES)
+    each.name: each
+    for each in (
+        *_CASES,
+        *_SQUARE_CASES,
+        *_MORE_SQUARE_CASES,
+        *_MORE_GRID_CASES,
+        *_GRID_CASES,
+        *_HYBRID_CASES,
+        *_OTHER_CASES,
+    )
 }
 """Architectures outside the conformance suite, by ``model_type``."""
 
