@@ -677,11 +677,22 @@ _MORE_GRID_CASES = (
         types="mm_token_type_ids",
         text_config={"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]},
     ),
-    case("muse_glimmer", _qwen_image, video=_qwen_video(), projector_hidden_size=32, out_hidden_size=64),
+    case("muse_glimmer", _qwen_image, video=_qwen_video(), projector_hidden_size=32, out_hidden_size=128),
     case("minimax_m3_vl"),
 )
 _MORE_SQUARE_CASES = (
-    case("deepseek_vl_hybrid", _square_image(16, 16)),
+    case(
+        "deepseek_vl_hybrid",
+        _with(_square_image(16, 16), high_res_pixel_values=torch.linspace(-1, 1, 3 * 32**2).view(1, 3, 32, 32)),
+        high_res_vision_config={
+            "image_size": 32,
+            "output_channels": 32,
+            "window_size": 4,
+            "global_attn_indexes": [1],
+            "num_pos_feats": 16,
+            "mlp_dim": 48,
+        },
+    ),
     case(
         "shieldgemma2",
         _square_image(16, 16, wrapped=True),

@@ -15,40 +15,28 @@ from saccade.target_model.adapter import Target
 _PENDING = {
     *(
         "chameleon",
-        "deepseek_vl_hybrid",
         "dots3_note",
         "emu3",
-        "ernie4_5_vl_moe",
         "evolla",
         "fast_vlm",
-    ),
-    *(
         "fuyu",
         "git",
         "got_ocr2",
+    ),
+    *(
         "granite4_vision",
         "granite_docling",
         "hunyuan_vl",
-    ),
-    *(
         "idefics",
         "inkling2",
         "janus",
-        "kimi_k25",
         "kosmos-2",
+    ),
+    *(
         "kosmos-2.5",
-    ),
-    *(
-        "minimax_m3_vl",
-        "muse_glimmer",
         "muse_spark",
-        "paddleocr_vl",
-        "paligemma",
         "perception_lm",
-    ),
-    *(
         "pp_chart2table",
-        "shieldgemma2",
         "unlimited_ocr",
     ),
 }

@@ -305,6 +305,9 @@ class Target:
         positions, _ = self.positions(ids, prompt)
         if positions is not None:
             inputs["position_ids"] = positions
+        elif self.traits.bidirectional_prompts:  # PaliGemma itself would count from 1
+            places = torch.arange(len(prompt), device=self.device)
+            inputs["position_ids"] = places[None]
         with captured_states(self, requirements.layers, requirements.final) as hidden:
             output = self.model(input_ids=ids, **inputs)
         if self._reads_beside:

@@ -144,7 +144,9 @@ class Context:
             self._contents[row].ids.extend(new)
 
     def is_opaque(self, spans: Sequence[MediaSpan], start: int) -> bool:
-        """Whether media behind ``start`` must reach the model unprocessed, being of an unknown family."""
+        """Whether the model itself must take the whole prompt, for its mask or for media of unknown families."""
+        if self.target.traits.bidirectional_prompts:
+            return True
         return any(last > start for _, last, _ in spans) and not family_of(self.target.config).is_known
 
     def _media_spans(self, prompt: Prompt) -> list[MediaSpan]:

@@ -106,6 +106,7 @@ def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], afte
 def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int) -> Tensor:
     """Return the same logits from one forward over whole sequences, one per leaf, without a cache."""
     parents = SHAPE.parents
+    start = len(prompt)
     rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
     tokens, more = torch.tensor(rows, device=target.device), {}
     if gap:
@@ -113,11 +114,23 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
         places = (places + gap * (places >= len(prompt))).expand_as(tokens)
         # Without a mask, transformers reads gaps as borders of packed sequences.
         more = {"position_ids": places, "attention_mask": torch.ones_like(tokens)}
-    logits = target.model(input_ids=tokens, use_cache=False, **more).logits
-    start = len(prompt)
+    if target.traits.bidirectional_prompts:
+        logits = torch.cat([_token_by_token(target, row, start) for row in tokens[:, None]])
+    else:
+        logits = target.model(input_ids=tokens, use_cache=False, **more).logits
     shared = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
     leaves = logits[:, start + 2]
     return torch.stack([*shared, *leaves, logits[-1, start + 3]])
+
+
+def _token_by_token(target: Target, row: Tensor, start: int) -> Tensor:
+    """Return the logits ``[1, S, V]`` of a row, whose tokens from ``start`` on attend to earlier ones alone."""
+    output = target.model(input_ids=row[:, :start], use_cache=True)
+    logits = [output.logits]
+    for token in row[:, start:].split(1, 1):
+        output = target.model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits)
+    return torch.cat(logits, 1)
 
 
 def _window(target: Target, length: int) -> AbstractContextManager[None]:

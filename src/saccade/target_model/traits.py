@@ -73,6 +73,7 @@ class ModelTraits:
     tested: bool  # whether the conformance suite covers both
     masks: MaskPlan  # the masks that its decoder takes
     bidirectional_images: bool  # whether image tokens attend to later tokens of the same image
+    bidirectional_prompts: bool  # whether all tokens of a prompt do, as those of PaliGemma
     limits: ModelLimits  # on the length of its sequences
 
     @classmethod
@@ -95,6 +96,7 @@ class ModelTraits:
             tested=family.name in TESTED and text.model_type in DECODERS and known,
             masks=MaskPlan(window, kinds, family.full_is_causal, chunk),
             bidirectional_images=family.bidirectional_images,
+            bidirectional_prompts=getattr(text, "use_bidirectional_attention", None) is True,
             limits=ModelLimits.of(text),
         )
 
