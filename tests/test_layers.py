@@ -79,13 +79,13 @@ PARTS = {
     "training": (("train", "distill"), 4_500),
     "measuring": (("bench", "theory", "memory_plan"), 3_811),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
-    "checkpoints": (("checkpoints", "evaluators"), 1_226),
+    "checkpoints": (("checkpoints", "evaluators"), 1_230),
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 21_500
+CORE = 21_687
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 41_500, 7_400
+TESTS, TOOLS = 41_678, 7_400
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.83
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -163,6 +163,53 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
             if isinstance(problem, LocalEntryNotFoundError) and name == "config.json":
                 raise  # the hub is unreachable; a cached repository would have this file
             return None
+
+
+def mtp_pattern(config: Any) -> str:
+    """Return the regular expression of names of weights of multi-token prediction, by a configuration."""
+    text = config.get_text_config(decoder=True)
+    first, count = text.num_hidden_layers, getattr(text, "num_mtp_layers", None) or 0
+    return rf"(^|\.)layers\.({'|'.join(str(first + place) for place in range(count))})\.|^(model\.)?mtp\."
+
+
+def mtp_layers(config: Any, place: str | Path) -> tuple[int, bool]:
+    """Return how many layers of multi-token prediction a configuration names, and whether the checkpoint has some."""
+    count = getattr(config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
+    names: Iterable[str] = ()
+    if count and str(place):
+        if index := file_of(place, "model.safetensors.index.json"):
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        elif file := file_of(place, "model.safetensors"):
+            with safe_open(file, "pt") as weights:
+                names = list(weights.keys())
+    pattern = re.compile(mtp_pattern(config))
+    return count, any(pattern.search(name) for name in names)
+
+
+def drafts_by_mtp(config: Any, place: str | Path) -> bool:
+    """Whether a checkpoint has a layer of multi-token prediction that method mtp can run."""
+    if mtp_layers(config, place) != (1, True):
+        return False
+    try:
+        kinds = getattr(config.get_mtp_config(), "layer_types", None)
+    except ValueError:  # where transformers cannot tell what kind of layer it is
+        return False
+    return set(kinds or ()) <= {"full_attention"}
+
+
+def check_mtp(config: Any, place: str) -> None:
+    """Raise `ModelError` unless the checkpoint of a configuration has layers of multi-token prediction."""
+    named, stored = mtp_layers(config, place)
+    if not named:
+        raise ModelError(
+            f"Method mtp needs a target with layers of multi-token prediction, of which the configuration of "
+            f"{place or 'this model'} names none; choose another method."
+        )
+    if not stored:
+        raise ModelError(
+            f"The configuration of {place or 'this model'} names {named} layers of multi-token prediction, but the "
+            "checkpoint lacks their weights; choose another method, or give the complete checkpoint."
+        )
 
 
 def _check_files(folder: Path, weights: bool) -> None:

@@ -37,6 +37,7 @@ from saccade.loading import (
     check_checkpoint,
     check_device,
     check_dtype,
+    check_mtp,
     default_device,
     is_assistant,
     load_model,
@@ -82,7 +83,8 @@ def load(
         drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, Gemma 4's assistant, or a
             trained head's folder.
         method: a name of `saccade methods`; by default ``auto`` with a draft model (``chain`` with options that it
-            lacks), a head's own method with a head, and ``prompt-lookup`` without a drafter.
+            lacks), a head's own method with a head, and without a drafter ``mtp`` where the checkpoint has one such
+            layer, else ``prompt-lookup``.
         assistant_model: Hugging Face's name for ``drafter``.
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
@@ -141,13 +143,16 @@ def check(
     options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
     target, drafter, all_heads = drafters.with_builtin(target, drafter, method, options, named)
     kinds = drafters.kinds_of(all_heads)
-    name = method or drafters.default(drafter, kinds, head, options)
-    draft = None if drafters.is_head(drafter) else drafter
-    methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     check_device(device_map)
-    processor = _processor(target)
+    processor = None if method or drafter is not None or kinds else _processor(target)
+    name = method or drafters.default(drafter, kinds, head, options, processor and processor.config)
+    draft = None if drafters.is_head(drafter) else drafter
+    methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
+    processor = processor or _processor(target)
+    if methods.options(name, options).get("draft_with") == "mtp":
+        check_mtp(processor.config, name_of(target))
     draft_processor = None if draft is None else _draft_processor(draft, processor)
     check_processes(device_map, processor.config)
     if draft_processor is processor:
@@ -226,7 +231,8 @@ class VLM:
         self.heads: dict[str, Head] = drafters.read_heads(named, self.target, draft_dtype)
         special = methods.special_ids(model.config, model.generation_config, self.processor.tokenizer)
         self._parts = Models(self.target, self.draft_model, vocabulary, special, self.draft_processor)
-        self._compose(method or drafters.default(drafter, drafters.kinds_of(named), head, options), head, options)
+        kinds = drafters.kinds_of(named)
+        self._compose(method or drafters.default(drafter, kinds, head, options, model.config), head, options)
 
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         kinds = drafters.kinds_of(self.heads)

@@ -14,7 +14,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
-from saccade.loading import check_checkpoint, check_dtype, path_of
+from saccade.loading import check_checkpoint, check_dtype, drafts_by_mtp, path_of
 from saccade.target_model.adapter import Target
 
 POCKET = "pocket"
@@ -133,12 +133,19 @@ def completed(
     return {**options, "draft_with": kind} if kind in HEAD_KINDS else dict(options)
 
 
-def default(drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = ()) -> str:
-    """Return the default method: the kind of the head, if one is given and no draft model."""
+def default(
+    drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = (), config: Any = None
+) -> str:
+    """Return the default method: the kind of the head, if one is given and no draft model.
+
+    ``config``: of the target, whose own layer of multi-token prediction drafts where nothing else is given.
+    """
     if head is not None and head in kinds:
         return kinds[head]
     if is_head(drafter):
         return kind_of(drafter)
     if drafter is None and kinds:
         return next(iter(kinds.values()))
+    if drafter is None and config is not None and drafts_by_mtp(config, config.name_or_path):
+        return "mtp"
     return methods.default(drafter is not None, options)

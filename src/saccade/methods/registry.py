@@ -109,6 +109,11 @@ METHODS: dict[str, Method] = {
         kind: Method(head.summary, head.source, {"draft_with": kind, **head.settings})
         for kind, head in HEAD_KINDS.items()
     },
+    "mtp": Method(
+        "the target's own layer of multi-token prediction drafts, as its checkpoint brings it",
+        source="DeepSeek-V3, Section 2.2; tree=dynamic and tree=static are EAGLE-2's and SpecVLM's",
+        settings={"draft_with": "mtp", "tree=chain": {"gamma": 2}},
+    ),
     "lvspec": Method(
         "LOSSY: strict on visually grounded tokens, loose on the least visual share of the draft tokens",
         source="LVSpec, Section 3; tree=branches is Appendix E; greedy decoding only",

@@ -41,8 +41,8 @@ CHOICES: dict[str, dict[str, Option]] = {
     "drafter": {
         "draft_with": Option(
             "model",
-            "drafter: the draft model, the target itself, prompt lookup, or a head of a kind",
-            choices=("model", "self", "lookup", *HEAD_KINDS),
+            "drafter: the draft model, the target itself, prompt lookup, its own MTP layer, or a head of a kind",
+            choices=("model", "self", "lookup", "mtp", *HEAD_KINDS),
         )
     },
     "lookup": {"gamma": Option(10, "most tokens copied per step", 1), "max_ngram": _MAX_NGRAM},

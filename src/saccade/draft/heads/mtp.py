@@ -1,0 +1,117 @@
+"""Multi-token prediction: the layer behind the target's last one that its own checkpoint brings, as a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.draft.drafter import DraftSession
+from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
+from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.errors import ModelError
+from saccade.inputs.families.family import Prompt
+from saccade.loading import check_mtp, mtp_pattern
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.forward import ALL, Layout, replaced
+
+
+class Mtp(Head):
+    """The target's own prediction layer (DeepSeek-V3, Section 2.2), one block of the target's own kind.
+
+    Every token has an entry: its embedding and the target's state after the final norm at the token before, each
+    normalised. Drafting further than one token, the layer reads its own output in place of that state.
+    """
+
+    kind: ClassVar[str] = "mtp"
+    positions = "tokens"
+
+    def __init__(self, config: HeadConfig, model: Any) -> None:
+        super().__init__(config)
+        self.stack: nn.ModuleList = model.layers  # what it shares with the target is no part of the head
+        self._rotary, self._final = model.rotary_emb, getattr(model, "shared_post_norm", nn.Identity())
+
+    @classmethod
+    def of(cls, target: Target, model: Any) -> Mtp:
+        """Return the head of a target and its `MtpModel` of transformers; `ModelError` for layers of other kinds."""
+        text, count, kinds = (
+            target.text_config,
+            len(model.layers),
+            set(getattr(model.config, "layer_types", None) or ()),
+        )
+        reason = ""
+        if count != 1:
+            reason = f"it has {count} of them and one alone can draft"
+        elif kinds - {"full_attention"} or model.rotary_emb is None or model.has_per_layer_rope:
+            reason = "theirs is not rotary attention over all tokens"
+        elif target.has_rope_index:
+            reason = "its positions have three axes"
+        if reason:
+            raise ModelError(
+                f"{type(target.model).__name__} cannot draft with its layers of multi-token prediction: {reason}; "
+                "choose another method."
+            )
+        shape = {"hidden_size": text.hidden_size, "intermediate_size": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
+        layers, name = len(target.layers), type(target.model).__name__
+        config = HeadConfig("mtp", **shape, vocab_size=target.vocab_size, layers=(layers,), target_class=name,
+                            target_layers=layers)  # fmt: skip
+        return cls(config, model).eval()
+
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
+        # One row after the other, since attention modules differ in what they cache and in how they read it.
+        cache, outputs = at.cache, []
+        for place, span in enumerate(cache.layout.spans):
+            x, mask, stop = embeddings[place, None], span.mask(ALL), span.start + span.visible
+            positions = at.positions.expand(embeddings.shape[:2])[place, None]
+            if mask is None:
+                mask = x.new_zeros(1, 1, span.count, span.visible)
+            with replaced([(cache, "layout", Layout([span], slice(stop - span.count, stop), cache.slots))]):
+                out = self.stack[0](
+                    x,
+                    features[place, None],
+                    position_embeddings=self._rotary(x, position_ids=positions),
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                )
+            outputs.append(self._final(out))
+        return torch.cat(outputs)
+
+
+class MtpDrafter(HeadDrafter):
+    """Drafter of a target's own prediction layer."""
+
+    def open(self, rows: int, target: Context) -> DraftSession:
+        return MtpDraftSession(self, rows, target)
+
+
+class MtpDraftSession(HeadDraftSession):
+    """A head's session, whose entries have the positions of their own tokens."""
+
+    def _positions(self, row: int, prompt: Prompt, tokens: Tensor) -> Tensor:
+        self._ahead[row] = len(prompt) - len(tokens)
+        return tokens[None]
+
+
+@torch.no_grad()
+def load_mtp(target: Target) -> Mtp:
+    """Read a target's prediction layer from its checkpoint; `ModelError` where it has none."""
+    from transformers.modeling_layers import MtpModel
+
+    model = target.model
+    check_mtp(model.config, model.config.name_or_path)
+    own: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
+    # transformers knows the layers of released checkpoints by their numbers alone.
+    patterns = [*own, mtp_pattern(model.config)]
+    try:
+        with replaced([(model, "_keys_to_ignore_on_load_unexpected", patterns)]):
+            loaded = MtpModel.from_pretrained(model, device_map={"": target.device})
+    except (RuntimeError, ValueError, StopIteration) as problem:
+        raise ModelError(
+            f"The layers of multi-token prediction of {model.config.name_or_path} cannot be loaded "
+            f"({str(problem).splitlines()[0] if str(problem) else 'unknown layout'}); choose another method."
+        ) from problem
+    return Mtp.of(target, loaded.to(target.dtype).eval())

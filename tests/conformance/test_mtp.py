@@ -1,0 +1,178 @@
+"""The target's own prediction layer drafts what transformers' generator drafts, and answers stay the target's."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sampling_kit import LIKELY, OPTIONS, ROWS, SMALL, accepted, p_of_answers, sampled, small_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from saccade.draft.heads.mtp import MtpDrafter, MtpDraftSession, load_mtp
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.policy import Chain, StaticTree
+from saccade.engine import Engine, Request
+from saccade.errors import ModelError
+from saccade.inputs.families.family import Prompt
+from saccade.methods import drafters
+from saccade.target_model.adapter import Target
+
+MOE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32}
+KINDS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {**MOE, "num_key_value_heads": 2, "head_dim": 16},
+    "deepseek_v3": {**MOE, **LATENT, "num_key_value_heads": 4},
+}
+POLICIES: dict[str, Any] = {
+    "chain": Chain(3),
+    "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "dynamic": DynamicTree(top=2, max_depth=3, total=6),
+}
+PROMPTS = [[5, 9, 3, 17, 9, 3, 17, 4], [7, 7, 1], [30, 2, 11, 8, 40]]
+NEW = 12
+
+
+def sharp(model: nn.Module) -> None:
+    """Weights of which right and wrong positions and masks give clearly different logits."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "q_b", "kv_b")) else 1.0
+            nn.init.normal_(parameter, std=gain / math.sqrt(parameter[0].numel()))
+        elif "norm" in name:
+            nn.init.normal_(parameter, 1.0, 0.2)
+
+
+def save(kind: str, folder: Path, vocab: int = 48, **more: Any) -> Path:
+    """Write a checkpoint with one prediction layer, named as in released ones."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        values = {**sizes, **ends, "max_position_embeddings": 128, "num_nextn_predict_layers": 1, **KINDS[kind], **more}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=vocab, **values))
+        sharp(model)
+        nn.init.normal_(model.get_input_embeddings().weight)
+        mtp = MtpModel(model, 1)
+        sharp(mtp.layers)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in mtp.layers[0].state_dict().items():
+        stored = re.sub("^post_norm", "shared_head.norm", name.removeprefix("mtp_block."))
+        weights[f"model.layers.2.{stored}"] = weight.clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = save(request.param, tmp_path_factory.mktemp(request.param))
+    return Target(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def engine(target: Target, policy: Any) -> Engine:
+    return Engine(target, MtpDrafter(load_mtp(target), target, policy))
+
+
+def greedy(target: Target, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    return target.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_answers_are_the_targets(target: Target, policy: str, rows: int) -> None:
+    requests = [Request(Prompt(tuple(prompt))) for prompt in PROMPTS[:rows]]
+    outputs = engine(target, POLICIES[policy]).generate(requests, max_new_tokens=NEW)
+    assert [list(output.tokens) for output in outputs] == [greedy(target, prompt) for prompt in PROMPTS[:rows]]
+
+
+def drafted(target: Target, gamma: int, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """The chain that the layer drafts behind every text that one answer comes to."""
+    propose, text, chains = MtpDraftSession.propose, list(PROMPTS[0]), {}
+
+    def record(self: Any, rows: Any, new: Any, *others: Any) -> Any:
+        tree = propose(self, rows, new, *others)
+        text.extend(new[0])
+        chains[tuple(text)] = tree.tokens[0, 1:].tolist()
+        return tree
+
+    monkeypatch.setattr(MtpDraftSession, "propose", record)
+    engine(target, Chain(gamma)).generate([Request(Prompt(tuple(PROMPTS[0])))], max_new_tokens=NEW)
+    return chains
+
+
+def test_a_first_draft_token_is_that_of_transformers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates, theirs = MTPCandidateGenerator.get_candidates, {}
+
+    def record(self: Any, input_ids: Any, *others: Any, **more: Any) -> Any:
+        ids, logits = candidates(self, input_ids, *others, **more)
+        theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
+    monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", [r"layers\.2\."])
+    target.model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW, do_sample=False, use_mtp=True)
+    ours = drafted(target, 1, monkeypatch)
+    common = [text for text in ours if theirs.get(text)]
+    assert len(common) > NEW // 2
+    assert [ours[text] for text in common] == [theirs[text] for text in common]
+
+
+def slowest(target: Target, text: tuple[int, ...], count: int) -> list[int]:
+    """Tokens drafted behind a text by one forward of the layer over all of it for each, without a cache."""
+    layer, ids = load_mtp(target).stack[0], torch.tensor([text])
+    states, chain = target.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1], []
+    for _ in range(count):
+        embedded, positions = target.embed(ids[:, 1:]), torch.arange(1, ids.shape[1])[None]
+        mask = torch.full((1, 1, positions.shape[1], positions.shape[1]), -torch.inf).triu(1)
+        angles = target.decoder.rotary_emb(embedded, position_ids=positions)
+        last = layer(embedded, states, angles, mask, positions, None)[:, -1:]
+        chain.append(int(target.lm_head(last).argmax()))
+        states, ids = torch.cat([states, last], 1), torch.cat([ids, torch.tensor([chain[-1:]])], 1)
+    return chain
+
+
+@torch.inference_mode()
+def test_every_draft_token_is_that_of_a_forward_over_the_whole_text(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = drafted(target, 3, monkeypatch)
+    assert len(chains) > NEW // 4
+    assert chains == {text: slowest(target, text, len(chain)) for text, chain in chains.items()}
+
+
+@pytest.mark.parametrize(
+    "policy", ["chain", *(pytest.param(tree, marks=pytest.mark.slow) for tree in POLICIES if tree != "chain")]
+)
+def test_sampled_rows_follow_the_target(policy: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save("glm4_moe", tmp_path, SMALL))
+    outputs = sampled(engine(Target(model), POLICIES[policy]), **OPTIONS["top_p"])
+    assert accepted(outputs) > ROWS // 4
+    assert p_of_answers(outputs, model=model, **OPTIONS["top_p"]) > LIKELY
+
+
+def test_the_checkpoint_chooses_the_method(target: Target) -> None:
+    assert drafters.default(None, {}, config=target.config) == "mtp"
+
+
+def test_weights_that_are_named_but_absent_are_refused(tmp_path: Path) -> None:
+    folder = save("glm4_moe", tmp_path)
+    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".layers.2." not in k}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert drafters.default(None, {}, config=model.config) == "prompt-lookup"
+    with pytest.raises(ModelError, match=r"names 1 layers .* but the checkpoint lacks their weights; choose another"):
+        load_mtp(Target(model))
+
+
+def test_a_target_without_such_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"^Method mtp needs a target with layers of multi-token prediction, .*\.$"):
+        load_mtp(Target(small_model(1)))
