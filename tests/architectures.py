@@ -7,6 +7,7 @@ Each case is a `FamilyCase`, as those of the conformance suite.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -710,11 +711,77 @@ _MORE_SQUARE_CASES = (
         hidden_size=64,
     ),
 )
+
+
+def _lined_patches(generator: torch.Generator, variant: int) -> Piece:
+    """Rows of tokens with a newline each, between two more tokens of the picture (HunYuan-VL)."""
+    grid = [(1, 4, 6), (1, 4, 4), (1, 2, 6)][variant % 3]
+    tokens = grid[1] // 2 * (grid[2] // 2 + 1) + 2
+    values = _noise(generator, math.prod(grid), 3 * 4**2)
+    ids = (VISION_START, *(IMAGE,) * tokens, VISION_END)
+    return Piece(ids, {"pixel_values": values, "image_grid_thw": torch.tensor([grid])})
+
+
+def _fuyu_image(generator: torch.Generator, variant: int) -> Piece:
+    """Flat patches of one picture (Fuyu)."""
+    return Piece((IMAGE,) * 8, {"pixel_values": _noise(generator, 1, 8, 3 * 4**2)})
+
+
+def _tiles(generator: torch.Generator, variant: int) -> Piece:
+    """One or two tiles of a picture (Granite Docling)."""
+    count = 1 + variant % 2
+    tensors = {
+        "pixel_values": _noise(generator, 1, count, 3, 16, 16),
+        "pixel_attention_mask": torch.ones(1, count, dtype=torch.bool),
+    }
+    return Piece((IMAGE,) * (4 * count), tensors)
+
+
+def _tiles_of_a_row(rows: list[Row]) -> Inputs:
+    media = {name: _media(rows, name) for name in ("pixel_values", "pixel_attention_mask")}
+    return {name: torch.cat(parts, 1) for name, parts in media.items() if parts}
+
+
+_LAST_CASES = (
+    case(
+        "hunyuan_vl",
+        _lined_patches,
+        types="mm_token_type_ids",
+        text_config={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}},
+        vision_config={
+            "text_hidden_size": 64,
+            "num_key_value_heads": 2,
+            "max_image_size": 64,
+            "temporal_patch_size": 1,
+        },
+    ),
+    case(
+        "janus",
+        _square_image(16, 16),
+        vision_config={"projection_dim": 64},
+        vq_config={
+            "base_channels": 32,
+            "num_embeddings": 16,
+            "embed_dim": 8,
+            "latent_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+        },
+    ),
+    case("fuyu", _fuyu_image, image_size=16, patch_size=4),
+    case(
+        "granite_docling",
+        _tiles,
+        collate=_tiles_of_a_row,
+        vision_config={"scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
+    ),
+)
 ARCHITECTURES: dict[str, FamilyCase] = {
     each.name: each
     for each in (
         *_CASES,
         *_SQUARE_CASES,
+        *_LAST_CASES,
         *_MORE_SQUARE_CASES,
         *_MORE_GRID_CASES,
         *_GRID_CASES,

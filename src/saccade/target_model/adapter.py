@@ -110,6 +110,8 @@ class Target:
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
         self.has_rope_index = self._rope_index is not None  # whether positions are those of M-RoPE
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
+        self.rope_axes = len(rope.get("mrope_section") or (0, 0, 0))  # axes of its positions
         self.layer_devices = [compute_device(layer) for layer in self.layers]
         self._rows_run_alone = self.traits.limits.longrope_threshold is not None
         types = layer_types(self.text_config)
@@ -232,7 +234,7 @@ class Target:
             return None, 0
         if not prompt.media:
             places = torch.arange(ids.shape[1], device=ids.device)
-            return places.expand(3, 1, -1), 0
+            return places.expand(self.rope_axes, 1, -1), 0
         inputs = {"attention_mask": torch.ones_like(ids), **arguments(self.config, prompt)}
         if "video_second_per_grid" in inputs:  # the forward's name of it (Qwen-Omni)
             inputs["second_per_grids"] = inputs["video_second_per_grid"]
@@ -399,7 +401,7 @@ class Target:
                 self.device,
             )
         if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
-            positions = [p.expand(3, -1) for p in positions]
+            positions = [p.expand(self.rope_axes, -1) for p in positions]
         joint = cache.positions = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
         if not any(block.logits_from for block in blocks):
             return layout, joint, None
@@ -458,7 +460,7 @@ class Target:
         """Keyword arguments of a stock forward over positions ``[3 or 1, n]``."""
         position_ids = positions
         if self.has_rope_index:
-            position_ids = positions[:, None].expand(3, -1, -1)
+            position_ids = positions[:, None].expand(self.rope_axes, -1, -1)
         return {
             "input_ids": tokens,
             "attention_mask": mask,

@@ -124,7 +124,7 @@ def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     places = torch.arange(len(ids), device=model.device)[None]
     inputs = {
         **model.media_inputs(Prompt(tuple(ids), (medium,))),
-        "position_ids": places.expand(3, 1, -1) if model.has_rope_index else places,
+        "position_ids": places.expand(model.rope_axes, 1, -1) if model.has_rope_index else places,
     }
     with ending_at(model.decoder) as inputs_of_decoder:
         model.model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, **inputs)

@@ -123,10 +123,12 @@ def kind_of(config: Any) -> str:
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face configuration, bound to it.
 
-    Outside the registry, a configuration without vision tower is a text family; the others are `Unknown`.
+    Outside the registry, a configuration without vision tower and image token is a text family; the others are
+    `Unknown`.
     """
     name = kind_of(config)
-    other = Text if getattr(config, "vision_config", None) is None else Unknown
+    names = ("vision_config", "vq_config", "image_token_id")
+    other = Unknown if any(getattr(config, part, None) is not None for part in names) else Text
     return FAMILIES.get(name, other)(config, name)
 
 
