@@ -68,7 +68,7 @@ from saccade.target_model.selfcheck import self_check
 NAMES: dict[str, str] = {
     name: classes if isinstance(classes, str) else classes[0]
     for name, classes in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
-}
+} | {"phi4_multimodal": "Phi4MultimodalForCausalLM"}
 """``model_type`` -> class of transformers."""
 
 _IDS = {
@@ -291,6 +291,21 @@ def _mllama(rows: list[Row]) -> Inputs:
     return {**inputs, "cross_attention_mask": current[None, :, :, None] * inputs["aspect_ratio_mask"][:, None]}
 
 
+def _phi_image(generator: torch.Generator, variant: int) -> Piece:
+    """A small view, and crops of which the last one may be half empty."""
+    rows, columns, filled = [(1, 1, 4), (1, 2, 4), (2, 1, 2)][variant % 3]
+    seen = torch.zeros(1, 3, 4, 4, dtype=torch.long)
+    seen[:, : 1 + rows * columns] = 1
+    seen[:, rows * columns, filled:] = 0
+    height, width = 2 * rows - (4 - filled) // 2, 2 * columns
+    tensors = {
+        "image_pixel_values": _noise(generator, 1, 3, 3, 16, 16) * (seen.amax((2, 3)) > 0)[..., None, None, None],
+        "image_sizes": torch.tensor([[16 * rows, 16 * columns]]),
+        "image_attention_mask": seen,
+    }
+    return Piece((IMAGE,) * (height * (width + 1) + 1 + 6), tensors)
+
+
 _LATENT = {"head_dim": 32, "num_key_value_heads": 4}
 _SAM = {
     "hidden_size": 32,
@@ -423,6 +438,39 @@ _OTHER_CASES = (
             "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
         },
     ),
+    case(
+        "phi4_multimodal",
+        _phi_image,
+        sliding_window=16,
+        vision_config={"crop_size": 16, "image_token_id": IMAGE},
+        audio_config={
+            "num_blocks": 1,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "input_size": 8,
+            "nemo_conv_channels": 8,
+        },
+    ),
+    # others
+    case(
+        "kosmos-2",
+        text_config={"embed_dim": 64, "layers": 2, "ffn_dim": 96, "attention_heads": 4},
+        latent_query_num=4,
+    ),
+    case(
+        "kosmos-2.5",
+        text_config={"embed_dim": 64, "layers": 2, "ffn_dim": 96, "attention_heads": 4},
+        vision_config={"patch_embed_hidden_size": 48, "max_num_patches": 16},
+        latent_query_num=4,
+    ),
+    case("idefics", vision_config={"embed_dim": 32}),
+    case(
+        "unlimited_ocr",
+        vision_config={
+            "sam_config": {**_SAM, "downsample_channels": [32, 32]},
+            "encoder_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        },
+    ),
     # latent attention, whose queries are scaled beyond a position
     case(
         "mistral4",
@@ -481,7 +529,9 @@ _OTHER_CASES = (
     # other ways to generate
     _unlike("diffusion_gemma", text_config={"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8}),
     _unlike("pi0"),
-    # forwards that need the picture again
+    _unlike("git"),
+    # forwards that need the picture, or another sequence, again
+    _unlike("evolla"),
     *(_unlike(name) for name in ("blip", "blip-2", "instructblip", "instructblipvideo")),
 )
 

@@ -13,26 +13,8 @@ from saccade.inputs.families import split
 from saccade.target_model.adapter import Target
 
 _PENDING = {
-    *(
-        "chameleon",
-        "dots3_note",
-        "emu3",
-        "evolla",
-        "fast_vlm",
-        "git",
-        "got_ocr2",
-        "granite4_vision",
-    ),
-    *(
-        "idefics",
-        "inkling2",
-        "kosmos-2",
-        "kosmos-2.5",
-        "muse_spark",
-        "perception_lm",
-        "pp_chart2table",
-    ),
-    *("unlimited_ocr",),
+    *("chameleon", "dots3_note", "emu3", "fast_vlm", "got_ocr2", "granite4_vision", "inkling2", "muse_spark"),
+    *("perception_lm", "pp_chart2table"),
 }
 """Architectures without a case yet."""
 

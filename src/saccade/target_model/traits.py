@@ -103,9 +103,11 @@ class ModelTraits:
 
 def check_generation(model: Any) -> None:
     """Raise `ModelError` for a model that does not generate token by token from one sequence and its cache."""
+    parameters = signature(model.forward).parameters
+    beside = [name for name in parameters if name.endswith("_input_ids")]
     required = [
         name
-        for name, parameter in signature(model.forward).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.default is Parameter.empty
         and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
         and name != "input_ids"
@@ -116,6 +118,8 @@ def check_generation(model: Any) -> None:
         why = "does not generate one token after the other"
     elif required:
         why = f"needs {' and '.join(required)} for every new token, where others read their cache"
+    elif beside:
+        why = f"reads {' and '.join(beside)} beside the prompt"
     else:
         return
     raise ModelError(
