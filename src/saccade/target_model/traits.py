@@ -104,7 +104,7 @@ class ModelTraits:
 def check_generation(model: Any) -> None:
     """Raise `ModelError` for a model that does not generate token by token from one sequence and its cache."""
     parameters = signature(model.forward).parameters
-    beside = [name for name in parameters if name.endswith("_input_ids")]
+    beside = [name for name in parameters if name.endswith("_input_ids") and name != "audio_input_ids"]
     required = [
         name
         for name, parameter in parameters.items()
