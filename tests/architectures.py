@@ -152,7 +152,7 @@ def tiny(model_type: str, **more: Any) -> PreTrainedModel:
     arguments.pop("model_type")
     config = AutoConfig.for_model(model_type, **arguments)
     kind = getattr(transformers, NAMES[model_type])
-    return kind._from_config(config, attn_implementation="sdpa")
+    return kind._from_config(config, attn_implementation="sdpa" if kind._supports_sdpa else "eager")
 
 
 def case(
@@ -826,12 +826,33 @@ _LAST_CASES = (
         vision_config={"scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
     ),
 )
+_SAM = {
+    "image_size": 64,
+    "output_channels": 16,
+    "window_size": 4,
+    "global_attn_indexes": [1],
+    "mlp_dim": 48,
+    "patch_size": 4,
+}
+_CODES = {f"IMGIMG{chr(65 + code)}Z": FIRST_WORD + code for code in range(8)}
+"""Names of a picture's codes in the vocabulary of models that quantise pictures."""
+_VQ = {"num_embeddings": 8, "embed_dim": 8, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1]}
+_QUANTISED_CASES = (
+    *(case(name, _square_image(16, 64), vision_config=_SAM) for name in ("got_ocr2", "pp_chart2table")),
+    case(
+        "chameleon",
+        _square_image(64, 16),
+        vocabulary_map={"<image>": IMAGE, **_CODES},
+        vq_config={**_VQ, "resolution": 16, "num_res_blocks": 1},
+    ),
+)
 ARCHITECTURES: dict[str, FamilyCase] = {
     each.name: each
     for each in (
         *_CASES,
         *_SQUARE_CASES,
         *_LAST_CASES,
+        *_QUANTISED_CASES,
         *_MORE_SQUARE_CASES,
         *_MORE_GRID_CASES,
         *_GRID_CASES,

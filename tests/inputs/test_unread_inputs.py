@@ -15,6 +15,8 @@ from saccade.errors import InputError
 from saccade.inputs import families
 from saccade.inputs.families import split
 from saccade.loading import adapt
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
 
 WORDS = [1, 9, 10, 33, 44, 55, 33, 44]
 
@@ -42,6 +44,13 @@ def test_images_reach_a_family_outside_the_registry_with_the_token_types_of_its_
     speculation = saccade.hf.speculate(method="prompt-lookup")
     answered = unknown.generate(**inputs, max_new_tokens=20, custom_generate=speculation)
     assert answered[0, inputs["input_ids"].shape[1] :].tolist() == expected
+
+
+def test_pictures_of_a_family_outside_the_registry_are_not_encoded_ahead(unknown: Any) -> None:
+    """The model's own forward encodes them again."""
+    (prompt,) = split(unknown.config, FAMILIES["gemma3"].row_inputs("image", 0))
+    prefill = Context(Target(unknown), 1).prefill(0, prompt)
+    assert prefill.num_unencoded(len(prompt)) == 0
 
 
 def test_text_is_possible_for_such_families(unknown: Any) -> None:

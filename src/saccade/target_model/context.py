@@ -284,7 +284,7 @@ class Prefill:
 
     def num_unencoded(self, stop: int) -> int:
         """Tokens of the media before ``stop`` whose features are not in the media cache."""
-        if stop <= self._encoded:
+        if stop <= self._encoded or self._is_opaque:
             return 0
         return sum(
             last - first
@@ -294,7 +294,7 @@ class Prefill:
 
     def encode_media(self, stop: int) -> None:
         """Run the vision tower on the media before ``stop`` ahead of the pass that needs them."""
-        for first, last, medium in self._media_before(stop):
+        for first, last, medium in () if self._is_opaque else self._media_before(stop):
             self._features(first, last, medium)
         self._encoded = stop
 
