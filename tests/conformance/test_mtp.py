@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from sampling_kit import LIKELY, OPTIONS, ROWS, SMALL, accepted, p_of_answers, sampled, small_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+from families import FAMILIES, _text, reference_greedy
 from saccade.draft.heads.mtp import MtpDrafter, MtpDraftSession, load_mtp
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
+from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 from saccade.methods import drafters
 from saccade.target_model.adapter import Target
@@ -31,13 +34,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**MOE, "num_key_value_heads": 2, "head_dim": 16},
     "deepseek_v3": {**MOE, **LATENT, "num_key_value_heads": 4},
 }
+STATIC = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 POLICIES: dict[str, Any] = {
     "chain": Chain(3),
-    "static": StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "static": STATIC,
     "dynamic": DynamicTree(top=2, max_depth=3, total=6),
 }
-PROMPTS = [[5, 9, 3, 17, 9, 3, 17, 4], [7, 7, 1], [30, 2, 11, 8, 40]]
+PROMPTS = [Prompt((5, 9, 3, 17, 9, 3, 17, 4)), Prompt((7, 7, 1)), Prompt((30, 2, 11, 8, 40))]
 NEW = 12
+LLAVA = FAMILIES["llava"]
 
 
 def sharp(model: nn.Module) -> None:
@@ -58,15 +63,21 @@ def save(kind: str, folder: Path, vocab: int = 48, **more: Any) -> Path:
         ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         values = {**sizes, **ends, "max_position_embeddings": 128, "num_nextn_predict_layers": 1, **KINDS[kind], **more}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=vocab, **values))
-        sharp(model)
-        nn.init.normal_(model.get_input_embeddings().weight)
-        mtp = MtpModel(model, 1)
-        sharp(mtp.layers)
+        return write(model, folder)
+
+
+def write(model: Any, folder: Path) -> Path:
+    """Write a model, and behind its two layers one for prediction."""
+    sharp(model)
+    nn.init.normal_(model.get_input_embeddings().weight)
+    mtp = MtpModel(model, 1)
+    sharp(mtp.layers)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
+    (end,) = (name for name in weights if name.endswith(".layers.1.self_attn.o_proj.weight"))
     for name, weight in mtp.layers[0].state_dict().items():
         stored = re.sub("^post_norm", "shared_head.norm", name.removeprefix("mtp_block."))
-        weights[f"model.layers.2.{stored}"] = weight.clone()
+        weights[end.replace("layers.1.self_attn.o_proj.weight", f"layers.2.{stored}")] = weight.clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -81,31 +92,37 @@ def engine(target: Target, policy: Any) -> Engine:
     return Engine(target, MtpDrafter(load_mtp(target), target, policy))
 
 
-def greedy(target: Target, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
+def greedy(target: Target, prompt: Prompt) -> list[int]:
+    ids = torch.tensor([prompt.ids])
     return target.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_answers_are_the_targets(target: Target, policy: str, rows: int) -> None:
-    requests = [Request(Prompt(tuple(prompt))) for prompt in PROMPTS[:rows]]
+    requests = [Request(prompt) for prompt in PROMPTS[:rows]]
     outputs = engine(target, POLICIES[policy]).generate(requests, max_new_tokens=NEW)
     assert [list(output.tokens) for output in outputs] == [greedy(target, prompt) for prompt in PROMPTS[:rows]]
 
 
-def drafted(target: Target, gamma: int, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
-    """The chain that the layer drafts behind every text that one answer comes to."""
-    propose, text, chains = MtpDraftSession.propose, list(PROMPTS[0]), {}
+def drafted(
+    target: Target, policy: Any, monkeypatch: pytest.MonkeyPatch, prompts: Sequence[Prompt] = PROMPTS[:1]
+) -> dict[tuple[int, ...], list[int]]:
+    """The tokens that the layer drafts behind every text that the answers come to; of a tree, its likeliest path."""
+    propose, texts, chains = MtpDraftSession.propose, [list(prompt.ids) for prompt in prompts], {}
 
     def record(self: Any, rows: Any, new: Any, *others: Any) -> Any:
         tree = propose(self, rows, new, *others)
-        text.extend(new[0])
-        chains[tuple(text)] = tree.tokens[0, 1:].tolist()
+        for place, row in enumerate(rows):
+            texts[row].extend(new[place])
+            parents, path = tree.parents.expand_as(tree.tokens)[place].tolist(), [0]
+            while path[-1] in parents[path[-1] + 1 :]:
+                path.append(parents.index(path[-1], path[-1] + 1))
+            chains[tuple(texts[row])] = tree.tokens[place, path[1:]].tolist()
         return tree
 
     monkeypatch.setattr(MtpDraftSession, "propose", record)
-    engine(target, Chain(gamma)).generate([Request(Prompt(tuple(PROMPTS[0])))], max_new_tokens=NEW)
+    engine(target, policy).generate([Request(prompt) for prompt in prompts], max_new_tokens=NEW)
     return chains
 
 
@@ -119,34 +136,68 @@ def test_a_first_draft_token_is_that_of_transformers(target: Target, monkeypatch
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
     monkeypatch.setattr(target.model, "_keys_to_ignore_on_load_unexpected", [r"layers\.2\."])
-    target.model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW, do_sample=False, use_mtp=True)
-    ours = drafted(target, 1, monkeypatch)
+    target.model.generate(torch.tensor([PROMPTS[0].ids]), max_new_tokens=NEW, do_sample=False, use_mtp=True)
+    ours = drafted(target, Chain(1), monkeypatch)
     common = [text for text in ours if theirs.get(text)]
     assert len(common) > NEW // 2
     assert [ours[text] for text in common] == [theirs[text] for text in common]
 
 
-def slowest(target: Target, text: tuple[int, ...], count: int) -> list[int]:
+def slowest(target: Target, text: tuple[int, ...], count: int, **media: Any) -> list[int]:
     """Tokens drafted behind a text by one forward of the layer over all of it for each, without a cache."""
-    layer, ids = load_mtp(target).stack[0], torch.tensor([text])
-    states, chain = target.model(ids[:, :-1], output_hidden_states=True).hidden_states[-1], []
+    layer, chain = load_mtp(target).stack[0], []
+    hidden = target.model(torch.tensor([text]), output_hidden_states=True, **media).hidden_states
+    embedded, states = hidden[0][:, 1:], hidden[-1][:, :-1]  # pictures are read as the decoder reads them
     for _ in range(count):
-        embedded, positions = target.embed(ids[:, 1:]), torch.arange(1, ids.shape[1])[None]
+        positions = torch.arange(1, embedded.shape[1] + 1)[None]
         mask = torch.full((1, 1, positions.shape[1], positions.shape[1]), -torch.inf).triu(1)
         angles = target.decoder.rotary_emb(embedded, position_ids=positions)
         last = layer(embedded, states, angles, mask, positions, None)[:, -1:]
         chain.append(int(target.lm_head(last).argmax()))
-        states, ids = torch.cat([states, last], 1), torch.cat([ids, torch.tensor([chain[-1:]])], 1)
+        states = torch.cat([states, last], 1)
+        embedded = torch.cat([embedded, target.embed(torch.tensor([chain[-1:]]))], 1)
     return chain
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("policy", [Chain(3), STATIC])
 def test_every_draft_token_is_that_of_a_forward_over_the_whole_text(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    target: Target, monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
-    chains = drafted(target, 3, monkeypatch)
+    chains = drafted(target, policy, monkeypatch, PROMPTS)
     assert len(chains) > NEW // 4
     assert chains == {text: slowest(target, text, len(chain)) for text, chain in chains.items()}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LLAVA.model().config
+        text = {**_text(None), "num_nextn_predict_layers": 1, **KINDS["glm4_moe"], "model_type": "glm4_moe"}
+        parts = {**config.to_dict(), "text_config": text}
+        model = AutoModelForImageTextToText.from_config(type(config)(**parts))
+        folder = write(model, tmp_path_factory.mktemp("llava"))
+    return Target(AutoModelForImageTextToText.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic"])
+def test_answers_about_pictures_are_the_targets(seeing: Target, policy: str) -> None:
+    requests = [Request(prompt) for prompt in split(seeing.config, LLAVA.inputs("image", 3))]
+    outputs = engine(seeing, POLICIES[policy]).generate(requests, max_new_tokens=NEW)
+    alone = [reference_greedy(seeing.model, LLAVA.row_inputs("image", row), NEW)[0] for row in range(3)]
+    assert [list(output.tokens) for output in outputs] == alone
+
+
+@torch.inference_mode()
+def test_every_draft_token_about_a_picture_is_that_of_a_forward_over_all(
+    seeing: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = LLAVA.row_inputs("image", 0)
+    chains = drafted(seeing, Chain(3), monkeypatch, split(seeing.config, inputs))
+    assert len(chains) > NEW // 4
+    pixels = inputs["pixel_values"]
+    assert chains == {text: slowest(seeing, text, len(chain), pixel_values=pixels) for text, chain in chains.items()}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +222,15 @@ def test_weights_that_are_named_but_absent_are_refused(tmp_path: Path) -> None:
     assert drafters.default(None, {}, config=model.config) == "prompt-lookup"
     with pytest.raises(ModelError, match=r"names 1 layers .* but the checkpoint lacks their weights; choose another"):
         load_mtp(Target(model))
+
+
+def test_weights_that_are_incomplete_are_refused(tmp_path: Path) -> None:
+    folder = save("glm4_moe", tmp_path)
+    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".eh_proj." not in k}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    target = Target(AutoModelForCausalLM.from_pretrained(folder))
+    with pytest.raises(ModelError, match=r"cannot be loaded: some of their weights are missing or of other shapes; ch"):
+        load_mtp(target)
 
 
 def test_a_target_without_such_layers_is_refused() -> None:

@@ -99,19 +99,28 @@ class MtpDraftSession(HeadDraftSession):
 @torch.no_grad()
 def load_mtp(target: Target) -> Mtp:
     """Read a target's prediction layer from its checkpoint; `ModelError` where it has none."""
+    from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_layers import MtpModel
 
-    model = target.model
+    def conversions(self: Any, main: Any) -> list[Any]:
+        # Those of transformers know a language model of its own alone, not one that is part of a multimodal model.
+        return [WeightRenaming(r"^(model\.)?language_model\.(model\.)?layers\.", "layers."), *known(self, main)]
+
+    known, model = MtpModel.get_weight_conversions, target.model
     check_mtp(model.config, model.config.name_or_path)
     own: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
     # transformers knows the layers of released checkpoints by their numbers alone.
     patterns = [*own, mtp_pattern(model.config)]
     try:
-        with replaced([(model, "_keys_to_ignore_on_load_unexpected", patterns)]):
+        changes = [(model, "_keys_to_ignore_on_load_unexpected", patterns),
+                   (MtpModel, "get_weight_conversions", conversions)]  # fmt: skip
+        with replaced(changes):
             loaded = MtpModel.from_pretrained(model, device_map={"": target.device})
     except (RuntimeError, ValueError, StopIteration) as problem:
+        is_incomplete = isinstance(problem, RuntimeError)
+        reason = "some of their weights are missing or of other shapes" if is_incomplete else "their layout is unknown"
         raise ModelError(
-            f"The layers of multi-token prediction of {model.config.name_or_path} cannot be loaded "
-            f"({str(problem).splitlines()[0] if str(problem) else 'unknown layout'}); choose another method."
+            f"The layers of multi-token prediction of {model.config.name_or_path} cannot be loaded: {reason}; choose "
+            "another method."
         ) from problem
     return Mtp.of(target, loaded.to(target.dtype).eval())
