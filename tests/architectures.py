@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -928,7 +929,7 @@ _HEAD = """# Architectures
 Every image-text-to-text architecture of transformers {version}, with a tiny random model each: greedy answers to
 prompts with one picture, two pictures, a video and text alone, by a chain, a dynamic tree and prompt lookup, one row
 and three rows at once, compared with `generate` in float32. No token differs; what cannot be exact is refused before
-anything is generated, with the sentence shown. `python tests/architectures.py` writes this page, and
+anything is generated, with the sentence shown. `python tests/architectures.py [MODEL_TYPE ...]` writes this page, and
 `pytest -m slow tests/test_architectures.py` compares it.
 
 | `model_type` | outcome | kinds of prompts and tokens compared, or the reason |
@@ -936,5 +937,10 @@ anything is generated, with the sentence shown. `python tests/architectures.py` 
 """
 
 if __name__ == "__main__":
-    lines = list(track(rows(sorted(NAMES)), "Comparing with generate", total=len(NAMES)))
-    PAGE.write_text(_HEAD.format(version=transformers.__version__) + "".join(lines), encoding="utf-8")
+    names = sys.argv[1:] or sorted(NAMES)
+    old = PAGE.read_text(encoding="utf-8").splitlines(keepends=True) if PAGE.exists() else []
+    lines = {line.split()[1]: line for line in old if line.startswith("| ") and line.split()[1] in NAMES}
+    for name, line in zip(names, track(rows(names), "Comparing with generate", total=len(names)), strict=True):
+        lines[name] = line
+    page = _HEAD.format(version=transformers.__version__) + "".join(lines[name] for name in sorted(lines))
+    PAGE.write_text(page, encoding="utf-8")
