@@ -827,7 +827,7 @@ _LAST_CASES = (
         vision_config={"scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
     ),
 )
-_SAM = {
+_SQUARE_SAM = {
     "image_size": 64,
     "output_channels": 16,
     "window_size": 4,
@@ -839,7 +839,7 @@ _CODES = {f"IMGIMG{chr(65 + code)}Z": FIRST_WORD + code for code in range(8)}
 """Names of a picture's codes in the vocabulary of models that quantise pictures."""
 _VQ = {"num_embeddings": 8, "embed_dim": 8, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1]}
 _QUANTISED_CASES = (
-    *(case(name, _square_image(16, 64), vision_config=_SAM) for name in ("got_ocr2", "pp_chart2table")),
+    *(case(name, _square_image(16, 64), vision_config=_SQUARE_SAM) for name in ("got_ocr2", "pp_chart2table")),
     case(
         "chameleon",
         _square_image(64, 16),
