@@ -207,7 +207,7 @@ def check_mtp(config: Any, place: str) -> None:
         )
     if not stored:
         raise ModelError(
-            f"The configuration of {place or 'this model'} names {named} layers of multi-token prediction, but the "
+            f"The configuration of {place or 'this model'} names layers of multi-token prediction ({named}), but the "
             "checkpoint lacks their weights; choose another method, or give the complete checkpoint."
         )
 
