@@ -106,6 +106,8 @@ SMALL_TEXT: dict[str, Any] = {
     "intermediate_size": 96,
     "head_dim": 16,
     "max_position_embeddings": 1024,
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
+    "attention_multiplier": 0.25,
 }
 SMALL_VISION: dict[str, Any] = {
     **_COMMON,
@@ -151,6 +153,7 @@ def tiny(model_type: str, **more: Any) -> PreTrainedModel:
     own = {name: value for name, value in more.items() if name not in parts}
     arguments = {**shrunk(model_type, _IDS if "text_config" in parts else SMALL_TEXT, **own), **arguments}
     arguments.pop("model_type")
+    arguments["tie_word_embeddings"] = False  # tied ones would answer with the same token again and again
     config = AutoConfig.for_model(model_type, **arguments)
     kind = getattr(transformers, NAMES[model_type])
     return kind._from_config(config, attn_implementation="sdpa" if kind._supports_sdpa else "eager")
@@ -874,9 +877,9 @@ class Outcome:
 
 
 def _sees(case: FamilyCase, kind: str, answer: Sequence[int]) -> bool:
-    """Whether a prompt's answer is another one where all its pixels are zero."""
+    """Whether a prompt's answer is another one where all its pixels have the other sign."""
     inputs = case.row_inputs(kind, 0)
-    blank = {name: torch.zeros_like(t) if t.is_floating_point() else t for name, t in inputs.items()}
+    blank = {name: -t if t.is_floating_point() else t for name, t in inputs.items()}
     return reference_greedy(case.model(), blank, len(answer))[0] != list(answer)
 
 
@@ -908,7 +911,9 @@ def outcome(case: FamilyCase, rows: Sequence[int] = (1, 3), length: int = 56) ->
             expected = [
                 reference_greedy(case.model(), case.row_inputs(kind, row), length)[0] for row in range(max(rows))
             ]
-            assert kind == "text" or _sees(case, kind, expected[0]), f"{case.name}: answers ignore the {kind}"
+            if kind != "text":
+                assert len(set(expected[0])) > 4, f"{case.name}: answers repeat few tokens"
+                assert _sees(case, kind, expected[0]), f"{case.name}: answers ignore the {kind}"
             for method, engine in engines.items():
                 for count in rows:
                     requests = [Request(prompt) for prompt in asked[:count]]
@@ -951,7 +956,11 @@ if __name__ == "__main__":
     names = sys.argv[1:] or sorted(NAMES)
     old = PAGE.read_text(encoding="utf-8").splitlines(keepends=True) if PAGE.exists() else []
     lines = {line.split()[1]: line for line in old if line.startswith("| ") and line.split()[1] in NAMES}
-    for name, line in zip(names, track(rows(names), "Comparing with generate", total=len(names)), strict=True):
-        lines[name] = line
+    for name in track(names, "Comparing with generate"):
+        try:
+            (lines[name],) = rows([name])
+        except Exception as error:
+            lines.pop(name, None)
+            print(f"{name} is left out: {type(error).__name__}: {error}")
     page = _HEAD.format(version=transformers.__version__) + "".join(lines[name] for name in sorted(lines))
     PAGE.write_text(page, encoding="utf-8")

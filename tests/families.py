@@ -343,7 +343,7 @@ def _sharpen(model: PreTrainedModel) -> None:
     """Draws weights anew, so that attention is peaked and logits spread (uses the global generator)."""
     head = decoder_and_head(model)[1].weight
     embedding = model.get_input_embeddings().weight
-    scaled_embedding = model.config.model_type.startswith("gemma")
+    scaled_embedding = "gemma" in model.config.get_text_config(decoder=True).model_type
     is_unscaled = model.config.model_type.startswith(("gemma3n", "gemma4"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

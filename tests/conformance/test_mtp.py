@@ -220,7 +220,9 @@ def test_weights_that_are_named_but_absent_are_refused(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert drafters.default(None, {}, config=model.config) == "prompt-lookup"
-    with pytest.raises(ModelError, match=r"names layers .* \(1\), but the checkpoint lacks their weights; choose another"):
+    with pytest.raises(
+        ModelError, match=r"names layers .* \(1\), but the checkpoint lacks their weights; choose another"
+    ):
         load_mtp(Target(model))
 
 
