@@ -830,19 +830,11 @@ _LAST_CASES = (
         vision_config={"scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
     ),
 )
-_SQUARE_SAM = {
-    "image_size": 64,
-    "output_channels": 16,
-    "window_size": 4,
-    "global_attn_indexes": [1],
-    "mlp_dim": 48,
-    "patch_size": 4,
-}
 _CODES = {f"IMGIMG{chr(65 + code)}Z": FIRST_WORD + code for code in range(8)}
 """Names of a picture's codes in the vocabulary of models that quantise pictures."""
 _VQ = {"num_embeddings": 8, "embed_dim": 8, "latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1]}
 _QUANTISED_CASES = (
-    *(case(name, _square_image(16, 64), vision_config=_SQUARE_SAM) for name in ("got_ocr2", "pp_chart2table")),
+    *(case(name, _square_image(16, 64), vision_config=_SAM) for name in ("got_ocr2", "pp_chart2table")),
     case(
         "chameleon",
         _square_image(64, 16),
@@ -946,7 +938,7 @@ Every image-text-to-text architecture of transformers {version}, with a tiny ran
 prompts with one picture, two pictures, a video and text alone, by a chain, a dynamic tree and prompt lookup, one row
 and three rows at once, compared with `generate` in float32. No token differs; what cannot be exact is refused before
 anything is generated, with the sentence shown. `python tests/architectures.py [MODEL_TYPE ...]` writes this page, and
-`pytest -m slow tests/test_architectures.py` compares it. Architectures without a row have not been compared yet.
+`pytest -m slow tests/test_architectures.py` compares it.
 
 | `model_type` | outcome | kinds of prompts and tokens compared, or the reason |
 |---|---|---|

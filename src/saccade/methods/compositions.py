@@ -43,7 +43,6 @@ class Models:
     special_ids: tuple[int, ...] = ()  # tokens that lossy rules never accept loosely
     draft_processor: InputProcessor | None = None  # makes the draft model's prompts, for methods that rewrite them
     head: Head | None = None  # a trained drafter head
-    mtp: Head | None = None  # the target's own prediction layer; read from its checkpoint when None
 
 
 def compose(parts: Models, values: Values) -> Engine:
@@ -100,7 +99,7 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     elif drafts == "mtp":
         from saccade.draft.heads.mtp import MtpDrafter, load_mtp
 
-        drafter = MtpDrafter(parts.mtp or load_mtp(parts.target), parts.target, policy)
+        drafter = MtpDrafter(load_mtp(parts.target), parts.target, policy)
     else:
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)

@@ -362,11 +362,12 @@ class Target:
         x = self._embedded(blocks)[None]
         labels = mask_labels(self.traits.masks.kinds, x)
         inputs = self._stock_inputs(tokens, labels, positions, cache)
-        if logit_indices is not None or self._shares_entries:
-            inputs["logits_to_keep"] = torch.arange(len(x[0])) if logit_indices is None else logit_indices
+        if logit_indices is not None:
+            inputs["logits_to_keep"] = logit_indices
+        elif self._shares_entries:
+            inputs["logits_to_keep"] = torch.arange(len(x[0]), device=self.device)
         is_replaced = any(block.embeddings is not None for block in blocks)
-        replaced_by = x if is_replaced else None, visual_mask(self.config, tokens)
-        replacing = replaced_embeddings(self.decoder, *replaced_by, labels, pack_deepstack(blocks))
+        replacing = self._replaced(tokens, x if is_replaced else None, labels, pack_deepstack(blocks))
         capturing = captured_states(self, requirements.layers, requirements.final)
         with packing(self.decoder, cache), capturing as hidden, replacing:
             logits = self.model(**inputs).logits[0].to(self.device)
@@ -448,13 +449,22 @@ class Target:
         if block.logits_from:
             first = block.count - max(block.count - block.logits_from, 1)
             needs_all = self._shares_entries and bool(requirements.any or self._stock_contexts)
-            inputs["logits_to_keep"] = torch.arange(first, block.count) if needs_all else block.count - first
-        places = visual_mask(self.config, block.tokens)
-        replacing = replaced_embeddings(self.decoder, block.embeddings, places, mask, block.deepstack)
+            inputs["logits_to_keep"] = block.count - first
+            if needs_all:  # a number would be taken as leave to skip what is not kept
+                inputs["logits_to_keep"] = torch.arange(first, block.count, device=self.device)
+        replacing = self._replaced(block.tokens, block.embeddings, mask, block.deepstack)
         with captured_states(self, requirements.layers, requirements.final) as hidden, replacing:
             logits: Tensor = self.model(**inputs).logits
         first = logits.shape[1] - (block.count - block.logits_from)
         return ForwardOutput(logits[:, first:].to(self.device), hidden)
+
+    def _replaced(
+        self, tokens: Tensor, embeddings: Tensor | None, mask: Any, deepstack: Sequence[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Replace the decoder's inputs at the placeholders among the tokens while the context is open."""
+        if embeddings is None:
+            return nullcontext()
+        return replaced_embeddings(self.decoder, embeddings, visual_mask(self.config, tokens), mask, deepstack)
 
     def _stock_inputs(self, tokens: Tensor, mask: Any, positions: Tensor, cache: RowCache) -> dict[str, Any]:
         """Keyword arguments of a stock forward over positions ``[3 or 1, n]``."""

@@ -109,13 +109,10 @@ def _packed(
 
 @contextmanager
 def replaced_embeddings(
-    decoder: nn.Module, embeddings: Tensor | None, places: Tensor, mask: Any, deepstack: Sequence[Tensor] = ()
+    decoder: nn.Module, embeddings: Tensor, places: Tensor, mask: Any, deepstack: Sequence[Tensor] = ()
 ) -> Iterator[None]:
     """Replace the decoder's inputs ``[1, n, d]`` at ``places [1, n]`` (at all where the model hands it none) and its
     deepstack features ``[n, d]`` while the context is open."""
-    if embeddings is None:
-        yield
-        return
     calls = []
 
     def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -37,11 +37,8 @@ class Mtp(Head):
     @classmethod
     def of(cls, target: Target, model: Any) -> Mtp:
         """Return the head of a target and its `MtpModel` of transformers; `ModelError` for layers of other kinds."""
-        text, count, kinds = (
-            target.text_config,
-            len(model.layers),
-            set(getattr(model.config, "layer_types", None) or ()),
-        )
+        count = len(model.layers)
+        kinds = set(getattr(model.config, "layer_types", None) or ())
         reason = ""
         if count != 1:
             reason = f"it has {count} of them and one alone can draft"
@@ -54,10 +51,18 @@ class Mtp(Head):
                 f"{type(target.model).__name__} cannot draft with its layers of multi-token prediction: {reason}; "
                 "choose another method."
             )
-        shape = {"hidden_size": text.hidden_size, "intermediate_size": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
-        layers, name = len(target.layers), type(target.model).__name__
-        config = HeadConfig("mtp", **shape, vocab_size=target.vocab_size, layers=(layers,), target_class=name,
-                            target_layers=layers)  # fmt: skip
+        config = HeadConfig(
+            "mtp",
+            hidden_size=target.text_config.hidden_size,
+            intermediate_size=1,  # this and the heads' sizes are the layer's own affair
+            heads=1,
+            kv_heads=1,
+            head_dim=2,
+            vocab_size=target.vocab_size,
+            layers=(len(target.layers),),
+            target_class=type(target.model).__name__,
+            target_layers=len(target.layers),
+        )
         return cls(config, model).eval()
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
@@ -112,8 +117,10 @@ def load_mtp(target: Target) -> Mtp:
     # transformers knows the layers of released checkpoints by their numbers alone.
     patterns = [*own, mtp_pattern(model.config)]
     try:
-        changes = [(model, "_keys_to_ignore_on_load_unexpected", patterns),
-                   (MtpModel, "get_weight_conversions", conversions)]  # fmt: skip
+        changes = [
+            (model, "_keys_to_ignore_on_load_unexpected", patterns),
+            (MtpModel, "get_weight_conversions", conversions),
+        ]
         with replaced(changes):
             loaded = MtpModel.from_pretrained(model, device_map={"": target.device})
     except (RuntimeError, ValueError, StopIteration) as problem:
