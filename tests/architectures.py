@@ -934,11 +934,11 @@ def rows(names: Iterable[str]) -> Iterator[str]:
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 _HEAD = """# Architectures
 
-Every image-text-to-text architecture of transformers {version}, with a tiny random model each: greedy answers to
+The image-text-to-text architectures of transformers {version}, with a tiny random model each: greedy answers to
 prompts with one picture, two pictures, a video and text alone, by a chain, a dynamic tree and prompt lookup, one row
 and three rows at once, compared with `generate` in float32. No token differs; what cannot be exact is refused before
 anything is generated, with the sentence shown. `python tests/architectures.py [MODEL_TYPE ...]` writes this page, and
-`pytest -m slow tests/test_architectures.py` compares it.
+`pytest -m slow tests/test_architectures.py` compares it. Those *not compared* have no tiny model yet.
 
 | `model_type` | outcome | kinds of prompts and tokens compared, or the reason |
 |---|---|---|
