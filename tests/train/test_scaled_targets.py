@@ -120,6 +120,6 @@ def test_a_head_s_logits_are_those_of_the_target(name: str) -> None:
     torch.testing.assert_close(lm_head_of(own)(states[None]), logits)  # the teacher's, in training
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma3n"])  # which caps its logits at 30
 def test_other_models_have_no_map(name: str) -> None:
     assert logit_map(Target(FAMILIES[name].model(), lean=False)) == LogitMap()

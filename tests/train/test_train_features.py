@@ -15,6 +15,7 @@ from train_kit import head, listed, lm_head, prompt, samples, target
 from families import FAMILIES
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
+from saccade.errors import ModelError
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context
@@ -42,20 +43,27 @@ def drafting(name: str, sample: TrainingSample, layers: tuple[int, ...]) -> dict
     return {i: torch.cat([first[i], after[i][0]]) for i in layers}
 
 
-def assert_same(features: Features, expected: dict[int, Tensor], last: int) -> None:
-    torch.testing.assert_close(features.embeddings, expected[0], **CLOSE)
-    torch.testing.assert_close(features.states[1], expected[1], **CLOSE)
-    torch.testing.assert_close(features.states[last], expected[last], **CLOSE)
+def assert_same(features: Features, expected: dict[int, Tensor], last: int, close: dict[str, float] = CLOSE) -> None:
+    torch.testing.assert_close(features.embeddings, expected[0], **close)
+    torch.testing.assert_close(features.states[1], expected[1], **close)
+    torch.testing.assert_close(features.states[last], expected[last], **close)
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma3n"])
 def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: str) -> None:
     own, given = target(name), samples(name, 4)
     last = len(own.layers)
+    # transformers limits Mamba-2's steps in this pass, and not in those of decoded tokens
+    close = {"rtol": 0.0, "atol": 1e-3} if name == "nemotron_h" else CLOSE
     for sample, features in zip(given, read_features(own, given, (1,)), strict=True):
         assert features.ids.tolist() == list(sample.ids)
         assert torch.equal(features.visual, visual_mask(own.config, sample.ids))
-        assert_same(features, drafting(name, sample, (0, 1, last)), last)
+        assert_same(features, drafting(name, sample, (0, 1, last)), last, close)
+
+
+def test_states_between_layers_with_several_streams_are_refused() -> None:
+    with pytest.raises(ModelError, match="several residual streams"):
+        read_features(target("gemma3n"), samples("gemma3n", 1), ())
 
 
 def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> None:

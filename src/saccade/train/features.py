@@ -99,7 +99,8 @@ def read_features(target: Target, samples: Sequence[TrainingSample], layers: Seq
     read: list[Features] = []
     for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
         with torch.no_grad(), captured_states(target, wanted) as hidden, _given(target) as given:
-            target.model(**inputs, use_cache=False, logits_to_keep=1)
+            last = torch.tensor([-1], device=target.device)  # by the number 1, Gemma 4 skips states of other tokens
+            target.model(**inputs, use_cache=False, logits_to_keep=last)
         embeddings = given[0] if given else hidden[0]
         for row, sample in enumerate(samples[part]):
             count = len(sample.ids)
