@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+import saccade.hf
 from families import FAMILIES, _text, reference_greedy
 from saccade.draft.heads.mtp import MtpDrafter, MtpDraftSession, load_mtp
+from saccade.draft.lookup import PromptLookup
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
@@ -212,6 +214,17 @@ def test_sampled_rows_follow_the_target(policy: str, tmp_path: Path) -> None:
 
 def test_the_checkpoint_chooses_the_method(target: Target) -> None:
     assert drafters.default(None, {}, config=target.config) == "mtp"
+    assert drafters.default(None, {}, options=["max_ngram"], config=target.config) == "prompt-lookup"
+
+
+def test_the_checkpoint_chooses_the_method_inside_generate(target: Target) -> None:
+    ids = torch.tensor([PROMPTS[0].ids])
+    for model, drafter in ((target.model, MtpDrafter), (small_model(1, vocab=48), PromptLookup)):
+        speculation = saccade.hf.speculate(gamma=3)
+        given = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        again = model.generate(ids, max_new_tokens=NEW, do_sample=False, custom_generate=speculation)
+        assert again.tolist() == given.tolist()
+        assert type(speculation._engine_for(model).drafter) is drafter
 
 
 def test_weights_that_are_named_but_absent_are_refused(tmp_path: Path) -> None:

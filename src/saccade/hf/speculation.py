@@ -41,8 +41,8 @@ def speculate(
         drafter: a loaded Hugging Face model of the target's tokenizer (a VLM or a text-only language model), a
             trained `Head` or its folder, a ready-made `Drafter`, or None for a method that needs none.
         method: a name of `saccade methods`, except ``spd`` and ``tabed``; by default ``auto`` with a
-            draft model (``chain`` with options that it lacks), a head's own method with a head, and ``prompt-lookup``
-            without.
+            draft model (``chain`` with options that it lacks), a head's own method with a head, and without a drafter
+            ``mtp`` where the target's checkpoint has one such layer, else ``prompt-lookup``.
         assistant_model: Hugging Face's name for ``drafter``.
         options: override the method's defaults, for example ``gamma=7``, or ``num_assistant_tokens=7``.
 
@@ -77,13 +77,14 @@ class Speculation:
         is_ready = drafter is not None and model is None and kind is None
         if is_ready and (method is not None or options):
             raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
-        self._method = method or kind or methods.default(model is not None, options)
+        name = method or kind or methods.default(model is not None, options)
         kinds = {kind: kind} if kind else {}
-        options = drafters.completed(self._method, options, model, kinds)
+        options = drafters.completed(name, options, model, kinds)
         if not is_ready:
-            values = methods.options(self._method, options)
+            values = methods.options(name, options)
             has = drafter is not None
-            methods.fit(self._method, values, model is not None, kinds, has_drafter=has, has_processor=False)
+            methods.fit(name, values, model is not None, kinds, has_drafter=has, has_processor=False)
+        self._method = None if method is None and drafter is None else name  # None: as the target's checkpoint has it
         self._ready: Drafter | None = drafter if is_ready else None  # type: ignore[assignment]
         self._head: AnyHead | None = drafter if kind else None  # type: ignore[assignment]
         self._draft_model = None if model is None else adapt(model, drafts=True)
@@ -178,7 +179,8 @@ class Speculation:
             special = methods.special_ids(model.config, model.generation_config)
             head = drafters.read_heads({"": self._head}, target, None)[""] if self._head is not None else None
             parts = Models(target, self._draft_model, special_ids=special, head=head)
-            self._engine = methods.build(self._method, parts, **self._options)
+            name = self._method or drafters.default(None, {}, options=self._options, config=model.config)
+            self._engine = methods.build(name, parts, **self._options)
         return self._engine
 
     def _draft_prompts(

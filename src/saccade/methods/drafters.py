@@ -138,7 +138,8 @@ def default(
 ) -> str:
     """Return the default method: the kind of the head, if one is given and no draft model.
 
-    ``config``: of the target, whose own layer of multi-token prediction drafts where nothing else is given.
+    ``config``: of the target, whose own layer of multi-token prediction drafts where nothing else is given, except with
+    options of prompt lookup alone.
     """
     if head is not None and head in kinds:
         return kinds[head]
@@ -146,6 +147,8 @@ def default(
         return kind_of(drafter)
     if drafter is None and kinds:
         return next(iter(kinds.values()))
-    if drafter is None and config is not None and drafts_by_mtp(config, config.name_or_path):
+    chosen = set(options)
+    copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "copied" not in chosen
+    if drafter is None and config is not None and not copies and drafts_by_mtp(config, config.name_or_path):
         return "mtp"
-    return methods.default(drafter is not None, options)
+    return methods.default(drafter is not None, chosen)
