@@ -28,6 +28,7 @@ from families import (
     _INTERLEAVED_MROPE,
     _MINISTRAL_ROPE,
     _MROPE,
+    ANYRES_PINPOINTS,
     BOS,
     FAMILIES,
     FIRST_WORD,
@@ -47,6 +48,7 @@ from families import (
     Medium,
     Piece,
     Row,
+    _anyres_image,
     _by_row,
     _concatenated,
     _media,
@@ -842,12 +844,72 @@ _QUANTISED_CASES = (
         vq_config={**_VQ, "resolution": 16, "num_res_blocks": 1},
     ),
 )
+
+
+def _coded_image(generator: torch.Generator, variant: int) -> Piece:
+    """A code for every four pixels, and one more at the end of a row (Emu3)."""
+    rows, columns = [(3, 4), (4, 2), (2, 3)][variant % 3]
+    tensors = {
+        "pixel_values": _noise(generator, 1, 3, 2 * rows, 2 * columns),
+        "image_sizes": torch.tensor([[2 * rows, 2 * columns]]),
+    }
+    return Piece((VISION_START, *(IMAGE,) * (rows * (columns + 1)), VISION_END), tensors)
+
+
+_NEWEST_CASES = (
+    # a picture's features enter in front of several layers
+    case(
+        "granite4_vision",
+        _anyres_image,
+        image_grid_pinpoints=ANYRES_PINPOINTS,
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-2, 2], [-1, 0]],
+        spatial_target_layers=[1, 3],
+        text_config={"num_hidden_layers": 4},
+        vision_config={"hidden_size": 64, "patch_size": 2},
+        qformer_config={"use_qformer_text_input": False, "cross_attention_frequency": 1},
+    ),
+    case(
+        "emu3",
+        _coded_image,
+        vocabulary_map={
+            "<image>": IMAGE,
+            "<|extra_200|>": IMAGE_BREAK,
+            **{f"<|visual token {code:06}|>": FIRST_WORD + code for code in range(8)},
+        },
+        vq_config={
+            "codebook_size": 8,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [],
+        },
+    ),
+    case(
+        "muse_spark",
+        _qwen_image,
+        video=_qwen_video(),
+        projector_hidden_size=32,
+        out_hidden_size=128,
+        text_config={
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "layer_rope_theta": [10000.0, 0, 10000.0, 0],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "sliding_window": 16,
+            "moe_hidden_size": 32,
+        },
+        vision_config={"pos_emb_height": 4, "pos_emb_width": 4},
+        audio_config={"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]},
+    ),
+)
 ARCHITECTURES: dict[str, FamilyCase] = {
     each.name: each
     for each in (
         *_CASES,
         *_SQUARE_CASES,
         *_LAST_CASES,
+        *_NEWEST_CASES,
         *_QUANTISED_CASES,
         *_MORE_SQUARE_CASES,
         *_MORE_GRID_CASES,

@@ -15,11 +15,8 @@ from saccade.target_model.adapter import Target
 _PENDING = {
     *(
         "dots3_note",
-        "emu3",
         "fast_vlm",
-        "granite4_vision",
         "inkling2",
-        "muse_spark",
         "perception_lm",
     ),
 }
