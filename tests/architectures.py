@@ -402,7 +402,7 @@ _GRID_CASES = (
     case(
         "cosmos3_edge",
         _unmerged_image,
-        **{**_STAMPED, "video": None},
+        **{**_STAMPED, "video": _without_time(_STAMPED["video"])},
         text_config={"rope_parameters": _INTERLEAVED_MROPE},
     ),
 )
@@ -714,10 +714,25 @@ def _unflattened(medium: Medium) -> Medium:
     return build
 
 
+def _paired_frames(generator: torch.Generator, variant: int) -> Piece:
+    """Two frames to a token (Ernie 4.5)."""
+    grid = [(2, 4, 6), (4, 4, 4), (2, 6, 4)][variant % 3]
+    values = _noise(generator, math.prod(grid), 3 * 4**2)
+    ids = (VISION_START, *(VIDEO,) * (math.prod(grid) // 8), VISION_END)
+    return Piece(ids, {"pixel_values_videos": values, "video_grid_thw": torch.tensor([grid])})
+
+
+def _experts_by_kind(rows: list[Row]) -> Inputs:
+    """Media after one another, and which tokens go to the experts for pictures (Ernie 4.5)."""
+    ids = torch.tensor([[token for piece in rows[0] for token in piece.ids]])
+    visual = torch.tensor([IMAGE, VIDEO, VISION_START, VISION_END])
+    return {**_concatenated(rows), "moe_mm_token_type_ids": torch.isin(ids, visual).long()}
+
+
 _MORE_GRID_CASES = (
     case(
         "kimi_k25",
-        _unflattened(_unmerged_image),
+        _unflattened(_unmerged_image),  # no video, at which transformers 5.23 itself fails
         text_config={"num_key_value_heads": 4, "num_hidden_layers": 3},
         vision_config={"pos_emb_height": 8, "pos_emb_width": 8},
         projection_hidden_size=32,
@@ -731,8 +746,14 @@ _MORE_GRID_CASES = (
     case(
         "ernie4_5_vl_moe",
         _unmerged_image,
+        video=_paired_frames,
+        collate=_experts_by_kind,
         types="mm_token_type_ids",
-        text_config={"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]},
+        text_config={
+            "num_hidden_layers": 3,  # so that attention follows the experts
+            "rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
+            "moe_intermediate_size": [32, 16],
+        },
     ),
     case("muse_glimmer", _qwen_image, video=_qwen_video(), projector_hidden_size=32, out_hidden_size=128),
     case("minimax_m3_vl"),
