@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import add, alone, drain, engine, prompts
 
+from architectures import ARCHITECTURES
 from families import FAMILIES
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal
@@ -20,7 +21,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, RunningBatch
 from saccade.errors import InputError
-from saccade.inputs.families import media_spans
+from saccade.inputs.families import media_spans, split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM, round_to_segment
@@ -88,6 +89,31 @@ def test_every_view_of_a_draft_model_is_counted() -> None:
     for drafter in (ensemble, MergedDrafter(ensemble, PromptLookup(gamma=4))):
         batch = Engine(target, drafter).open(2, kv_memory=2**20)
         assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + 2 * model.entry_bytes)
+
+
+@pytest.mark.parametrize("name", ["mistral4", "kimi_k25", "mllama"])
+def test_what_a_row_needs_is_what_the_caches_allocate(name: str) -> None:
+    """Latent attention caches what keys and values are made of; cross-attention caches pictures beside the tokens."""
+    case = ARCHITECTURES[name]
+    config = copy.deepcopy(case.model().config)
+    if name != "mllama":
+        config.get_text_config().kv_lora_rank = 24  # another size than that of the rotated part
+    target = Target(type(case.model())(config))
+    under_test = Engine(target, ModelDrafter(Target(case.draft_model()), Chain(3)))
+    for kind in case.kinds:
+        (prompt,) = split(config, case.row_inputs(kind, 0))
+        batch = under_test.open(1)
+        add(batch, prompt, n=4)
+        drain(batch)
+        size = batch.context.cache.nbytes + batch.drafting.context.cache.nbytes  # type: ignore[union-attr]
+        batch = under_test.open(1, kv_memory=size)
+        row = add(batch, prompt, n=4)
+        batch.step()
+        assert batch.kv_usage == 1
+        drain(batch)
+        assert row.error is None
+        with pytest.raises(InputError, match="raise kv_memory"):
+            add(under_test.open(1, kv_memory=size - 1), prompt, n=4)
 
 
 def test_a_request_goes_where_the_longest_prefix_is() -> None:

@@ -52,7 +52,7 @@ def check_assistant(config: Any, target_config: Any) -> None:
         found = entries[layers[kind]] if kind in layers else None
         facts[f"number and size of key-value heads in layers of type {kind}"] = (
             (own.num_key_value_heads, own.head_dim),
-            found,
+            found and found[:2],
         )
     if "sliding_attention" in ours.layer_types:
         facts["sliding window"] = (ours.sliding_window, getattr(theirs, "sliding_window", None))

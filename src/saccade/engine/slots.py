@@ -37,12 +37,13 @@ class SlotAllocator:
     def __init__(
         self, context: Context, drafter: Drafter | None, drafting: DraftSession | None, limit: int | None
     ) -> None:
-        self._context, self._drafting = context, drafting
+        self._context, self._drafting, self._drafter = context, drafting, drafter
         self._extra = drafter.max_nodes if drafter is not None else 1
         self._entry_bytes, self._row_bytes = _entry_bytes(context.target, drafter)
         self._limit = limit
         self._rows: list[Row | None] = [None] * context.rows
         self._salts = [""] * context.rows  # of the contents
+        self._picture_bytes = [0] * context.rows  # of the contents' cross-attention to pictures
         self._freed_at = [0] * context.rows  # by number of `free` calls
         self._frees = 0
 
@@ -78,6 +79,7 @@ class SlotAllocator:
         if self._salts[slot] != row.request.salt:
             self._clear(slot)
         self._rows[slot], self._salts[slot] = row, row.request.salt
+        self._picture_bytes[slot] = self._pictures(row)
         row.begin(slot)
         self._context.cache.reserve(slot, row.max_entries + self._extra)
         if self._drafting is not None:
@@ -99,6 +101,7 @@ class SlotAllocator:
             self._clear(slot)
 
     def _clear(self, slot: int) -> None:
+        self._picture_bytes[slot] = 0
         self._context.forget(slot)
         if self._drafting is not None:
             self._drafting.forget(slot)
@@ -124,11 +127,18 @@ class SlotAllocator:
         return True
 
     def _bytes(self, row: Row) -> int:
-        return round_to_segment(row.max_entries + self._extra) * self._entry_bytes + self._row_bytes
+        entries = round_to_segment(row.max_entries + self._extra) * self._entry_bytes
+        return entries + self._row_bytes + self._pictures(row)
 
     def _held(self, slot: int) -> int:
         capacity = self._context.cache.capacity(slot)
-        return capacity * self._entry_bytes + self._row_bytes if capacity else 0
+        return capacity * self._entry_bytes + self._row_bytes + self._picture_bytes[slot] if capacity else 0
+
+    def _pictures(self, row: Row) -> int:
+        needed, drafter = self._context.target.picture_bytes(row.request.prompt), self._drafter
+        if drafter is not None and drafter.model is not None:
+            needed += drafter.num_views * drafter.model.picture_bytes(row.request.drafter_prompt)
+        return needed
 
 
 def _entry_bytes(target: Target, drafter: Drafter | None) -> tuple[int, int]:

@@ -157,9 +157,21 @@ class Target:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one cache entry over all layers, by the configuration."""
-        shares = 1 if self.ranks is None else self.ranks.shares
-        elements = sum(2 * heads * size for heads, size in filter(None, self._shapes))
-        return int(elements * self.dtype.itemsize) // shares
+        return self._bytes_of(self._shapes)
+
+    def picture_bytes(self, prompt: Prompt) -> int:
+        """Bytes that a prompt's pictures take in layers that attend to them alone; 0 without such layers."""
+        if not self._crossing:
+            return 0
+        vision, shapes = self.config.vision_config, entry_shapes(self.text_config, len(self.layers), crossing=True)
+        pictures = sum(medium.tensors["pixel_values"].shape[1] for medium in prompt.media)
+        tokens = vision.max_num_tiles * ((vision.image_size // vision.patch_size) ** 2 + 1)
+        return int(pictures * tokens * self._bytes_of(shapes))
+
+    def _bytes_of(self, shapes: Sequence[tuple[int, int, int] | None]) -> int:
+        shares = 1 if self.ranks is None else self.ranks.shares  # of the heads; every process has all of a single one
+        elements = (max(heads // shares, 1) * (keys + values) for heads, keys, values in filter(None, shapes))
+        return int(sum(elements) * self.dtype.itemsize)
 
     @property
     def has_states(self) -> bool:

@@ -175,7 +175,7 @@ class RowCache(Cache):
         rows: int,
         max_slots: int = sys.maxsize,
         recurrent: Sequence[int] = (),
-        shapes: Sequence[tuple[int, int] | None] = (),
+        shapes: Sequence[tuple[int, int, int] | None] = (),
         crossing: Sequence[int] = (),
     ) -> None:
         self.states = RecurrentStates(rows, len(recurrent)) if recurrent else None  # of recurrent layers
@@ -188,10 +188,10 @@ class RowCache(Cache):
             layers[index] = layer
         self.carried: dict[int, Carried] = {}  # by row with pictures that its later tokens need
         super().__init__(layers=layers)
-        # by layer, heads and their size; None without entries of its own
+        # by layer, heads and sizes of keys and values; None without entries of its own
         self._shapes = list(shapes)
         if not shapes:
-            self._shapes = [None if i in set(recurrent) else (0, 0) for i in range(len(layers))]
+            self._shapes = [None if i in set(recurrent) else (0, 0, 0) for i in range(len(layers))]
         self._kv_layers = [i for i, shape in enumerate(self._shapes) if shape]
         self.rows = rows
         self.lengths = [0] * rows  # committed entries per row, on the host

@@ -47,20 +47,26 @@ def crossing_layers(text_config: Any) -> list[int]:
     return list(getattr(text_config, "cross_attention_layers", None) or ())
 
 
-def entry_shapes(text_config: Any, layers: int) -> list[tuple[int, int] | None]:
-    """Key-value heads and their size by layer; None for layers without entries of their own."""
+def entry_shapes(text_config: Any, layers: int, crossing: bool = False) -> list[tuple[int, int, int] | None]:
+    """Heads of an entry and sizes of a key and a value by layer; None for layers without entries of their own.
+
+    ``crossing``: of an entry per token of a picture, in the layers that attend to pictures alone.
+    """
     types, modes = layer_types(text_config), sharing_modes(text_config)
-    shapes: list[tuple[int, int] | None] = []
-    crossing = crossing_layers(text_config)
+    shapes: list[tuple[int, int, int] | None] = []
+    pictures = crossing_layers(text_config)
     rows = zip_longest(types, modes, text_config.per_layer_config, range(layers))
     for kind, mode, config, index in islice(rows, layers):
         own = config or text_config
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        if kind in UNMASKED_TYPES or mode == "reuse" or index in crossing:
+        latent = getattr(own, "kv_lora_rank", None)
+        if kind in UNMASKED_TYPES or mode == "reuse" or (index in pictures) != crossing:
             shapes.append(None)
+        elif latent:  # what keys and values are made of, and the rotated part of all heads' keys
+            shapes.append((1, latent, own.qk_rope_head_dim))
         else:
-            shapes.append((heads, size))
+            shapes.append((heads, size, size))
     return shapes
 
 
