@@ -6,8 +6,9 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,51 +166,83 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
             return None
 
 
+MTP_KINDS = {"full_attention", "sliding_attention"}
+"""Types of layers of multi-token prediction that can draft."""
+_APART = re.compile(r"^mtp\.layers\.(\d+)\.")
+"""Names of weights of multi-token prediction beside the decoder's layers, as in Qwen3.5, Qwen3-Next and EXAONE."""
+
+
 def mtp_pattern(config: Any) -> str:
-    """Return the regular expression of names of weights of multi-token prediction, by a configuration."""
-    text = config.get_text_config(decoder=True)
-    first, count = text.num_hidden_layers, getattr(text, "num_mtp_layers", None) or 0
-    return rf"(^|\.)layers\.({'|'.join(str(first + place) for place in range(count))})\.|^(model\.)?mtp\."
+    """Return the regular expression of names of weights of the first layer of multi-token prediction."""
+    first = config.get_text_config(decoder=True).num_hidden_layers
+    return rf"(^|\.)layers\.{first}\.|^mtp\.(?!layers\.(?!0\.))"
 
 
 def mtp_layers(config: Any, place: str | Path) -> tuple[int, bool]:
-    """Return how many layers of multi-token prediction a configuration names, and whether the checkpoint has some."""
-    count = getattr(config.get_text_config(decoder=True), "num_mtp_layers", None) or 0
-    names: Iterable[str] = ()
-    if count and str(place):
-        if index := file_of(place, "model.safetensors.index.json"):
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif file := file_of(place, "model.safetensors"):
-            with safe_open(file, "pt") as weights:
-                names = list(weights.keys())
+    """Return how many layers of multi-token prediction a checkpoint names, and whether it has weights of them."""
+    named = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+    parts = (config.get_text_config(decoder=True), config)
+    count = next((n for part in parts for name in named if (n := getattr(part, name, None))), 0)
+    stored = _stored_names(place, has_single_file=bool(count)) if str(place) else []
+    found = [int(match[1]) for name in stored if (match := _APART.match(name))]
     pattern = re.compile(mtp_pattern(config))
-    return count, any(pattern.search(name) for name in names)
+    return count or max(found, default=-1) + 1, any(map(pattern.search, stored))
+
+
+def _stored_names(place: str | Path, has_single_file: bool) -> list[str]:
+    """Names of a checkpoint's weights; a single file is fetched from the hub only with ``has_single_file``."""
+    if index := file_of(place, "model.safetensors.index.json"):
+        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if (has_single_file or not is_on_hub(place)) and (file := file_of(place, "model.safetensors")):
+        with safe_open(file, "pt") as weights:
+            return list(weights.keys())
+    return []
+
+
+def mtp_config(config: Any, place: str | Path) -> Any:
+    """Return the configuration of a checkpoint's first layer of multi-token prediction, the one that drafts.
+
+    Raises:
+        ModelError: unless the checkpoint has it, and it is attention over all tokens or over the nearest ones.
+    """
+    model = place or "this model"
+    count, is_stored = mtp_layers(config, place)
+    if not count:
+        raise ModelError(
+            f"Method mtp needs a target with layers of multi-token prediction, of which the configuration of {model} "
+            "names none; choose another method."
+        )
+    if not is_stored:
+        raise ModelError(
+            f"The configuration of {model} names layers of multi-token prediction ({count}), but the checkpoint lacks "
+            "their weights; choose another method, or give the complete checkpoint."
+        )
+    text = deepcopy(config.get_text_config(decoder=True))
+    if "mtp.fc.weight" in _stored_names(place, has_single_file=True):
+        first = (getattr(text, "layer_types", None) or ["full_attention"])[0]
+        text.mtp_layer_types = [first if first in MTP_KINDS else "full_attention"]
+        text.mtp_mlp_layer_types = (getattr(text, "mlp_layer_types", None) or [None])[-1:]
+    text.num_mtp_layers = 1
+    try:
+        found = text.get_mtp_config()
+        kinds = {*(getattr(found, "layer_types", None) or ())[:1]}
+        reason = f"it is a layer of type {min(kinds)}" if kinds - MTP_KINDS else ""
+    except ValueError:  # transformers cannot tell what kind of layer it is
+        reason = "its kind is unknown"
+    if reason:
+        raise ModelError(
+            f"The layer of multi-token prediction of {model} cannot draft: {reason}; choose another method."
+        )
+    return found
 
 
 def drafts_by_mtp(config: Any, place: str | Path) -> bool:
     """Whether a checkpoint has a layer of multi-token prediction that method mtp can run."""
-    if mtp_layers(config, place) != (1, True):
-        return False
     try:
-        kinds = getattr(config.get_mtp_config(), "layer_types", None)
-    except ValueError:  # where transformers cannot tell what kind of layer it is
+        mtp_config(config, place)
+    except ModelError:
         return False
-    return set(kinds or ()) <= {"full_attention"}
-
-
-def check_mtp(config: Any, place: str) -> None:
-    """Raise `ModelError` unless the checkpoint of a configuration has layers of multi-token prediction."""
-    named, stored = mtp_layers(config, place)
-    if not named:
-        raise ModelError(
-            f"Method mtp needs a target with layers of multi-token prediction, of which the configuration of "
-            f"{place or 'this model'} names none; choose another method."
-        )
-    if not stored:
-        raise ModelError(
-            f"The configuration of {place or 'this model'} names layers of multi-token prediction ({named}), but the "
-            "checkpoint lacks their weights; choose another method, or give the complete checkpoint."
-        )
+    return True
 
 
 def _check_files(folder: Path, weights: bool) -> None:

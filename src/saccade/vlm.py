@@ -37,10 +37,10 @@ from saccade.loading import (
     check_checkpoint,
     check_device,
     check_dtype,
-    check_mtp,
     default_device,
     is_assistant,
     load_model,
+    mtp_config,
     name_of,
     path_of,
     shared_vocabulary,
@@ -152,7 +152,7 @@ def check(
     methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
     processor = processor or _processor(target)
     if methods.options(name, options).get("draft_with") == "mtp":
-        check_mtp(processor.config, name_of(target))
+        mtp_config(processor.config, name_of(target))
     draft_processor = None if draft is None else _draft_processor(draft, processor)
     check_processes(device_map, processor.config)
     if draft_processor is processor:

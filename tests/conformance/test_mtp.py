@@ -12,14 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sampling_kit import LIKELY, OPTIONS, ROWS, SMALL, accepted, p_of_answers, sampled, small_model
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 import saccade.hf
-from families import FAMILIES, _text, reference_greedy
-from saccade.draft.heads.mtp import MtpDrafter, MtpDraftSession, load_mtp
+from architectures import ARCHITECTURES
+from families import _DELTA, FAMILIES, IMAGE, FamilyCase, _text, reference_greedy
+from saccade.draft.heads.mtp import MtpDrafter, load_mtp
+from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain, StaticTree
@@ -32,10 +35,19 @@ from saccade.target_model.adapter import Target
 
 MOE = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {**_DELTA, "layer_types": ["linear_attention", "full_attention"]}
+NEAR = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 KINDS: dict[str, dict[str, Any]] = {
-    "glm4_moe": {**MOE, "num_key_value_heads": 2, "head_dim": 16},
+    "glm4_moe": {**MOE, **GROUPED},
     "deepseek_v3": {**MOE, **LATENT, "num_key_value_heads": 4},
+    "qwen3_next": {**GROUPED, **SPARSE, **DELTA, "shared_expert_intermediate_size": 16},
+    "exaone_moe": {**GROUPED, **SPARSE, **NEAR, "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
 }
+KINDS_APART = {"exaone_moe": "sliding_attention"}
+APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+"""Names of what surrounds the block in checkpoints that keep the layer apart, such as those of Qwen3-Next."""
 STATIC = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 POLICIES: dict[str, Any] = {
     "chain": Chain(3),
@@ -44,7 +56,6 @@ POLICIES: dict[str, Any] = {
 }
 PROMPTS = [Prompt((5, 9, 3, 17, 9, 3, 17, 4)), Prompt((7, 7, 1)), Prompt((30, 2, 11, 8, 40))]
 NEW = 12
-LLAVA = FAMILIES["llava"]
 
 
 def sharp(model: nn.Module) -> None:
@@ -68,18 +79,38 @@ def save(kind: str, folder: Path, vocab: int = 48, **more: Any) -> Path:
         return write(model, folder)
 
 
-def write(model: Any, folder: Path) -> Path:
-    """Write a model, and behind its two layers one for prediction."""
+def write(model: Any, folder: Path, count: int = 1) -> Path:
+    """Write a model with layers for prediction: behind its own ones if transformers reads those, else apart."""
     sharp(model)
     nn.init.normal_(model.get_input_embeddings().weight)
-    mtp = MtpModel(model, 1)
-    sharp(mtp.layers)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[IMAGE : IMAGE + 1] = 0  # answers without placeholders
+    text = model.config.get_text_config()
+    is_apart = not hasattr(text, "num_mtp_layers")
     model.save_pretrained(folder)
+    if is_apart:
+        text.mtp_layer_types = [KINDS_APART.get(text.model_type, "full_attention")] * count
+        text.mtp_mlp_layer_types = ["sparse"] * count
+        text.num_mtp_layers = count
+    mtp = MtpModel(model, count)
+    sharp(mtp.layers)
     weights = load_file(folder / "model.safetensors")
     (end,) = (name for name in weights if name.endswith(".layers.1.self_attn.o_proj.weight"))
-    for name, weight in mtp.layers[0].state_dict().items():
-        stored = re.sub("^post_norm", "shared_head.norm", name.removeprefix("mtp_block."))
-        weights[end.replace("layers.1.self_attn.o_proj.weight", f"layers.2.{stored}")] = weight.clone()
+    for number, layer in enumerate(mtp.layers):
+        for name, weight in layer.state_dict().items():
+            outer = name.split(".")[0]
+            if is_apart:
+                stored = (
+                    f"mtp.{name.replace(outer, APART[outer])}"
+                    if outer in APART
+                    else f"mtp.layers.{number}.{name.removeprefix('mtp_block.')}"
+                )
+            else:
+                inner = re.sub("^post_norm", "shared_head.norm", name.removeprefix("mtp_block."))
+                stored = end.replace(
+                    "layers.1.self_attn.o_proj.weight", f"layers.{text.num_hidden_layers + number}.{inner}"
+                )
+            weights[stored] = weight.clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -111,7 +142,7 @@ def drafted(
     target: Target, policy: Any, monkeypatch: pytest.MonkeyPatch, prompts: Sequence[Prompt] = PROMPTS[:1]
 ) -> dict[tuple[int, ...], list[int]]:
     """The tokens that the layer drafts behind every text that the answers come to; of a tree, its likeliest path."""
-    propose, texts, chains = MtpDraftSession.propose, [list(prompt.ids) for prompt in prompts], {}
+    propose, texts, chains = HeadDraftSession.propose, [list(prompt.ids) for prompt in prompts], {}
 
     def record(self: Any, rows: Any, new: Any, *others: Any) -> Any:
         tree = propose(self, rows, new, *others)
@@ -123,12 +154,14 @@ def drafted(
             chains[tuple(texts[row])] = tree.tokens[place, path[1:]].tolist()
         return tree
 
-    monkeypatch.setattr(MtpDraftSession, "propose", record)
+    monkeypatch.setattr(HeadDraftSession, "propose", record)
     engine(target, policy).generate([Request(prompt) for prompt in prompts], max_new_tokens=NEW)
     return chains
 
 
 def test_a_first_draft_token_is_that_of_transformers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(target.config, "num_mtp_layers"):
+        pytest.skip("transformers loads no prediction layer whose weights are apart from the decoder's")
     candidates, theirs = MTPCandidateGenerator.get_candidates, {}
 
     def record(self: Any, input_ids: Any, *others: Any, **more: Any) -> Any:
@@ -145,15 +178,27 @@ def test_a_first_draft_token_is_that_of_transformers(target: Target, monkeypatch
     assert [ours[text] for text in common] == [theirs[text] for text in common]
 
 
-def slowest(target: Target, text: tuple[int, ...], count: int, **media: Any) -> list[int]:
+def slowest(
+    target: Target, text: tuple[int, ...], count: int, prompt: Prompt = PROMPTS[0], **media: Tensor
+) -> list[int]:
     """Tokens drafted behind a text by one forward of the layer over all of it for each, without a cache."""
     layer, chain = load_mtp(target).stack[0], []
-    hidden = target.model(torch.tensor([text]), output_hidden_states=True, **media).hidden_states
+    ids, types = torch.tensor([text]), "mm_token_type_ids"
+    if types in media:
+        media[types] = pad(media[types], (0, len(text) - media[types].shape[1]))
+    hidden = target.model(ids, output_hidden_states=True, **media).hidden_states
+    places, _ = target.positions(ids, Prompt(text, prompt.media))
+    places = torch.arange(len(text))[None] if places is None else places
+    text_config = target.config.get_text_config()
+    kind = (getattr(text_config, "mtp_layer_types", None) or [""])[0] or KINDS_APART.get(text_config.model_type, "")
+    of_kind = {"layer_type": kind} if target.config.model_type == "step3p7" else {}
     embedded, states = hidden[0][:, 1:], hidden[-1][:, :-1]  # pictures are read as the decoder reads them
     for _ in range(count):
-        positions = torch.arange(1, embedded.shape[1] + 1)[None]
-        mask = torch.full((1, 1, positions.shape[1], positions.shape[1]), -torch.inf).triu(1)
-        angles = target.decoder.rotary_emb(embedded, position_ids=positions)
+        positions = torch.cat([places[..., :-1], places[..., -1:] + torch.arange(len(chain))], -1)
+        mask = torch.full((1, 1, positions.shape[-1], positions.shape[-1]), -torch.inf).triu(1)
+        if kind == "sliding_attention":
+            mask = mask + torch.full_like(mask, -torch.inf).tril(-text_config.sliding_window)
+        angles = target.decoder.rotary_emb(embedded, position_ids=positions, **of_kind)
         last = layer(embedded, states, angles, mask, positions, None)[:, -1:]
         chain.append(int(target.lm_head(last).argmax()))
         states = torch.cat([states, last], 1)
@@ -171,35 +216,55 @@ def test_every_draft_token_is_that_of_a_forward_over_the_whole_text(
     assert chains == {text: slowest(target, text, len(chain)) for text, chain in chains.items()}
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Target:
+STEP_LAYERS = ["full_attention", "sliding_attention", "sliding_attention"]
+SEEING: dict[str, dict[str, Any]] = {
+    "llava": {**_text(None), "num_nextn_predict_layers": 1, **KINDS["glm4_moe"], "model_type": "glm4_moe"},
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": DELTA["layer_types"], "mtp_num_hidden_layers": 1},
+    "step3p7": {
+        "num_hidden_layers": 2,
+        "num_nextn_predict_layers": 2,
+        "layer_types": [*STEP_LAYERS, "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
+    },
+}
+"""Text configurations of models with pictures, one with M-RoPE and one with two prediction layers."""
+
+
+@pytest.fixture(scope="module", params=SEEING)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[FamilyCase, Target]:
+    case = {**FAMILIES, **ARCHITECTURES}[request.param]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LLAVA.model().config
-        text = {**_text(None), "num_nextn_predict_layers": 1, **KINDS["glm4_moe"], "model_type": "glm4_moe"}
-        parts = {**config.to_dict(), "text_config": text}
-        model = AutoModelForImageTextToText.from_config(type(config)(**parts))
-        folder = write(model, tmp_path_factory.mktemp("llava"))
-    return Target(AutoModelForImageTextToText.from_pretrained(folder))
+        parts = case.model().config.to_dict()
+        text = {k: v for k, v in parts["text_config"].items() if k != "per_layer_config"}
+        parts["text_config"] = {**text, **SEEING[request.param]}
+        model = AutoModelForImageTextToText.from_config(type(case.model().config)(**parts))
+        folder = write(
+            model, tmp_path_factory.mktemp("seeing"), SEEING[request.param].get("num_nextn_predict_layers", 1)
+        )
+    return case, Target(AutoModelForImageTextToText.from_pretrained(folder))
 
 
 @pytest.mark.parametrize("policy", ["chain", "dynamic"])
-def test_answers_about_pictures_are_the_targets(seeing: Target, policy: str) -> None:
-    requests = [Request(prompt) for prompt in split(seeing.config, LLAVA.inputs("image", 3))]
-    outputs = engine(seeing, POLICIES[policy]).generate(requests, max_new_tokens=NEW)
-    alone = [reference_greedy(seeing.model, LLAVA.row_inputs("image", row), NEW)[0] for row in range(3)]
+def test_answers_about_pictures_are_the_targets(seeing: tuple[FamilyCase, Target], policy: str) -> None:
+    case, target = seeing
+    requests = [Request(split(target.config, case.row_inputs("image", row))[0]) for row in range(3)]
+    outputs = engine(target, POLICIES[policy]).generate(requests, max_new_tokens=NEW)
+    alone = [reference_greedy(target.model, case.row_inputs("image", row), NEW)[0] for row in range(3)]
     assert [list(output.tokens) for output in outputs] == alone
 
 
 @torch.inference_mode()
 def test_every_draft_token_about_a_picture_is_that_of_a_forward_over_all(
-    seeing: Target, monkeypatch: pytest.MonkeyPatch
+    seeing: tuple[FamilyCase, Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = LLAVA.row_inputs("image", 0)
-    chains = drafted(seeing, Chain(3), monkeypatch, split(seeing.config, inputs))
+    case, target = seeing
+    inputs = case.row_inputs("image", 0)
+    prompts = split(target.config, inputs)
+    chains = drafted(target, Chain(3), monkeypatch, prompts)
     assert len(chains) > NEW // 4
-    pixels = inputs["pixel_values"]
-    assert chains == {text: slowest(seeing, text, len(chain), pixel_values=pixels) for text, chain in chains.items()}
+    media = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+    assert chains == {text: slowest(target, text, len(chain), prompts[0], **media) for text, chain in chains.items()}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +290,17 @@ def test_the_checkpoint_chooses_the_method_inside_generate(target: Target) -> No
         again = model.generate(ids, max_new_tokens=NEW, do_sample=False, custom_generate=speculation)
         assert again.tolist() == given.tolist()
         assert type(speculation._engine_for(model).drafter) is drafter
+
+
+def test_a_layer_of_a_layout_that_is_not_known_leaves_the_default(tmp_path: Path) -> None:
+    folder = save("qwen3_next", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("mtp.fc.", "mtp.layers.0.eh_proj."): weight for name, weight in weights.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    target = Target(AutoModelForCausalLM.from_pretrained(folder))
+    assert drafters.default(None, {}, config=target.config) == "prompt-lookup"
+    with pytest.raises(ModelError, match=r"cannot draft: its kind is unknown; choose another method\.$"):
+        load_mtp(target)
 
 
 def test_weights_that_are_named_but_absent_are_refused(tmp_path: Path) -> None:

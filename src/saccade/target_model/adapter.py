@@ -322,7 +322,8 @@ class Target:
         elif self.traits.bidirectional_prompts:  # PaliGemma itself would count from 1
             places = torch.arange(len(prompt), device=self.device)
             inputs["position_ids"] = places[None]
-        with captured_states(self, requirements.layers, requirements.final) as hidden:
+        layers = {*requirements.layers, *range(requirements.embeddings)}  # 0: what the decoder reads
+        with captured_states(self, sorted(layers), requirements.final) as hidden:
             output = self.model(input_ids=ids, **inputs)
         if self._reads_beside:
             cache.carried[row] = self._carried(output, ids, inputs)

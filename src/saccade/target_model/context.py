@@ -362,9 +362,9 @@ class Prefill:
         cache = self._context.cache
         if self._is_opaque:
             ids = self._ids[:, self.num_computed :]
-            block = TokenBlock([self.row], ids, logits_from=ids.shape[1] - 1)
-            self._pending = len(self.prompt), block
             output = self._target.forward_prompt(cache, self.row, self.prompt, self._context.requirements)
+            block = TokenBlock([self.row], ids, embeddings=output.hidden.get(0), logits_from=ids.shape[1] - 1)
+            self._pending = len(self.prompt), block
         else:
             block = self.block(stop, final=stop == len(self.prompt))
             with self._probed(stop) as probe:

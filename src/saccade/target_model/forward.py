@@ -386,7 +386,10 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Replace attributes, each given as owner, name and value, while the context is open."""
     with ExitStack() as restoring:
         for owner, name, value in changes:
-            restoring.callback(setattr, owner, name, getattr(owner, name))
+            if hasattr(owner, name):
+                restoring.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                restoring.callback(delattr, owner, name)
             setattr(owner, name, value)
         yield
 

@@ -209,6 +209,7 @@ class Head(nn.Module, ABC):
     is_shown_visual: bool = True  # entries of visual tokens get the visual features that the target's decoder gets
     # of entries: ``entries``, their number; ``tokens``, or ``target`` with M-RoPE: those of the token before
     positions: str = "entries"
+    window: int | None = None  # positions up to which an entry attends back; None for all
     reach: int | None = None  # most tokens that it can draft after the last emitted one; None for no limit
     has_lm_head: bool = False  # has its own LM head, with logits on their own scale
     token_ids: Tensor | None  # `[N]` the target's ids of the only tokens that its LM head knows; None for all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,7 @@ from saccade.draft.drafter import DraftSession
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.errors import ModelError
-from saccade.inputs.families.family import Prompt
-from saccade.loading import check_mtp, mtp_pattern
+from saccade.loading import mtp_config, mtp_pattern
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ALL, Layout, replaced
@@ -23,33 +22,29 @@ class Mtp(Head):
     """The target's own prediction layer (DeepSeek-V3, Section 2.2), one block of the target's own kind.
 
     Every token has an entry: its embedding and the target's state after the final norm at the token before, each
-    normalised. Drafting further than one token, the layer reads its own output in place of that state.
+    normalised. Drafting further than one token, the layer reads its own output in place of that state. Of several
+    layers the first drafts alone.
     """
 
     kind: ClassVar[str] = "mtp"
-    positions = "tokens"
+    positions = "target"
 
     def __init__(self, config: HeadConfig, model: Any) -> None:
         super().__init__(config)
         self.stack: nn.ModuleList = model.layers  # what it shares with the target is no part of the head
-        self._rotary, self._final = model.rotary_emb, getattr(model, "shared_post_norm", nn.Identity())
+        self._final = getattr(model, "shared_post_norm", nn.Identity())
+        (kind, *_) = getattr(model.config, "layer_types", None) or ["full_attention"]
+        self._rotary = partial(model.rotary_emb, layer_type=kind) if model.has_per_layer_rope else model.rotary_emb
+        if kind == "sliding_attention":
+            self.window = model.config.sliding_window
 
     @classmethod
     def of(cls, target: Target, model: Any) -> Mtp:
-        """Return the head of a target and its `MtpModel` of transformers; `ModelError` for layers of other kinds."""
-        count = len(model.layers)
-        kinds = set(getattr(model.config, "layer_types", None) or ())
-        reason = ""
-        if count != 1:
-            reason = f"it has {count} of them and one alone can draft"
-        elif kinds - {"full_attention"} or model.rotary_emb is None or model.has_per_layer_rope:
-            reason = "theirs is not rotary attention over all tokens"
-        elif target.has_rope_index:
-            reason = "its positions have three axes"
-        if reason:
+        """Return the head of a target and its `MtpModel` of transformers; `ModelError` without rotary attention."""
+        if model.rotary_emb is None:
             raise ModelError(
-                f"{type(target.model).__name__} cannot draft with its layers of multi-token prediction: {reason}; "
-                "choose another method."
+                f"{type(target.model).__name__} cannot draft with its layer of multi-token prediction: it has no "
+                "rotary attention; choose another method."
             )
         config = HeadConfig(
             "mtp",
@@ -70,7 +65,7 @@ class Mtp(Head):
         cache, outputs = at.cache, []
         for place, span in enumerate(cache.layout.spans):
             x, mask, stop = embeddings[place, None], span.mask(ALL), span.start + span.visible
-            positions = at.positions.expand(embeddings.shape[:2])[place, None]
+            positions = at.positions.expand(*at.positions.shape[:-2], *embeddings.shape[:2])[..., place, None, :]
             if mask is None:
                 mask = x.new_zeros(1, 1, span.count, span.visible)
             with replaced([(cache, "layout", Layout([span], slice(stop - span.count, stop), cache.slots))]):
@@ -90,36 +85,34 @@ class MtpDrafter(HeadDrafter):
     """Drafter of a target's own prediction layer."""
 
     def open(self, rows: int, target: Context) -> DraftSession:
-        return MtpDraftSession(self, rows, target)
+        return HeadDraftSession(self, rows, target)
 
 
-class MtpDraftSession(HeadDraftSession):
-    """A head's session, whose entries have the positions of their own tokens."""
-
-    def _positions(self, row: int, prompt: Prompt, tokens: Tensor) -> Tensor:
-        self._ahead[row] = len(prompt) - len(tokens)
-        return tokens[None]
+_APART = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
+"""Names in checkpoints that keep the layer apart from the decoder's, beside the names of transformers."""
 
 
 @torch.no_grad()
 def load_mtp(target: Target) -> Mtp:
-    """Read a target's prediction layer from its checkpoint; `ModelError` where it has none."""
+    """Read a target's first prediction layer from its checkpoint; `ModelError` where it has none that can draft."""
     from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_layers import MtpModel
 
     def conversions(self: Any, main: Any) -> list[Any]:
         # Those of transformers know a language model of its own alone, not one that is part of a multimodal model.
-        return [WeightRenaming(r"^(model\.)?language_model\.(model\.)?layers\.", "layers."), *known(self, main)]
+        inside = [WeightRenaming(r"^(model\.)?language_model\.(model\.)?layers\.", "layers.")]
+        apart = [WeightRenaming(rf"^mtp\.{theirs}\.", f"layers.0.{ours}.") for theirs, ours in _APART.items()]
+        apart.append(WeightRenaming(r"^mtp\.layers\.0\.", "layers.0.mtp_block."))
+        return [*inside, *apart, *known(self, main)]
 
     known, model = MtpModel.get_weight_conversions, target.model
-    check_mtp(model.config, model.config.name_or_path)
-    own: Sequence[str] = model._keys_to_ignore_on_load_unexpected or ()
-    # transformers knows the layers of released checkpoints by their numbers alone.
-    patterns = [*own, mtp_pattern(model.config)]
+    found = mtp_config(model.config, model.config.name_or_path)
     try:
         changes = [
-            (model, "_keys_to_ignore_on_load_unexpected", patterns),
+            (model, "_keys_to_ignore_on_load_unexpected", [mtp_pattern(model.config)]),
             (MtpModel, "get_weight_conversions", conversions),
+            (type(model.config), "get_mtp_config", lambda self: found),
+            (model.config.get_text_config(), "num_mtp_layers", 1),
         ]
         with replaced(changes):
             loaded = MtpModel.from_pretrained(model, device_map={"": target.device})

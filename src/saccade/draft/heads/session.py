@@ -28,8 +28,6 @@ from saccade.verify.rule import Verdict
 
 CHUNK = 1024
 """Prompt entries per forward; bounds the attention mask."""
-MASKS = MaskPlan(None, ())
-"""Heads have no sliding windows."""
 TRIAL = 32
 """Drafts that are judged."""
 LEAST = 0.1
@@ -108,6 +106,8 @@ class HeadDraftSession(DraftSession):
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self._order = torch.arange(self._slack + 1, device=self._device)
         self.cache: RowCache = self._head.new_cache(rows)  # of the head; one entry per visible token but the first
+        self._masks = MaskPlan(self._head.window, ())
+        self._depths: list[int] = []  # of the pending entries, where a window needs them
         self._caches = [self.cache]  # those with an entry per token run
         if not self._head.blocks:  # a cache without layers has no device
             self.cache.numbers = target.cache.numbers
@@ -237,11 +237,16 @@ class HeadDraftSession(DraftSession):
         self._head(features, embedded, Placement(positions, cache=self.cache))
         self.cache.commit([row], [range(len(tokens))])
 
-    def _lay(self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None) -> None:
-        """Lay out the next forward's entries in a cache, with their masks (`MaskPlan.build`)."""
+    def _lay(
+        self, cache: RowCache, rows: Sequence[int], count: int, attention_mask: Tensor | None, gap: int | None = None
+    ) -> None:
+        """Lay out the next forward's entries in a cache, with their masks; ``gap`` as of `_forward`."""
         lengths, pending = [cache.lengths[row] for row in rows], cache.pending[rows[0]]
-        dtype = self._like.dtype
-        masks = MASKS.build(attention_mask, lengths, count, pending, None, dtype, self._device)
+        depth = None
+        if self._masks.window is not None and gap is not None:
+            self._depths = [*self._depths[:pending], *[gap] * count]
+            depth = torch.tensor([self._depths], device=self._device)
+        masks = self._masks.build(attention_mask, lengths, count, pending, depth, self._like.dtype, self._device)
         cache.plan_layout([(rows, count, masks)])
 
     def _send_numbers(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
@@ -303,7 +308,7 @@ class HeadDraftSession(DraftSession):
         """Run pending entries of some rows, ``gap`` positions after their committed ones; None: one behind another."""
         at = self._placed(rows, tokens.shape[1], gap)
         for cache in self._caches:
-            self._lay(cache, rows, tokens.shape[1], mask)
+            self._lay(cache, rows, tokens.shape[1], mask, gap)
         return self._outputs(features, self._embed(rows, tokens), at, step)
 
     def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
