@@ -19,7 +19,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     CLIPVisionConfig,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GenerationConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     LlavaConfig,
     PreTrainedModel,
@@ -30,8 +35,10 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import families
+from assistants import small, spread
 from families import FamilyCase, perturbed
 from saccade import VLM, load
+from saccade.loading import share_every_layer
 
 IMAGES = ["<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 """Placeholders of both families, so that one tokenizer serves every checkpoint here."""
@@ -151,12 +158,49 @@ def _save(path: Path, model: Any, tok: Any, images: Any, text: str, **save: Any)
     return path
 
 
+def predicting(path: Path) -> Path:
+    """A GLM-4.5 whose checkpoint has a layer of multi-token prediction behind its two others."""
+    tok, experts = tokenizer(), {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = _finish(Glm4MoeConfig(**{**_text(len(tok)), "num_hidden_layers": 3, "head_dim": 16, **experts}), 0)
+    width, last = model.config.hidden_size, model.get_decoder().layers[-1]
+    last.enorm, last.hnorm, norm = (torch.nn.RMSNorm(width) for _ in range(3))
+    last.shared_head = torch.nn.ModuleDict({"norm": norm})
+    last.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
+    model.config.num_hidden_layers, model.config.num_nextn_predict_layers = 2, 1
+    model.save_pretrained(path)
+    tok.chat_template = template("")
+    tok.save_pretrained(path)
+    return path
+
+
+def gemma4(path: Path) -> Path:
+    """A language model of Gemma 4."""
+    tok = tokenizer()
+    text = small("gemma4_text", vocab_size=len(tok))
+    spread(Gemma4ForCausalLM, Gemma4TextConfig(**text), 1).save_pretrained(path)
+    tok.chat_template = template("")
+    tok.save_pretrained(path)
+    return path
+
+
+def gemma4_assistant(path: Path) -> Path:
+    """Its assistant, weights alone."""
+    text = small("gemma4_text", vocab_size=len(tokenizer()), num_kv_shared_layers=2)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=16)
+    share_every_layer(config)
+    spread(Gemma4AssistantForCausalLM, config, 2).save_pretrained(path)
+    return path
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llava": llava,
     "llava-draft": lambda path: llava(path, noise=0.1),
     "llava-small-images": lambda path: llava(path, noise=0.1, side=14),
     "qwen": qwen,
     "qwen-draft": lambda path: qwen(path, noise=0.1),
+    "predicting": predicting,
+    "gemma4": gemma4,
+    "gemma4-assistant": gemma4_assistant,
     "llama": llama,
     "llama-long": lambda path: llama(path, max_position_embeddings=40_000),
     "llama-bytes": lambda path: llama(path, answers=256),

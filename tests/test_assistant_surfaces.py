@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,31 +11,17 @@ import transformers
 
 import saccade
 import saccade.hf
-from assistants import small, spread
-from checkpoints import template, tokenizer
+from checkpoints import ready, tokenizer
 from saccade import vlm
 from saccade.checkpoints import inspect_checkpoint
 from saccade.errors import MethodError, ModelError
-from saccade.loading import share_every_layer
 from saccade.target_model.adapter import Target
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+@pytest.fixture
+def folders() -> tuple[str, str]:
     """A target with its tokenizer, and an assistant with weights alone."""
-    place = tmp_path_factory.mktemp("checkpoints")
-    words = tokenizer()
-    text = small("gemma4_text", vocab_size=len(words))
-    model = spread(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**text), 1)
-    model.save_pretrained(place / "target")
-    words.chat_template = template("")
-    words.save_pretrained(place / "target")
-    config = transformers.Gemma4AssistantConfig(
-        text_config={**text, "num_kv_shared_layers": 2}, backbone_hidden_size=16
-    )
-    share_every_layer(config)
-    spread(transformers.Gemma4AssistantForCausalLM, config, 2).save_pretrained(place / "assistant")
-    return str(place / "target"), str(place / "assistant")
+    return str(ready("gemma4")), str(ready("gemma4-assistant"))
 
 
 def test_an_assistant_drafts_through_every_surface(folders: tuple[str, str]) -> None:
@@ -58,15 +45,27 @@ def test_methods_that_change_the_drafters_prompt_refuse_an_assistant(folders: tu
             saccade.load(*folders, method=method)
 
 
-def test_an_assistant_is_inspected_and_compared_before_weights_are_read(folders: tuple[str, str]) -> None:
+def test_an_assistant_is_inspected_and_compared_before_weights_are_read(
+    folders: tuple[str, str], tmp_path: Path
+) -> None:
     found = inspect_checkpoint(folders[1], folders[0])
     assert (found.holds, found.kind, found.fits) == ("assistant", "Gemma4AssistantForCausalLM", True)
     assert found.facts["target's hidden size"] == 16
+    assert [(check.what, check.head, check.target) for check in found.checks][:2] == [
+        ("hidden size", 16, 16),
+        ("vocabulary", *[len(tokenizer())] * 2),
+    ]
     config = transformers.AutoConfig.from_pretrained(folders[1])
     config.backbone_hidden_size = 24
-    other = f"{folders[1]}-of-another"
+    other = shutil.copytree(folders[1], tmp_path / "other")
     config.save_pretrained(other)
-    (Path(other) / "model.safetensors").write_bytes((Path(folders[1]) / "model.safetensors").read_bytes())
-    assert inspect_checkpoint(other, folders[0]).fits is False
+    found = inspect_checkpoint(other, folders[0])
+    assert [check.what for check in found.checks if not check.fits] == ["hidden size"]
+    assert found.fits is False
     with pytest.raises(ModelError, match="its hidden size is 24 but this target's is 16"):
         vlm.check(folders[0], other)
+
+
+def test_an_assistant_alone_is_refused_before_its_tokenizer_is_missed(folders: tuple[str, str]) -> None:
+    with pytest.raises(ModelError, match="is an assistant, which drafts for another model and cannot answer alone"):
+        vlm.check(folders[1])

@@ -70,7 +70,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken config": (lambda d: (d / "config.json").write_text("{"), "JSON file of .* is damaged"),
     "config of nothing": (lambda d: (d / "config.json").write_text("{}"), "cannot be loaded"),
     "unknown architecture": (lambda d: edit_config(d, model_type="strange"), "`strange`"),
-    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "The tokenizer of"),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "cannot be loaded .it has no tokenizer.json."),
     "no image processor": (lambda d: (d / "preprocessor_config.json").unlink(), "The image processor of"),
     "encoder and decoder": (another_model(T5Config), "holds a t5 model, which does not generate text"),
     "embeddings": (another_model(CLIPConfig), "holds a clip model, which does not generate text"),

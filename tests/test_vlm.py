@@ -39,6 +39,12 @@ def test_a_drafter_of_any_kind_changes_no_token(target: str, drafter: str | None
         assert output.stats.drafted_tokens > 0
 
 
+def test_the_checkpoints_own_layer_is_read_once() -> None:
+    model = vlm("predicting")
+    heads = {id(other.engine.drafter.head) for other in (model, model.using("mtp", gamma=4))}  # type: ignore[union-attr]
+    assert len(heads) == 1
+
+
 @pytest.mark.parametrize(("target", "drafter"), [("llava", "llava-draft"), ("qwen", "qwen-draft")])
 def test_a_batch_of_mixed_questions_equals_single_ones(target: str, drafter: str) -> None:
     model = vlm(target, drafter)

@@ -318,6 +318,15 @@ def is_assistant(config: Any) -> bool:
     return str(config.model_type).endswith("_assistant")
 
 
+def refuse_assistant(config: Any, name: str) -> None:
+    """Raise `ModelError` for an assistant in the place of a target."""
+    if is_assistant(config):
+        raise ModelError(
+            f"{name} is an assistant, which drafts for another model and cannot answer alone; give the model that it "
+            "was made for as the target, and the assistant as the drafter."
+        )
+
+
 def share_every_layer(config: Any) -> None:
     """Let a configuration's class describe decoders all of whose layers attend to another model's entries.
 
@@ -341,8 +350,10 @@ def adapt(model: Any, exact: bool = False, drafts: bool = False) -> Target:
 
     Assistants, which cannot run alone, are taken where they draft.
     """
+    if not drafts:
+        refuse_assistant(model.config, name_of(model))
     target = Target(model, exact=exact)
-    if not target.traits.tested and not (drafts and is_assistant(model.config)):
+    if not target.traits.tested and not is_assistant(model.config):
         from saccade.target_model.selfcheck import self_check
 
         self_check(target)

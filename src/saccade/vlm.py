@@ -43,6 +43,7 @@ from saccade.loading import (
     mtp_config,
     name_of,
     path_of,
+    refuse_assistant,
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
@@ -404,7 +405,7 @@ class VLM:
 def _processor(source: Any) -> InputProcessor:
     if not isinstance(source, (str, Path)):
         return InputProcessor.load(source.config._name_or_path)
-    check_checkpoint(path_of(source))
+    refuse_assistant(check_checkpoint(path_of(source)), str(source))
     return InputProcessor.load(path_of(source))
 
 

@@ -56,6 +56,24 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
     assert result.err.count("\n") == 1, "libraries kept quiet"
 
 
+@pytest.mark.parametrize(
+    ("names", "options", "method"),
+    [(["predicting"], [], "mtp"), (["gemma4", "gemma4-assistant"], ["-m", "chain"], "chain")],
+    ids=["a checkpoint's own layer", "an assistant"],
+)
+def test_what_comes_with_a_target_drafts(shell: Shell, names: list[str], options: list[str], method: str) -> None:
+    models = [word for flag, name in zip(("-t", "-d"), names, strict=False) for word in (flag, ready(name))]
+    for sampling in ([], ["--sample", "--seed", 3]):
+        asked = (*sampling, "--max-new-tokens", 12, "--json", "Hello there")
+        result = shell("generate", *models, *options, *asked)
+        answer = json.loads(result.out)
+        assert (answer["method"], answer["lossless"]) == (method, True)
+        assert answer["stats"]["drafted_tokens"] > 0
+        if not sampling:
+            plain = shell("generate", "-t", ready(names[0]), "-m", "plain", *asked)
+            assert answer["tokens"] == json.loads(plain.out)["tokens"]
+
+
 def test_a_drafter_that_falls_back_is_reported_once(
     shell: Shell, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

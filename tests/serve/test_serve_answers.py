@@ -15,6 +15,7 @@ from saccade.engine.step import StepRunner
 from saccade.inputs.families.family import Prompt
 from saccade.processors import stateless
 from saccade.serve.answers import Choice
+from saccade.serve.configuration import ModelEntry
 from saccade.serve.decoding import Penalties, TokenLogprob
 from saccade.serve.owner import Event
 from test_text import tokenizer
@@ -57,6 +58,32 @@ def test_no_method_changes_an_answer(shared: Live, speculation: Any) -> None:
     assert answer["choices"][0]["message"]["content"] == posed.expected(vlm("qwen", "qwen-draft"))
     drafted = answer["usage"]["completion_tokens_details"]
     assert (drafted["accepted_prediction_tokens"] + drafted["rejected_prediction_tokens"] > 0) == (speculation != "off")
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"), [(("predicting",), "chain"), (("gemma4", "gemma4-assistant"), "mtp")], ids=str
+)
+def test_what_comes_with_a_target_drafts_for_several_clients(names: tuple[str, ...], refused: str) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"messages": asks(words), "max_tokens": 10, "temperature": heat, "seed": 5}
+        for words in ("Hello there", "Two")
+        for heat in (0, 0.8)
+    ]
+    with live([(ModelEntry("model"), vlm(*names))]) as server, ThreadPoolExecutor(4) as pool:
+        found, alone = list(pool.map(server.post, bodies)), [server.post(body) for body in bodies]
+        off = [server.post({**body, "speculation": "off"}) for body in bodies]
+        (about,) = server.client().models.list()
+        assert refused not in about.saccade["methods"]
+        for method in about.saccade["methods"]:
+            status, answer = server.post({**bodies[0], "max_tokens": 2, "speculation": method})
+            assert status == 200, answer
+        status, answer = server.post({**bodies[0], "speculation": refused})
+        assert (status, answer["error"]["param"]) == (400, "speculation")
+    assert [status for status, _ in found] == [200] * 4
+    texts = [[answer["choices"] for _, answer in answers] for answers in (found, alone, off)]
+    assert texts[0] == texts[1]
+    assert texts[0][::2] == texts[2][::2]
+    assert all(answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] for _, answer in found)
 
 
 def test_penalties_are_those_of_the_processor_alone(shared: Live) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.assistant import check_assistant
+from saccade.draft.assistant import compared
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, build_head, check_fit
 from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
@@ -59,11 +59,8 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
     if layout is None and MARK not in values:
         inspection = _model(path)
         if inspection.holds == "assistant" and target is not None:
-            try:
-                check_assistant(check_checkpoint(path), check_checkpoint(target))
-                inspection.checks = [Check("shapes", "of a target", "the same", True)]
-            except ModelError as misfit:
-                inspection.problem = str(misfit)
+            sides = compared(check_checkpoint(path), check_checkpoint(target))
+            inspection.checks = [Check(what, ours, theirs, ours == theirs) for what, (ours, theirs) in sides.items()]
             return inspection
         if target is not None:
             raise ModelError(f"{path} holds no head, so it is not compared with a target; leave --target out.")

@@ -96,7 +96,7 @@ def inspect(
         checks = {}
         for check in content.checks:
             verdict = {True: "fits", False: "differs", None: "check"}[check.fits] + (check.note and f" ({check.note})")
-            checks[check.what] = {"head": check.head, "target": check.target, verdict: ""}
+            checks[check.what] = {content.holds: check.head, "target": check.target, verdict: ""}
         if checks:
             screen.facts(f"compared with {target}", checks)
         if content.problem:

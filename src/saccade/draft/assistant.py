@@ -38,8 +38,8 @@ def shared_layers(text_config: Any) -> dict[str, int]:
     return layers
 
 
-def check_assistant(config: Any, target_config: Any) -> None:
-    """Raise `ModelError`, naming what differs, unless an assistant was made for a target of this configuration."""
+def compared(config: Any, target_config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return what an assistant was made for beside what a target of this configuration has, by name."""
     ours, theirs = config.get_text_config(), target_config.get_text_config(decoder=True)
     entries = entry_shapes(theirs, theirs.num_hidden_layers)
     facts: dict[str, tuple[Any, Any]] = {
@@ -56,7 +56,12 @@ def check_assistant(config: Any, target_config: Any) -> None:
         )
     if "sliding_attention" in ours.layer_types:
         facts["sliding window"] = (ours.sliding_window, getattr(theirs, "sliding_window", None))
-    for what, (made_for, value) in facts.items():
+    return facts
+
+
+def check_assistant(config: Any, target_config: Any) -> None:
+    """Raise `ModelError`, naming what differs, unless an assistant was made for a target of this configuration."""
+    for what, (made_for, value) in compared(config, target_config).items():
         if made_for != value:
             raise ModelError(
                 f"The assistant was made for another target: its {what} is {made_for} but this target's is {value}; "

@@ -389,6 +389,8 @@ def _loaded(auto: Any, path: str, part: str, **options: Any) -> Any:
         return auto.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = first_line(error).split(". ")[0].rstrip(".: ")[:300]
+        if part == "tokenizer" and Path(path).is_dir() and not any(Path(path).glob("tokenizer.*")):
+            reason = "it has no tokenizer.json"
         raise ModelError(
             f"The {part} of {path} cannot be loaded ({reason}); give a complete checkpoint directory "
             "or a model id that can be reached."

@@ -6,7 +6,7 @@ Parts that few methods use are imported when they are composed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from saccade.draft.drafter import Drafter
@@ -43,6 +43,7 @@ class Models:
     special_ids: tuple[int, ...] = ()  # tokens that lossy rules never accept loosely
     draft_processor: InputProcessor | None = None  # makes the draft model's prompts, for methods that rewrite them
     head: Head | None = None  # a trained drafter head
+    own: dict[str, Head] = field(default_factory=dict)  # those of the target's checkpoint by kind, once read
 
 
 def compose(parts: Models, values: Values) -> Engine:
@@ -99,7 +100,9 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     elif drafts == "mtp":
         from saccade.draft.heads.mtp import MtpDrafter, load_mtp
 
-        drafter = MtpDrafter(load_mtp(parts.target), parts.target, policy)
+        if "mtp" not in parts.own:
+            parts.own["mtp"] = load_mtp(parts.target)
+        drafter = MtpDrafter(parts.own["mtp"], parts.target, policy)
     else:
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)

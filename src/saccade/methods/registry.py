@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from saccade.draft.heads.registry import HEAD_KINDS
-from saccade.errors import MethodError
+from saccade.errors import MethodError, SaccadeError
 from saccade.methods.settings import ALIASES, LOSSLESS_RULE, Needs, fit, needs, resolved
 
 if TYPE_CHECKING:
@@ -161,6 +161,8 @@ def build(name: str, parts: Models, **chosen: Any) -> Engine:
     fit(name, values, parts.draft_model is not None, kinds, has_processor=parts.draft_processor is not None)
     try:
         return compose(parts, values)
+    except SaccadeError as problem:
+        raise MethodError(str(problem)) from problem
     except (TypeError, ValueError) as problem:
         raise MethodError(f"The options of method {name} do not go together: {problem}") from problem
 

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saccade import methods
-from saccade.errors import MethodError
+from saccade.errors import SaccadeError
 from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import MediaLimits
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
+from saccade.loading import mtp_config
 from saccade.methods.settings import GROUPS
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of
@@ -83,16 +84,16 @@ class ServedModel:
         """Profiles that requests may choose besides the default."""
         return ["off", *self.entry.profiles]
 
-    @property
+    @cached_property
     def open_methods(self) -> list[str]:
         """Methods of `saccade methods` that fit the loaded parts and that requests may choose."""
-        if not self.entry.open_methods:
-            return []
-        kinds = {name: head.kind for name, head in self.vlm.heads.items()}
-        fitting = []
-        for name in methods.METHODS:
-            with suppress(MethodError):
-                methods.fit(name, methods.options(name, {}), self.vlm.draft_model is not None, kinds)
+        config, fitting = self.vlm.target.config, list[str]()
+        for name in methods.METHODS if self.entry.open_methods else ():
+            with suppress(SaccadeError):
+                if name == "mtp":  # whose weights are read when it is first asked for
+                    mtp_config(config, config.name_or_path)
+                else:
+                    self.vlm.using(name)
                 fitting.append(name)
         return fitting
 

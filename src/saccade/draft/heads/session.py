@@ -68,10 +68,15 @@ class HeadDrafter(Drafter):
         self._drafts += len(verdict.count)
         self._accepted = self._accepted + verdict.count.sum()
         if self._drafts >= TRIAL and int(self._accepted) < LEAST * self._drafts:
+            reason = (
+                "it belongs to another target or prompt format, or is read wrongly. Answers are right, but slow; "
+                "`saccade inspect HEAD -t TARGET` compares the two."
+            )
+            if self.head.kind == "mtp":
+                reason = "it does not suit these prompts, or is read wrongly. Answers are right, but slow."
             warnings.warn(
                 f"Of the first {self._drafts} drafts of this {self.head.kind} head {int(self._accepted) or 'no'} "
-                "tokens were accepted, which is near chance: it belongs to another target or prompt format, or is read "
-                "wrongly. Answers are right, but slow; `saccade inspect HEAD -t TARGET` compares the two.",
+                f"tokens were accepted, which is near chance: {reason}",
                 SaccadeWarning,
                 stacklevel=2,
             )
