@@ -327,6 +327,36 @@ def refuse_assistant(config: Any, name: str) -> None:
         )
 
 
+def mask_token(config: Any) -> int:
+    """Return the token that a draft model reads in place of draft tokens (PARD).
+
+    Raises:
+        ModelError: the configuration names none, or one that is not a token of the model.
+    """
+    token, size = _named_mask(config), config.get_text_config(decoder=True).vocab_size
+    if token is None:
+        raise ModelError(
+            "Method pard needs a draft model that was trained with a mask token, but the configuration of "
+            f"{config.name_or_path or 'this model'} names no pard_token; choose another drafter, or method auto."
+        )
+    if type(token) is not int or not 0 <= token < size:
+        raise ModelError(
+            f"The pard_token of {config.name_or_path or 'this model'} is {token!r}, which is not a whole number from 0 "
+            f"to {size - 1}, a token of its vocabulary; download its config.json again."
+        )
+    return token
+
+
+def drafts_in_parallel(config: Any) -> bool:
+    """Whether a configuration is that of a draft model with a mask token, which method pard can run."""
+    return _named_mask(config) is not None
+
+
+def _named_mask(config: Any) -> Any:
+    parts = (config, config.get_text_config(decoder=True))
+    return next((token for part in parts if (token := getattr(part, "pard_token", None)) is not None), None)
+
+
 def share_every_layer(config: Any) -> None:
     """Let a configuration's class describe decoders all of whose layers attend to another model's entries.
 

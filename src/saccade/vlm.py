@@ -40,6 +40,7 @@ from saccade.loading import (
     default_device,
     is_assistant,
     load_model,
+    mask_token,
     mtp_config,
     name_of,
     path_of,
@@ -84,8 +85,8 @@ def load(
         drafter: the same (``pocket``: the built-in draft model), of the target's tokenizer, Gemma 4's assistant, or a
             trained head's folder.
         method: a name of `saccade methods`; by default ``auto`` with a draft model (``chain`` with options that it
-            lacks), a head's own method with a head, and without a drafter ``mtp`` where the checkpoint has one such
-            layer, else ``prompt-lookup``.
+            lacks, ``pard`` with one that has a mask token), a head's own method with a head, and without a drafter
+            ``mtp`` where the checkpoint has one such layer, else ``prompt-lookup``.
         assistant_model: Hugging Face's name for ``drafter``.
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
@@ -152,14 +153,17 @@ def check(
     draft = None if drafters.is_head(drafter) else drafter
     methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
     processor = processor or _processor(target)
-    if methods.options(name, options).get("draft_with") == "mtp":
+    drafts = methods.options(name, options).get("draft_with")
+    if drafts == "mtp":
         mtp_config(processor.config, name_of(target))
+    elif drafts == "pard":
+        mask_token(drafters.config_of(draft))
     draft_processor = None if draft is None else _draft_processor(draft, processor)
     check_processes(device_map, processor.config)
     if draft_processor is processor:
         from saccade.draft.assistant import check_assistant
 
-        check_assistant(_config(draft), processor.config)
+        check_assistant(drafters.config_of(draft), processor.config)
     elif draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
@@ -411,11 +415,7 @@ def _processor(source: Any) -> InputProcessor:
 
 def _draft_processor(source: Any, processor: InputProcessor) -> InputProcessor:
     """Return a draft model's processor; an assistant has its target's."""
-    return processor if is_assistant(_config(source)) else _processor(source)
-
-
-def _config(source: Any) -> Any:
-    return check_checkpoint(path_of(source)) if isinstance(source, (str, Path)) else source.config
+    return processor if is_assistant(drafters.config_of(source)) else _processor(source)
 
 
 def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:

@@ -187,6 +187,18 @@ def test_a_head_goes_out_and_is_described(shell: Shell, tmp_path: Path) -> None:
     assert json.loads(answer.out)["method"] == "eagle3"
 
 
+def test_a_draft_model_with_a_mask_token_is_described_and_drafts_in_one_pass(shell: Shell, tmp_path: Path) -> None:
+    folder = checkpoints.llama(tmp_path / "pard", seed=2, pard_token=3)
+    assert "with which it drafts in one pass by default (method pard)" in shell("inspect", folder).out
+    answer = shell("generate", "-t", ready("llava"), "-d", folder, "-n", "8", "--json", "What is this?")
+    assert json.loads(answer.out)["method"] == "pard"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pard_token": 100_000}))
+    for command in (("generate", "What?"), ("serve", "--plan"), ("inspect", folder)):
+        pair = () if folder in command else ("-t", ready("llava"), "-d", folder)
+        assert "is 100000, which is not a whole number from 0 to" in shell(*command, *pair).complaint
+
+
 def test_a_head_that_does_not_fit_ends_with_1(shell: Shell, tmp_path: Path) -> None:
     shown = shell("inspect", own_head(tmp_path / "head"), "-t", "pocket")
     assert shown.code == 1

@@ -43,9 +43,10 @@ HEADS = [name for name in HEAD_KINDS if name in pocket.head_paths()]
 SHIPPED = [
     name
     for name, method in METHODS.items()
-    if method.lossless and (name in HEADS or name not in HEAD_KINDS) and name != "mtp"  # the pair has no such layer
+    if method.lossless and (name in HEADS or name not in HEAD_KINDS) and name not in ("mtp", "pard")
 ]
-"""Lossless methods with a draft model, with none, and with the heads of the built-in pair."""
+"""Lossless methods with a draft model, with none, and with the heads of the built-in pair, which has neither a layer
+of multi-token prediction nor a mask token."""
 REFUSED = ("gemma3", "qwen3_vl_moe", "ministral3", "mistral3_ministral3", *STOCK)
 NAMES = [name for name in FAMILIES if name not in REFUSED]
 DRAFTERS: dict[str, Callable[[str], Any]] = {

@@ -16,7 +16,7 @@ from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
 from saccade.draft.heads.published.released import Released, ReleasedLayout, rope_settings
 from saccade.draft.heads.store import WEIGHTS, layout_of, read_config, read_values, read_weights
 from saccade.errors import ModelError
-from saccade.loading import check_checkpoint, drafts_by_mtp, is_assistant, mtp_layers
+from saccade.loading import check_checkpoint, drafts_by_mtp, drafts_in_parallel, is_assistant, mask_token, mtp_layers
 
 _UNKNOWN = "unknown"
 
@@ -117,6 +117,8 @@ def _model(path: str | Path) -> Inspection:
     if is_assistant(config):
         facts["target's hidden size"] = config.backbone_hidden_size
         return Inspection(str(path), "assistant", "transformers", shape.model_class, facts)
+    if drafts_in_parallel(config):
+        facts["mask token"] = f"{mask_token(config)}, with which it drafts in one pass by default (method pard)"
     named, stored = mtp_layers(config, path)
     if named:
         usual = ", drafting by default (method mtp)" if drafts_by_mtp(config, path) else ""

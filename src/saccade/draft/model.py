@@ -103,12 +103,14 @@ class ModelDraftSession(DraftSession):
         *,
         every: bool = False,
         commits: bool = True,
+        masks: Sequence[int] = (),
     ) -> list[Tensor]:
         """Run the tokens that rows emitted, and commit their entries.
 
         Args:
             others: integers that are sent to the device with those of this step.
-            every: return logits after every token rather than the last.
+            every: return logits after every token rather than from the last on.
+            masks: tokens that run behind those of every row, and whose entries are dropped.
 
         Shapes: returns ``[n, V]``.
         """
@@ -118,7 +120,7 @@ class ModelDraftSession(DraftSession):
         for place, tokens in enumerate(new):
             groups.setdefault(len(tokens), []).append(place)
         tokens_of = {
-            count: tuple(token for place in places for token in self._embeddable(new[place]))
+            count: tuple(token for place in places for token in (*self._embeddable(new[place]), *masks))
             for count, places in groups.items()
         }
         rows_of = {count: [rows[place] for place in places] for count, places in groups.items()}
@@ -127,7 +129,7 @@ class ModelDraftSession(DraftSession):
         blocks: list[TokenBlock] = []
         for count, own in rows_of.items():
             numbers = self._numbers.get(tokens_of[count])
-            block = self.context.block(own, numbers.view(len(own), count))
+            block = self.context.block(own, numbers.view(len(own), -1))
             blocks.append(replace(block, logits_from=0 if every else count - 1))
         logits_of: list[Tensor] = [torch.empty(0)] * len(rows)
         for places, output in zip(groups.values(), self.context.run(blocks), strict=True):

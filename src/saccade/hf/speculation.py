@@ -77,7 +77,7 @@ class Speculation:
         is_ready = drafter is not None and model is None and kind is None
         if is_ready and (method is not None or options):
             raise MethodError("A ready-made drafter brings its own settings; leave out method and its options.")
-        name = method or kind or methods.default(model is not None, options)
+        name = method or kind or drafters.default(model, {}, options=options)
         kinds = {kind: kind} if kind else {}
         options = drafters.completed(name, options, model, kinds)
         if not is_ready:

@@ -95,6 +95,11 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     policy = tree_policy(values, None if parts.head is None else parts.head.reach)
     if drafts == "model":
         drafter = _by_model(parts, policy, vocab_size, values)
+    elif drafts == "pard":
+        from saccade.draft.pard import PardDrafter
+
+        assert parts.draft_model is not None
+        drafter = PardDrafter(parts.draft_model, policy, vocab_size)
     elif drafts == "self":
         drafter = _by_visual_model(parts.target, policy, vocab_size, values)
     elif drafts == "mtp":

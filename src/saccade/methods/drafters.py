@@ -14,7 +14,7 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
-from saccade.loading import check_checkpoint, check_dtype, drafts_by_mtp, path_of
+from saccade.loading import check_checkpoint, check_dtype, drafts_by_mtp, drafts_in_parallel, path_of
 from saccade.target_model.adapter import Target
 
 POCKET = "pocket"
@@ -121,6 +121,11 @@ def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.
     return loaded
 
 
+def config_of(drafter: Any) -> Any:
+    """Return the configuration of a loaded model, or of the one in a folder."""
+    return check_checkpoint(path_of(drafter)) if isinstance(drafter, (str, Path)) else drafter.config
+
+
 def completed(
     method: str | None, options: Mapping[str, Any], drafter: Any, kinds: Mapping[str, str], head: str | None = None
 ) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def completed(
 def default(
     drafter: Any, kinds: Mapping[str, str], head: str | None = None, options: Iterable[str] = (), config: Any = None
 ) -> str:
-    """Return the default method: the kind of the head, if one is given and no draft model.
+    """Return the default method: the kind of the head, if one is given and no draft model, and `pard` for its drafter.
 
     ``config``: of the target, whose own layer of multi-token prediction drafts where nothing else is given, except with
     options of prompt lookup alone.
@@ -151,4 +156,6 @@ def default(
     copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "copied" not in chosen
     if drafter is None and config is not None and not copies and drafts_by_mtp(config, config.name_or_path):
         return "mtp"
+    if drafter is not None and not chosen & {"draft_with", "views"} and drafts_in_parallel(config_of(drafter)):
+        return "pard"
     return methods.default(drafter is not None, chosen)

@@ -60,6 +60,11 @@ METHODS: dict[str, Method] = {
         source="Leviathan et al. 2023, Section 3.3, with measured costs",
         settings={"tree": "paced"},
     ),
+    "pard": Method(
+        "a draft model trained with a mask token drafts all gamma tokens in one pass",
+        source="An et al. 2025, PARD, Section 3; tree=dynamic and tree=static are EAGLE-2's and SpecVLM's",
+        settings={"draft_with": "pard", "tree=chain": {"gamma": 12}},
+    ),
     "static-tree": Method(
         "a draft model fills SpecVLM's tree of 25 nodes over 5 levels",
         source="Ji et al. 2025, SpecVLM; the tree is EAGLE's mc_sim_7b_63",

@@ -41,8 +41,9 @@ CHOICES: dict[str, dict[str, Option]] = {
     "drafter": {
         "draft_with": Option(
             "model",
-            "drafter: the draft model, the target itself, prompt lookup, its own MTP layer, or a head of a kind",
-            choices=("model", "self", "lookup", "mtp", *HEAD_KINDS),
+            "drafter: the draft model, token by token or in one pass (pard), the target itself, prompt lookup, its own "
+            "MTP layer, or a head of a kind",
+            choices=("model", "pard", "self", "lookup", "mtp", *HEAD_KINDS),
         )
     },
     "lookup": {"gamma": Option(10, "most tokens copied per step", 1), "max_ngram": _MAX_NGRAM},
@@ -194,7 +195,7 @@ Needs = Literal["nothing", "draft model", "head"]
 def needs(values: Mapping[str, Any]) -> Needs:
     """Return the drafter that resolved options need besides the target."""
     drafts = values.get("draft_with")
-    return "head" if drafts in HEAD_KINDS else "draft model" if drafts == "model" else "nothing"
+    return "head" if drafts in HEAD_KINDS else "draft model" if drafts in ("model", "pard") else "nothing"
 
 
 def fit(

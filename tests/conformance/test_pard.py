@@ -1,0 +1,295 @@
+"""PARD: a draft in one pass equals a reference without cache, and answers equal `generate`'s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sampling_kit import LIKELY, OPTIONS, ROWS, UNLIKELY, accepted, p_of_answers, sampled, small_model
+from torch import Tensor
+
+import saccade
+import saccade.hf
+from checkpoints import llama, picture, ready, tokenizer
+from checkpoints import vlm as vlm_of
+from families import FAMILIES, Inputs, reset_rope_deltas
+from harness import POLICIES, assert_equals_generate, course, prompts, requests, target, tokens
+from heads_kit import Recording
+from saccade.draft.lookup import PromptLookup
+from saccade.draft.merged import MergedDrafter
+from saccade.draft.model import ModelDraftSession
+from saccade.draft.pard import PardDrafter, PardDraftSession
+from saccade.draft.trees.policy import Chain, StaticTree
+from saccade.draft.trees.sage import SageTree
+from saccade.engine import Engine, Request
+from saccade.errors import ModelError
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.verify.loose import RandomLoosening
+from saccade.vlm import check
+
+MASK, DEPTH = 7, 4
+NAMES = ("llama", "mistral", "llava", "qwen2_5_vl")
+
+
+@cache
+def draft(name: str) -> Target:
+    return Target(FAMILIES[name].draft_model())
+
+
+def drafter(name: str, policy: Any) -> PardDrafter:
+    return PardDrafter(draft(name), POLICIES.get(policy, policy), mask=MASK)
+
+
+# --------------------------------------------------------------------------- the reference
+
+
+Proposal = tuple[int, list[int], list[Tensor]]
+"""A row, its answer so far, and the logits ``[W, V]`` of every depth."""
+
+
+def proposals(name: str, kind: str, policy: Any, rows: int = 3, new: int = 14) -> list[Proposal]:
+    """All of a batch, half of whose drafts are accepted."""
+    recording = Recording(POLICIES.get(policy, policy))
+    helper = drafter(name, recording)
+    engine = Engine(target(name), helper, RandomLoosening(0.5))
+    session = engine.open(rows)
+    propose, found, emitted = session.drafting.propose, list[Proposal](), dict[int, list[int]]()
+
+    def recorded(slots: Sequence[int], tokens: Sequence[Sequence[int]], proposer: Any, limit: int) -> Any:
+        tree = propose(slots, tokens, proposer, limit)
+        levels = [logits for _, _, logits in recording.steps[-1].levels]
+        for place, row in enumerate(slots):
+            emitted.setdefault(row, []).extend(tokens[place])
+            answer = emitted[row][1:]  # the first root is the prompt's last token
+            found.append((row, answer, [logits[place] for logits in levels]))
+        return tree
+
+    session.drafting.propose = recorded
+    outputs = engine.generate(requests(name, kind, rows), max_new_tokens=new, session=session)
+    assert sum(output.stats.accepted_tokens for output in outputs) > rows
+    return found
+
+
+@torch.no_grad()
+def marginals(name: str, inputs: Inputs, answer: Sequence[int], depth: int) -> Tensor:
+    """Logits ``[depth, V]`` of one forward without cache over prompt, answer and masks."""
+    more = torch.tensor([[*answer, *[MASK] * (depth - 1)]])
+    added = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    types = FAMILIES[name].types
+    added |= {types: torch.zeros_like(more)} if types else {}
+    model = reference(name)
+    reset_rope_deltas(model)
+    whole = {**inputs, **{key: torch.cat([inputs[key], tensor], 1) for key, tensor in added.items()}}
+    return model(**whole).logits[0, -depth:]  # type: ignore[no-any-return]
+
+
+@cache
+def reference(name: str) -> Any:
+    return FAMILIES[name].draft_model()
+
+
+def worst(name: str, kind: str, policy: Any = "chain", rows: int = 3) -> float:
+    """Largest difference of a depth's logits from the reference's, over all nodes that are expanded."""
+    found = proposals(name, kind, policy, rows)
+    assert {row for row, _, _ in found} == set(range(rows))
+    assert max(len(levels) for _, _, levels in found) == DEPTH
+    return max(
+        float((level - expected).abs().max())
+        for row, answer, levels in found
+        for level, expected in zip(
+            levels, marginals(name, FAMILIES[name].row_inputs(kind, row), answer, len(levels)), strict=True
+        )
+    )
+
+
+CLOSE = 1e-3
+"""Sums in another order; logits of the tiny models spread over some units, and every mistake below is above .05."""
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic"])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in NAMES for kind in FAMILIES[name].kinds])
+@pytest.mark.singly
+def test_every_depth_has_the_logits_of_one_forward_over_text_and_masks(name: str, kind: str, policy: str) -> None:
+    assert worst(name, kind, policy) < CLOSE
+
+
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks stay in the cache."""
+    honest = Context.commit
+
+    def commit(self: Any, rows: Any, chosen: Any, ids: Any) -> None:
+        masks = [range(self.cache.pending[row]) for row in rows] if self.target is draft("llama") else chosen
+        honest(self, rows, masks, ids)
+
+    monkeypatch.setattr(Context, "commit", commit)
+
+
+def block_of(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = Context.block
+
+        def block(self: Any, *given: Any) -> Any:
+            made = honest(self, *given)
+            return change(made) if self.target is draft("llama") else made
+
+        monkeypatch.setattr(Context, "block", block)
+
+    return plant
+
+
+@block_of
+def seeing(made: Any) -> Any:
+    """A mask attends to the masks behind it."""
+    allowed = torch.ones(made.count, made.count, dtype=torch.bool).tril()
+    allowed[1 - DEPTH :, 1 - DEPTH :] = True
+    return replace(made, attention_mask=allowed[None])
+
+
+@block_of
+def shifted(made: Any) -> Any:
+    """Masks stand one place too far to the right."""
+    depth = torch.arange(made.count)
+    depth[1 - DEPTH :] += 1
+    return replace(made, depth=depth[None])
+
+
+def other_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A depth reads the logits before its own."""
+    honest = ModelDraftSession.run
+
+    def run(self: Any, *given: Any, **named: Any) -> list[Tensor]:
+        return [torch.cat([logits[:1], logits[:-1]]) for logits in honest(self, *given, **named)]
+
+    monkeypatch.setattr(ModelDraftSession, "run", run)
+
+
+@pytest.mark.parametrize("mistake", [kept, seeing, shifted, other_slot])
+def test_planted_mistakes_are_noticed(mistake: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    assert worst("llama", "text") > 0.05
+
+
+# --------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "sage", "merged"])
+@pytest.mark.parametrize(("name", "rows"), [(name, rows) for name in NAMES for rows in (1, 8)])
+@pytest.mark.singly
+def test_answers_equal_generate(name: str, rows: int, policy: str) -> None:
+    helper: Any = drafter(name, {"sage": SageTree(), "merged": "dynamic"}.get(policy, policy))
+    if policy == "merged":
+        helper = MergedDrafter(helper, PromptLookup())
+    outputs = assert_equals_generate(Engine(target(name), helper), name, rows=rows)
+    assert 0 < sum(o.stats.accepted_tokens for o in outputs) < sum(o.stats.drafted_tokens for o in outputs)
+
+
+def test_later_turns_reuse_the_prefix_and_draft_alike() -> None:
+    name, engine = "llava", Engine(target("llava"), drafter("llava", "chain"))
+    session, case = engine.open(1), FAMILIES["llava"]
+    first = engine.generate(requests(name, "image", 1), max_new_tokens=12, session=session)[0]
+    (longer,) = prompts(case, case.continued("image", 0, first.tokens, follow_up="text"))
+    again, alone = (engine.generate([Request(longer)], max_new_tokens=12, session=s)[0] for s in (session, None))
+    assert again.stats.reused_tokens > 0
+    assert course(again) == course(alone)
+
+
+SMALL_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
+@pytest.mark.parametrize("options", ["as_it_is", pytest.param("top_p", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", [Chain(3), *(pytest.param(p, marks=pytest.mark.slow) for p in (SMALL_TREE, "dynamic"))]
+)
+def test_sampled_rows_follow_the_target(policy: Any, options: str) -> None:
+    helper = PardDrafter(Target(small_model(2)), POLICIES.get(policy, policy), mask=2)
+    outputs = sampled(Engine(Target(small_model(1)), helper), **OPTIONS[options])
+    assert accepted(outputs) > ROWS // 4
+    assert p_of_answers(outputs, **OPTIONS[options]) > LIKELY
+
+
+@pytest.mark.slow
+def test_a_q_of_another_depth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted mistake: draws of one depth, verified with the distribution of another."""
+    honest = PardDraftSession.propose
+
+    def propose(self: Any, *given: Any) -> Any:
+        tree = honest(self, *given)
+        tree.q = tree.q.roll(-1, 1)
+        return tree
+
+    monkeypatch.setattr(PardDraftSession, "propose", propose)
+    helper = PardDrafter(Target(small_model(2)), Chain(3), mask=2)
+    outputs = sampled(Engine(Target(small_model(1)), helper), **OPTIONS["as_it_is"])
+    assert p_of_answers(outputs, **OPTIONS["as_it_is"]) < UNLIKELY
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("policy", ["chain", "dynamic"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_exact_mode_in_bfloat16_gives_the_tokens_of_plain_decoding(rows: int, policy: str) -> None:
+    owner = Target(FAMILIES["llava"].model().bfloat16(), exact=True)
+    asked = requests("llava", "image", rows)
+    plain, drafted = (
+        Engine(owner, helper).generate(asked, max_new_tokens=12) for helper in (None, drafter("llava", policy))
+    )
+    assert tokens(drafted) == tokens(plain)
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A language model whose config.json names a mask token, as those of AMD do."""
+    return llama(tmp_path / "pard", seed=3, padded=4, pard_token=len(tokenizer()) + 1, spd_type="pard")
+
+
+def renamed(folder: Path, token: Any) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pard_token": token}))
+    return str(folder)
+
+
+def test_a_released_folder_drafts_by_default_beside_pictures(folder: Path) -> None:
+    plain, vlm = vlm_of("llava"), saccade.load(ready("llava"), folder)
+    assert (vlm.method, vlm.options["gamma"], vlm.lossless) == ("pard", 12, True)
+    helper: Any = vlm.engine.drafter
+    assert (type(helper), helper.mask, helper.vocab_size) == (PardDrafter, len(tokenizer()) + 1, len(tokenizer()))
+    asked = ["What?", "And what was it before?"], [[picture(1)], []]
+    expected = [output.tokens for output in plain.generate(*asked, max_new_tokens=12)]
+    for method in (vlm, vlm.using("pard", tree="dynamic"), vlm.using("pard", copied=4), vlm.using("chain")):
+        outputs = method.generate(*asked, max_new_tokens=12)
+        assert [output.tokens for output in outputs] == expected
+        assert all(output.stats.drafted_tokens for output in outputs)
+    assert saccade.load(ready("llava"), folder, gamma=3, tree="confident").method == "pard"
+    assert saccade.load(ready("llava"), folder, views="T").method == "chain"
+
+
+def test_inside_generate_it_is_the_default_too(folder: Path) -> None:
+    model, helper = (saccade.loading.load_model(each) for each in (ready("llama"), folder))
+    ids = torch.tensor([[3, 5, 8, 2]])
+    speculation = saccade.hf.speculate(helper)
+    given, again = (model.generate(ids, max_new_tokens=12, **more) for more in ({}, {"custom_generate": speculation}))
+    assert torch.equal(given, again)
+    assert type(speculation._engine_for(model).drafter) is PardDrafter
+
+
+@pytest.mark.parametrize("token", [10_000, -1, "<mask>", 7.0, True])
+def test_a_damaged_folder_is_refused_before_weights_are_read(folder: Path, token: Any) -> None:
+    damaged = renamed(folder, token)
+    with pytest.raises(ModelError, match=r"^The pard_token of .* is .*, which is not a whole number from 0 to 26"):
+        check(ready("llava"), damaged)
+
+
+def test_a_drafter_without_a_mask_token_is_refused_before_weights_are_read() -> None:
+    with pytest.raises(
+        ModelError, match=r"^Method pard needs .* names no pard_token; choose another drafter, or .*\.$"
+    ):
+        check(ready("llava"), ready("llama"), "pard")
