@@ -168,14 +168,14 @@ def _file_on_hub(repository: str, name: str) -> Path | None:
 
 MTP_KINDS = {"full_attention", "sliding_attention"}
 """Types of layers of multi-token prediction that can draft."""
-_APART = re.compile(r"^mtp\.layers\.(\d+)\.")
-"""Names of weights of multi-token prediction beside the decoder's layers, as in Qwen3.5, Qwen3-Next and EXAONE."""
+_APART = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")
+"""Names of weights of multi-token prediction beside the decoder's layers, as in Qwen3.5, EXAONE and MiMo."""
 
 
 def mtp_pattern(config: Any) -> str:
     """Return the regular expression of names of weights of the first layer of multi-token prediction."""
     first = config.get_text_config(decoder=True).num_hidden_layers
-    return rf"(^|\.)layers\.{first}\.|^mtp\.(?!layers\.(?!0\.))"
+    return rf"(^|\.)layers\.{first}\.|^(model\.)?mtp\.(?!layers\.(?!0\.))"
 
 
 def mtp_layers(config: Any, place: str | Path) -> tuple[int, bool]:
@@ -218,10 +218,13 @@ def mtp_config(config: Any, place: str | Path) -> Any:
             "their weights; choose another method, or give the complete checkpoint."
         )
     text = deepcopy(config.get_text_config(decoder=True))
-    if "mtp.fc.weight" in _stored_names(place, has_single_file=True):
+    stored = _stored_names(place, has_single_file=True)
+    if "mtp.fc.weight" in stored:
         first = (getattr(text, "layer_types", None) or ["full_attention"])[0]
         text.mtp_layer_types = [first if first in MTP_KINDS else "full_attention"]
         text.mtp_mlp_layer_types = (getattr(text, "mlp_layer_types", None) or [None])[-1:]
+    elif "model.mtp.layers.0.pre_mlp_layernorm.weight" in stored:  # MiMo
+        text.mtp_layer_types, text.mtp_mlp_layer_types = ["sliding_attention"], ["dense"]
     text.num_mtp_layers = 1
     try:
         found = text.get_mtp_config()

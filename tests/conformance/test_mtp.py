@@ -39,15 +39,20 @@ GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA = {**_DELTA, "layer_types": ["linear_attention", "full_attention"]}
 NEAR = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+ROPE = {kind: {"rope_type": "default", "rope_theta": 3.0 + 1e4 * at} for at, kind in enumerate(NEAR["layer_types"])}
+LATE_NEAR = {"layer_types": NEAR["layer_types"][::-1], "sliding_window": 4, "rope_parameters": ROPE}
+MIMO_SIZES = {"num_key_value_heads": 1, "head_dim": 16, "v_head_dim": 8, "num_nextn_predict_layers": None}
 KINDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**MOE, **GROUPED},
     "deepseek_v3": {**MOE, **LATENT, "num_key_value_heads": 4},
     "qwen3_next": {**GROUPED, **SPARSE, **DELTA, "shared_expert_intermediate_size": 16},
     "exaone_moe": {**GROUPED, **SPARSE, **NEAR, "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
+    "mimo_v2_flash": {**MOE, **LATE_NEAR, **MIMO_SIZES},
 }
-KINDS_APART = {"exaone_moe": "sliding_attention"}
+KINDS_APART = {"exaone_moe": ("sliding_attention", "sparse"), "mimo_v2_flash": ("sliding_attention", "dense")}
 APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 """Names of what surrounds the block in checkpoints that keep the layer apart, such as those of Qwen3-Next."""
+MIMO = {"post_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm", "sinks": "attention_sink_bias"}
 STATIC = StaticTree([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 POLICIES: dict[str, Any] = {
     "chain": Chain(3),
@@ -64,19 +69,19 @@ def sharp(model: nn.Module) -> None:
         if parameter.dim() > 1:
             gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "q_b", "kv_b")) else 1.0
             nn.init.normal_(parameter, std=gain / math.sqrt(parameter[0].numel()))
-        elif "norm" in name:
+        elif "norm" in name or "sinks" in name:
             nn.init.normal_(parameter, 1.0, 0.2)
 
 
 def save(kind: str, folder: Path, vocab: int = 48, **more: Any) -> Path:
-    """Write a checkpoint with one prediction layer, named as in released ones."""
+    """Write a checkpoint with its prediction layers, named as in released ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         values = {**sizes, **ends, "max_position_embeddings": 128, "num_nextn_predict_layers": 1, **KINDS[kind], **more}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=vocab, **values))
-        return write(model, folder)
+        return write(model, folder, 3 if kind == "mimo_v2_flash" else 1)
 
 
 def write(model: Any, folder: Path, count: int = 1) -> Path:
@@ -89,8 +94,8 @@ def write(model: Any, folder: Path, count: int = 1) -> Path:
     is_apart = not hasattr(text, "num_mtp_layers")
     model.save_pretrained(folder)
     if is_apart:
-        text.mtp_layer_types = [KINDS_APART.get(text.model_type, "full_attention")] * count
-        text.mtp_mlp_layer_types = ["sparse"] * count
+        kind, mlp = KINDS_APART.get(text.model_type, ("full_attention", "sparse"))
+        text.mtp_layer_types, text.mtp_mlp_layer_types = [kind] * count, [mlp] * count
         text.num_mtp_layers = count
     mtp = MtpModel(model, count)
     sharp(mtp.layers)
@@ -98,20 +103,21 @@ def write(model: Any, folder: Path, count: int = 1) -> Path:
     (end,) = (name for name in weights if name.endswith(".layers.1.self_attn.o_proj.weight"))
     for number, layer in enumerate(mtp.layers):
         for name, weight in layer.state_dict().items():
-            outer = name.split(".")[0]
-            if is_apart:
-                stored = (
-                    f"mtp.{name.replace(outer, APART[outer])}"
-                    if outer in APART
-                    else f"mtp.layers.{number}.{name.removeprefix('mtp_block.')}"
-                )
+            outer, inner = name.split(".")[0], name.removeprefix("mtp_block.")
+            if text.model_type == "mimo_v2_flash":
+                parts = [MIMO.get(part, part) for part in inner.split(".")]
+                stored = f"model.mtp.layers.{number}.{'.'.join(parts)}"
+            elif is_apart:
+                is_outer = outer in APART
+                stored = f"mtp.{name.replace(outer, APART[outer])}" if is_outer else f"mtp.layers.{number}.{inner}"
             else:
-                inner = re.sub("^post_norm", "shared_head.norm", name.removeprefix("mtp_block."))
+                inner = re.sub("^post_norm", "shared_head.norm", inner)
                 stored = end.replace(
                     "layers.1.self_attn.o_proj.weight", f"layers.{text.num_hidden_layers + number}.{inner}"
                 )
             weights[stored] = weight.clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(mtp.layers[0].state_dict(), folder / "first.safetensors")
     return folder
 
 
@@ -128,6 +134,11 @@ def engine(target: Target, policy: Any) -> Engine:
 def greedy(target: Target, prompt: Prompt) -> list[int]:
     ids = torch.tensor([prompt.ids])
     return target.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+
+def test_every_weight_is_read_into_its_place(target: Target) -> None:
+    written, read = load_file(Path(target.config.name_or_path, "first.safetensors")), load_mtp(target).stack[0]
+    torch.testing.assert_close(dict(read.state_dict()), written, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -190,8 +201,8 @@ def slowest(
     places, _ = target.positions(ids, Prompt(text, prompt.media))
     places = torch.arange(len(text))[None] if places is None else places
     text_config = target.config.get_text_config()
-    kind = (getattr(text_config, "mtp_layer_types", None) or [""])[0] or KINDS_APART.get(text_config.model_type, "")
-    of_kind = {"layer_type": kind} if target.config.model_type == "step3p7" else {}
+    (kind, *_) = getattr(text_config, "mtp_layer_types", None) or KINDS_APART.get(text_config.model_type, [""])
+    of_kind = {"layer_type": kind} if target.config.model_type in ("step3p7", "mimo_v2_flash") else {}
     embedded, states = hidden[0][:, 1:], hidden[-1][:, :-1]  # pictures are read as the decoder reads them
     for _ in range(count):
         positions = torch.cat([places[..., :-1], places[..., -1:] + torch.arange(len(chain))], -1)

@@ -34,7 +34,8 @@ class Mtp(Head):
         self.stack: nn.ModuleList = model.layers  # what it shares with the target is no part of the head
         self._final = getattr(model, "shared_post_norm", nn.Identity())
         (kind, *_) = getattr(model.config, "layer_types", None) or ["full_attention"]
-        self._rotary = partial(model.rotary_emb, layer_type=kind) if model.has_per_layer_rope else model.rotary_emb
+        is_of_kind = kind in (getattr(model.config, "rope_parameters", None) or ())
+        self._rotary = partial(model.rotary_emb, layer_type=kind) if is_of_kind else model.rotary_emb
         if kind == "sliding_attention":
             self.window = model.config.sliding_window
 
@@ -88,8 +89,17 @@ class MtpDrafter(HeadDrafter):
         return HeadDraftSession(self, rows, target)
 
 
-_APART = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
-"""Names in checkpoints that keep the layer apart from the decoder's, beside the names of transformers."""
+_NAMES = {
+    r"language_model\.(model\.)?layers\.": "layers.",
+    r"layers\.0\.(mtp_block\.)?final_layernorm\.": "layers.0.post_norm.",
+    r"layers\.0\.(mtp_block\.)?pre_mlp_layernorm\.": "layers.0.post_attention_layernorm.",
+    r"layers\.0\.(?!(mtp_block|enorm|hnorm|eh_proj|post_norm)\.)": "layers.0.mtp_block.",
+    r"fc\.": "layers.0.eh_proj.",
+    r"pre_fc_norm_embedding\.": "layers.0.enorm.",
+    r"pre_fc_norm_hidden\.": "layers.0.hnorm.",
+    r"norm\.": "layers.0.post_norm.",
+}
+"""Starts of names in checkpoints that some or all versions of transformers do not know, and its own names."""
 
 
 @torch.no_grad()
@@ -98,19 +108,13 @@ def load_mtp(target: Target) -> Mtp:
     from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_layers import MtpModel
 
-    def conversions(self: Any, main: Any) -> list[Any]:
-        # Those of transformers know a language model of its own alone, not one that is part of a multimodal model.
-        inside = [WeightRenaming(r"^(model\.)?language_model\.(model\.)?layers\.", "layers.")]
-        apart = [WeightRenaming(rf"^mtp\.{theirs}\.", f"layers.0.{ours}.") for theirs, ours in _APART.items()]
-        apart.append(WeightRenaming(r"^mtp\.layers\.0\.", "layers.0.mtp_block."))
-        return [*inside, *apart, *known(self, main)]
-
-    known, model = MtpModel.get_weight_conversions, target.model
+    model = target.model
     found = mtp_config(model.config, model.config.name_or_path)
+    names = [WeightRenaming(f"^{theirs}", ours) for theirs, ours in _NAMES.items()]
     try:
         changes = [
             (model, "_keys_to_ignore_on_load_unexpected", [mtp_pattern(model.config)]),
-            (MtpModel, "get_weight_conversions", conversions),
+            (model, "_weight_conversions", [*names, *getattr(model, "_weight_conversions", ())]),
             (type(model.config), "get_mtp_config", lambda self: found),
             (model.config.get_text_config(), "num_mtp_layers", 1),
         ]
