@@ -83,9 +83,9 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 21_661
+CORE = 21_797
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 41_540, 7_222
+TESTS, TOOLS = 41_746, 7_222
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.83
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -192,6 +192,15 @@ class WidthOptions(Checked):
 
 
 @dataclass(frozen=True)
+class OneShotOptions(Checked):
+    """The likeliest paths above a floor, for drafters that predict several tokens in one pass (best-first)."""
+
+    total: int = option(25, "verified nodes, without the root", 1)
+    floor: float = option(0.04, "least probability of a node's path; 0: none", 0, 1)
+    max_depth: int = option(16, "levels", 1)
+
+
+@dataclass(frozen=True)
 class SageOptions(Checked):
     """SAGE's tree, shaped by the entropy of the draft distribution (Sections 3.1 to 3.3)."""
 

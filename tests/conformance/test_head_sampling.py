@@ -11,6 +11,7 @@ from sampling_kit import LIKELY, OPTIONS, ROWS, accepted, p_of_answers, sampled,
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.oneshot import OneShotTree
 from saccade.draft.trees.policy import Chain, ConfidentChain, StaticTree
 from saccade.engine import Engine
 from saccade.target_model.adapter import Target
@@ -50,6 +51,20 @@ def test_rows_sampled_with_a_head_of_two_tokens_follow_the_target(policy: str, o
     method = engine("eagle3", policy, own_vocabulary=2)
     outputs = sampled(method, **OPTIONS[options])
     assert accepted(outputs) > 0
+    assert p_of_answers(outputs, **OPTIONS[options]) > LIKELY
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("medusa", "top_p"),
+        *(pytest.param(kind, "as_it_is", marks=pytest.mark.slow) for kind in ("medusa", "hydra", "eagle2")),
+    ],
+)
+def test_rows_sampled_on_trees_from_one_pass_follow_the_target(kind: str, options: str) -> None:
+    """At a floor of 0.1 rows differ in nodes, of which none has more than nine."""
+    outputs = sampled(engine(kind, OneShotTree(9, 0.1, 3)), **OPTIONS[options])
+    assert accepted(outputs) > ROWS // 4
     assert p_of_answers(outputs, **OPTIONS[options]) > LIKELY
 
 

@@ -24,6 +24,7 @@ from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.dynamic import WidthTree
+from saccade.draft.trees.oneshot import OneShotTree
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
@@ -38,6 +39,7 @@ TREES: dict[str, Any] = {
     "width": WidthTree(2, 4),
     "sage": SageTree(),
     "confident": ConfidentChain(5, 0.5),
+    "oneshot": OneShotTree(12, 0.02, 4),
 }
 HEADS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
 SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
@@ -97,6 +99,7 @@ CASES = [
     *((head, "static", "llava") for head in HEADS),
     *((head, "sage", "llava") for head in HEADS if head not in ("medusa", "hydra")),  # these reach five levels
     *(("pruned", tree, name) for tree, name in (("static", "llava"), ("chain", "qwen2_5_vl"), ("sage", "gemma3"))),
+    *((head, "oneshot", "llava") for head in ("medusa", "hydra")),
     ("lookup", "", "llama"),
     ("plain", "", "llama"),
 ]

@@ -12,6 +12,7 @@ from random_trees import NaiveTree, Path, PathModel, assert_consistent, draft_tr
 from transformers.generation import TopKLogitsWarper
 
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.oneshot import OneShotTree
 from saccade.draft.trees.policy import SPECVLM_TREE, ConfidentChain, DrawProposer, StaticTree, TopProposer, TreePolicy
 from saccade.draft.trees.sage import SageTree
 from saccade.tree import TreeShape, ancestors_of
@@ -129,7 +130,9 @@ def test_a_tree_of_width_d_keeps_the_d_best_paths_of_every_depth(width: int, dep
 
 @pytest.mark.parametrize("from_level", [0, 1, 2])
 @pytest.mark.parametrize(
-    "policy", [StaticTree(), DynamicTree(), WidthTree(), SageTree()], ids=lambda p: type(p).__name__
+    "policy",
+    [StaticTree(), DynamicTree(), WidthTree(), SageTree(), OneShotTree(floor=0.0)],
+    ids=lambda p: type(p).__name__,
 )
 def test_a_drafter_whose_logits_are_no_numbers_never_displaces_the_root(policy: TreePolicy, from_level: int) -> None:
     """As one that overflows in float16: its drafts are worth nothing, but the answer must stay the target's."""

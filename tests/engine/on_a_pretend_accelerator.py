@@ -42,7 +42,8 @@ SMALL = {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4}
 CHAIN = {"tree": "chain", "gamma": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     **{method: {} for method in ("plain", "static-tree", "prompt-lookup", "sage", "tabed")},
-    **dict.fromkeys(("eagle2", "hivis", "dream", "eagle3", "msd", "vispec", "medusa", "hydra"), SMALL),
+    **dict.fromkeys(("eagle2", "hivis", "dream", "eagle3", "msd", "vispec", "hydra"), SMALL),
+    "medusa": {"tree": "oneshot", "total": 4, "max_depth": 2},
     **{method: {"gamma": 4} for method in ("fly", "lvspec", "random-loosening")},
     **dict.fromkeys(("self-spec", "specvlm"), CHAIN),
     "dynamic-tree": SMALL,

@@ -188,6 +188,10 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
         from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 
         return DynamicTree(**options) if tree == "dynamic" else WidthTree(**options)
+    if tree == "oneshot":
+        from saccade.draft.trees.oneshot import OneShotTree
+
+        return OneShotTree(**options)
     if tree == "static":
         return StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach])
     makers: dict[str, Callable[..., TreePolicy]] = {"branches": branches_of, "confident": ConfidentChain}

@@ -22,6 +22,7 @@ TREE_OPTIONS: dict[str, type] = {
     "static": groups.NoOptions,
     "dynamic": groups.DynamicOptions,
     "width": groups.WidthOptions,
+    "oneshot": groups.OneShotOptions,
     "sage": groups.SageOptions,
     "paced": groups.PacedOptions,
 }

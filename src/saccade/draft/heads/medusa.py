@@ -172,6 +172,9 @@ class AheadDraftSession(HeadDraftSession):
         return self._stack(self._ran[0][:, :, None])
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
+        if not self._follows:
+            out: Tensor = self._head(self._before, step=frontier.depth)
+            return out
         self._ran.append(frontier.tokens)
         return self._stack(paths_to(frontier, torch.cat(self._ran, 1)))
 

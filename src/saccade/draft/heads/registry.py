@@ -80,7 +80,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         "heads.AheadObjective",
         "medusa.AheadDraftSession",
         summary="a trained head drafts every token of a static tree from the target's last state alone",
-        source="Cai et al. 2024, Medusa, Section 2.1; the tree is SpecVLM's, tree=dynamic of 5 levels beside it",
+        source="Cai et al. 2024, Medusa, Section 2.1; SpecVLM's tree; tree=oneshot grows the likeliest paths instead",
         settings={"tree": "static", "tree=dynamic": {"max_depth": 5}},
     ),
     "hydra": HeadKind(
