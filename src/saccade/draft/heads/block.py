@@ -15,6 +15,7 @@ from saccade.draft.heads.head import HeadConfig, Placement
 from saccade.errors import ModelError
 from saccade.target_model import lean
 from saccade.target_model.cache import RowCache
+from saccade.target_model.forward import ALL
 from saccade.target_model.linear import Linear, pack_where_faster
 
 MOST_READ = 4096
@@ -212,9 +213,16 @@ class Attention(Fusable):
     """Grouped-query attention of entries to cached ones and each other, or of entries to features (``crosses``)."""
 
     def __init__(
-        self, config: HeadConfig, inputs: int | None = None, *, crosses: bool = False, rotary: bool = True
+        self,
+        config: HeadConfig,
+        inputs: int | None = None,
+        *,
+        crosses: bool = False,
+        rotary: bool = True,
+        kind: str = ALL,
     ) -> None:
         super().__init__()
+        self._kind = kind  # of layers, by which the cache's layout has masks
         self.groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "out": ("o_proj",)}
         if crosses:
             self.groups = {"q": ("q_proj",), "kv": ("k_proj", "v_proj"), "out": ("o_proj",)}
@@ -248,16 +256,23 @@ class Attention(Fusable):
             q, k = turn(torch.cat([q, k], 2), self._rotary.of(at)).split([heads, kv], 2)
         elif self._rotary is not None:
             q, k = turn(q, self._rotary.of(at)), turn(k, self._rotary.of(over))
-        return self.project("out", _attend(q, k, v, over, place), over.cache)
+        return self.project("out", _attend(q, k, v, over, place, self._kind), over.cache)
+
+    def remember(self, features: Tensor, over: Placement, place: int) -> None:
+        """Write keys and values of features ``[B, M, w]`` to layer ``place`` of a `RowCache`."""
+        assert self._rotary is not None
+        k, v = self.project("kv", features, over.cache).unflatten(-1, (-1, self._dim)).chunk(2, 2)
+        k = turn(self.k_norm(k), self._rotary.of(over))
+        over.cache.layers[place].write(*(part.flatten(0, 1).transpose(0, 1) for part in (k, v)))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int, kind: str) -> Tensor:
     """Attention ``[B, N, H * D]`` of queries ``[B, N, H, D]`` to cached keys and these ``[B, M, K, D]``."""
     batch, count, heads, dim = q.shape
     if isinstance(over.cache, RowCache):
         q, k, v = (part.flatten(0, 1).transpose(0, 1) for part in (q, k, v))  # [H, B * N, D]
         keys, values = over.cache.layers[place].write(k, v)
-        mixed: Tensor = over.cache.layout.attend(q, keys, values, dim**-0.5)
+        mixed: Tensor = over.cache.layout.attend(q, keys, values, dim**-0.5, kind)
         return mixed.view(batch, count, -1)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, N, D]
     if over.cache is not None:

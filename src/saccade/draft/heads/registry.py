@@ -100,6 +100,15 @@ HEAD_KINDS: dict[str, HeadKind] = {
         source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
         settings={"tree": "confident", "gamma": 6},
     ),
+    "dflash": HeadKind(
+        "dflash.DFlash",
+        "dflash.DFlashObjective",
+        "dflash.DFlashDraftSession",
+        "dflash.DFlashFeeder",
+        summary="a trained head denoises a block of mask tokens in one pass over the target's states",
+        source="Chen et al. 2026, DFlash",
+        settings={"tree": "chain", "gamma": 7},
+    ),
 }
 """Kind -> its parts. Adding a head is one file and one entry here."""
 

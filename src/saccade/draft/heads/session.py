@@ -186,15 +186,18 @@ class HeadDraftSession(DraftSession):
 
         def run(frontier: Frontier) -> Tensor:
             ran.append(self._run(rows, frontier, ran))
-            logits = self._drafter.logits(ran[-1], frontier.depth)
-            return logits.expand(-1, frontier.tokens.shape[1], -1)
+            return self._scores(ran[-1], frontier).expand(-1, frontier.tokens.shape[1], -1)
 
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._shaping.begin(rows, roots, proposer)
-        tree = grow(self._drafter.policy, growth, self._drafter.logits(ran[0], 0), run, limit)
+        tree = grow(self._drafter.policy, growth, self._scores(ran[0], None), run, limit)
         for cache in self._caches:
             cache.drop(rows)
         return tree
+
+    def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
+        """Return the logits ``[A, W or 1, V]`` of a frontier's states, or of the root's."""
+        return self._drafter.logits(states, 0 if frontier is None else frontier.depth)
 
     @torch.inference_mode()
     def observe(

@@ -72,7 +72,7 @@ def _kind(values: Values) -> type[Eagle3]:
 def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     _kind(released.values)
     if SPECULATORS in released.values:
-        values = _unnested(released)
+        values = unnested(released)
     else:
         names = _architectures(released.values)
         if not {*ARCHITECTURES, "LlamaForCausalLM"}.intersection(names):
@@ -107,11 +107,11 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     )
     released.check_target("vocabulary", released.number("vocab_size"), released.shape.vocab_size)
     if vocabulary:
-        ours["token_ids"] = _token_ids(released.title, ours.pop("token_ids", None), config)
+        ours["token_ids"] = token_ids(released.title, ours.pop("token_ids", None), config)
     return config, ours
 
 
-def _unnested(released: Released) -> dict[str, Any]:
+def unnested(released: Released, needs_residual: bool = True) -> dict[str, Any]:
     """Return a speculator's settings together with those of its block, with transformers' defaults for absent ones."""
     from transformers import CONFIG_MAPPING
 
@@ -122,7 +122,7 @@ def _unnested(released: Released) -> dict[str, Any]:
         raise ModelError(
             f"{title} has a transformer_layer_config of the model type {model_type!r}; expected llama or qwen3."
         )
-    if not isinstance(values.get("norm_before_residual"), bool):
+    if needs_residual and not isinstance(values.get("norm_before_residual"), bool):
         raise ModelError(
             f"{title} does not say norm_before_residual in its config.json, for which speculators and vLLM assume "
             "different values; add true or false."
@@ -177,7 +177,7 @@ def _layers(released: Released) -> tuple[int, ...]:
     return layers
 
 
-def _token_ids(title: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
+def token_ids(title: str, shifts: Tensor | None, config: HeadConfig) -> Tensor:
     """``[N]`` the target's id of every draft token."""
     count: int = config.options["own_vocabulary"]
     if shifts is None and count != config.vocab_size:
