@@ -269,7 +269,7 @@ def test_what_is_not_known_is_refused(case: str, damage: str, tmp_path: Path) ->
         load_head(tmp_path, target("llava"))
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "dflash", "mtp", "peagle"])
+@pytest.mark.parametrize("algorithm", ["eagle", "mtp", "peagle"])
 def test_other_speculators_are_named(algorithm: str, tmp_path: Path) -> None:
     edit(release("speculators", tmp_path), speculators_model_type=algorithm)
     for read in (kind_in, kind_at, lambda folder: load_head(folder, target("llava"))):

@@ -76,7 +76,10 @@ class DFlash(Head):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         options, width, eps = config.options, config.hidden_size, config.norm_eps
-        self._check()
+        most = {"block": 256, "blocks": 64, "mask_token": config.vocab_size - 1, "own_vocabulary": config.vocab_size}
+        for name, bound in most.items():
+            if type(options[name]) is not int or not 2 * (name == "block") <= options[name] <= bound:
+                raise ModelError(f"{name} must be a whole number up to {bound}, not {options[name]!r}.")
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.context_norm = RMSNorm(width, eps)
         self.stack = nn.ModuleList(self.new_block(place) for place in range(options["blocks"]))
@@ -89,14 +92,6 @@ class DFlash(Head):
         if self.has_lm_head:
             self.lm_head = nn.Linear(width, options["own_vocabulary"], bias=False)
             self.register_buffer("token_ids", torch.arange(options["own_vocabulary"]))
-
-    def _check(self) -> None:
-        vocabulary, options = self.config.vocab_size, self.config.options
-        bounds = {"block": (2, 256), "blocks": (1, 64), "mask_token": (0, vocabulary - 1)}
-        bounds |= {"own_vocabulary": (0, vocabulary), "window": (0, 1 << 30)}
-        for name, (least, most) in bounds.items():
-            if type(options[name]) is not int or not least <= options[name] <= most:
-                raise ModelError(f"{name} must be a whole number from {least} to {most}, not {options[name]!r}.")
 
     def new_block(self, place: int) -> DFlashBlock:
         """Return a draft layer without trained weights."""
@@ -119,12 +114,7 @@ class DFlash(Head):
             cast("DFlashBlock", block).self_attn.remember(features, over, place)
 
     def forward(
-        self,
-        features: Tensor | None,
-        embeddings: Tensor,
-        at: Placement,
-        step: Step = 0,
-        over: Placement | None = None,
+        self, features: Tensor | None, embeddings: Tensor, at: Placement, _: Step = 0, over: Placement | None = None
     ) -> Tensor:
         """Return the states ``[B, N, d]`` of a block's tokens behind the last norm.
 

@@ -102,9 +102,9 @@ HEAD_KINDS: dict[str, HeadKind] = {
     ),
     "dflash": HeadKind(
         "dflash.DFlash",
-        "dflash.DFlashObjective",
+        "denoising.DFlashObjective",
         "dflash.DFlashDraftSession",
-        "dflash.DFlashFeeder",
+        "denoising.DFlashFeeder",
         summary="a trained head denoises a block of mask tokens in one pass over the target's states",
         source="Chen et al. 2026, DFlash",
         settings={"tree": "chain", "gamma": 7},

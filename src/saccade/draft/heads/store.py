@@ -84,12 +84,15 @@ def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout |
     if MARK in values:
         return None
     from saccade.draft.heads.published.blocks import block_layout
-    from saccade.draft.heads.published.dflash import dflash_layout
     from saccade.draft.heads.published.eagle3 import eagle3_layout
     from saccade.draft.heads.published.stacks import stack_layout
 
-    found = dflash_layout(values) or eagle3_layout(values)
-    return found or stack_layout(values) or block_layout(values, lambda: _shapes(folder))
+    if not values.keys().isdisjoint({"block_size", "dflash_config"}):
+        from saccade.draft.heads.published.denoisers import dflash_layout
+
+        if found := dflash_layout(values):
+            return found
+    return eagle3_layout(values) or stack_layout(values) or block_layout(values, lambda: _shapes(folder))
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:

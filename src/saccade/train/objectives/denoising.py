@@ -1,0 +1,97 @@
+"""Objective of DFlash heads: blocks at places of the answer, each denoised in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.head import Head, Placement
+from saccade.errors import TrainingError
+from saccade.train.features import Features
+from saccade.train.objectives.entries import Entries, Feeder, LMHead
+from saccade.train.objectives.losses import Tally, Window, cross_entropy, in_chunks, recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEntries(Entries):
+    """Entries, and what stands in a block for the tokens to be drafted."""
+
+    filler: Tensor  # `[B, 1, d]` embedding of the mask token
+
+
+class DFlashFeeder(Feeder):
+    """Makes entries with the mask token's embedding."""
+
+    def entries_of(self, features: Sequence[Features]) -> BlockEntries:
+        entries = super().entries_of(features)
+        token = torch.tensor([[self._head.config.options["mask_token"]]], device=entries.embeddings.device)
+        filler = self._target.embed(token).to(entries.embeddings).expand(len(entries.features), -1, -1)
+        return BlockEntries(**{name: getattr(entries, name) for name in entries.names}, filler=filler)
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashObjective:
+    """Cross entropy under the target's distribution, of every slot of blocks that start in the answer (DFlash)."""
+
+    TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
+
+    distribution: float = 1.0  # weight of the cross entropy
+    decay: float = 0.8  # weight of every further slot, relative to the one before
+    blocks: int = 64  # most blocks per answer, evenly spaced
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise TrainingError(f"loss.blocks is {self.blocks}; it must be at least 1.")
+
+    def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
+        """Judge the first ``draft_steps`` slots that predict a token."""
+        assert isinstance(head, DFlash)
+        assert isinstance(entries, BlockEntries)
+        window = Window.of(entries.supervised)
+        states, following = window.take(entries.states), window.take(entries.following)
+        count, device = window.places.shape[1], states.device
+        starts = torch.linspace(0, count - 1, min(count, self.blocks), device=device).round().long()  # [N]
+        slots = _denoised(head, entries, window.places[:, starts])[:, :, head.first :]  # [B, N, D, d]
+        total, loss = torch.zeros((), device=device), states.new_zeros(())
+        counts = torch.zeros(2, draft_steps, dtype=torch.long, device=device)
+
+        def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            logits = head.logits(guess, lm_head).float()
+            with torch.no_grad():
+                teacher = lm_head(true).float()
+            return cross_entropy(logits, teacher).sum(), (logits.argmax(-1) == tokens).sum()
+
+        for depth in range(min(draft_steps, head.reach or 0)):
+            places = (starts + depth).clamp(max=count - 1)
+            alive = window.supervised[:, places] & (starts + depth < count)  # [B, N]
+            counts[0, depth] = alive.sum()
+            rows = slots[:, :, depth][alive], states[:, places][alive], following[:, places][alive]
+            for summed, right in in_chunks(measure, head.config.vocab_size, *rows):
+                loss = loss + self.decay**depth * self.distribution * summed
+                total += summed.detach()
+                counts[1, depth] += right
+        tried, right = counts.unbind()
+        return Tally(loss, {"distribution": total} if self.distribution else {}, tried, tried.clone(), right)
+
+
+def _denoised(head: DFlash, entries: BlockEntries, anchors: Tensor) -> Tensor:
+    """States ``[B, N, K, d]`` of the blocks that start at the own tokens of entries ``anchors`` ``[B, N]``."""
+    batch, starts = anchors.shape
+    size, count, device = head.config.options["block"], entries.supervised.shape[1], anchors.device
+    first = entries.embeddings.gather(1, anchors[..., None].expand(-1, -1, entries.embeddings.shape[2]))
+    filler = entries.filler[:, None].expand(-1, starts, size - 1, -1)
+    blocks = torch.cat([first[:, :, None], filler], 2).flatten(1, 2)  # [B, N * K, d]
+    places = (anchors[..., None] + 1 + torch.arange(size, device=device)).flatten(1)
+    context = torch.arange(count, device=device).expand(batch, -1)
+    seen = context[:, None] <= anchors.repeat_interleave(size, 1)[..., None]  # [B, N * K, E]
+    together = torch.eye(starts, dtype=torch.bool, device=device).repeat_interleave(size, 0).repeat_interleave(size, 1)
+    mask = torch.cat([seen, together.expand(batch, -1, -1)], 2)
+    over = Placement(torch.cat([context, places], 1), mask)
+    features = head.fuse(entries.features)
+    out = recomputed(lambda _: head(features, blocks, Placement(places), over=over))
+    return out.view(batch, starts, size, -1)
