@@ -27,8 +27,8 @@ from saccade.output import Output
 from saccade.target_model.adapter import Target
 
 KINDS = ("eagle2", "eagle3", "msd", "hivis")
-DRAFTING = (*KINDS, "vispec")
-"""With those whose entries have more than one embedding."""
+DRAFTING = (*KINDS, "vispec", "peagle")
+"""With those whose entries have more than one embedding, or are masks."""
 AHEAD = ("medusa", "hydra")
 EVERY = (*DRAFTING, "dream", "kangaroo", *AHEAD)
 POLICIES: dict[str, Any] = {

@@ -18,9 +18,10 @@ from families import pristine, reset_rope_deltas
 from heads_kit import Text, random_head, target
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import Head
+from saccade.draft.heads.peagle import PEagle
 from saccade.draft.heads.vispec import runs_of
 
-KNOWN = 40
+KNOWN, MASK = 40, 3
 Guesses = Sequence[tuple[Tensor, Tensor]]
 """Draft tokens behind a text: embedding, and the output before it."""
 AnyHead = TypeVar("AnyHead", bound=Head)
@@ -28,7 +29,7 @@ AnyHead = TypeVar("AnyHead", bound=Head)
 
 def randomised(head: AnyHead) -> AnyHead:
     """No norm stays one, so that two of them cannot change places unseen; and tokens from all over the vocabulary."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
         for name, weight in head.named_parameters():
             if "norm" in name:
@@ -38,6 +39,8 @@ def randomised(head: AnyHead) -> AnyHead:
         if isinstance(head, Eagle3) and head.has_lm_head:
             count, every = len(head.token_ids), head.config.vocab_size
             head.token_ids.copy_(torch.randperm(every)[:count].sort().values)
+        if isinstance(head, PEagle) and head.embed_tokens is not None:
+            head.mask_embedding.copy_(head.embed_tokens.weight[MASK])
     return head.eval()
 
 
@@ -161,6 +164,19 @@ class PlainEagle3(Plain):
         return logits
 
 
+class PlainPEagle(PlainEagle3):
+    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+        """Every guess is a mask, whatever it is."""
+        table, layers = self.weights["embed_tokens.weight"], self.values["eagle_aux_hidden_state_layer_ids"]
+        states = torch.cat([text.streams[layer] for layer in layers], -1)[:-1]
+        masks = self.weights["mask_hidden"].flatten().expand(len(guesses), -1)
+        ids = [*text.ids[1:].tolist(), *[self.values["mask_token_id"]] * len(guesses)]
+        x = self.run(self.fuse(torch.cat([states, masks])), table[ids], positions)
+        for place in range(1, self.values["num_hidden_layers"]):
+            x = self.block(x, positions, f"layers.{place}.")
+        return x
+
+
 class PlainViSpec(Plain):
     def compressed(self, tokens: Tensor) -> Tensor:
         q = self.weights["imadpt.q"]
@@ -259,7 +275,14 @@ def _speculator(name: str, settings: dict[str, Any], **options: Any) -> Released
     return _eagle3(name, {"speculators_model_type": "eagle3", "norm_before_residual": False, **settings}, **options)
 
 
+def _peagle(name: str, settings: dict[str, Any], **options: Any) -> Released:
+    options = {"own_vocabulary": KNOWN, "embedding": "own", **options}
+    settings = {"speculators_model_type": "peagle", "norm_before_residual": False, "mask_token_id": MASK, **settings}
+    return Released(name, "peagle", options, PlainPEagle, settings)
+
+
 _ALL = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+_FROZEN = {"embedding": "words", "blocks": 2}
 CASES: dict[str, Released] = {
     "eagle": Released("llama", "eagle2", {"norms": "none"}, PlainEagle),
     "eagle-bias": Released("llama", "eagle2", {"norms": "none", "bias": True}, PlainEagle),
@@ -279,6 +302,12 @@ CASES: dict[str, Released] = {
     "speculators-joint": _speculator("llava", {"norm_before_fc": True}, state_norms="joint"),
     "speculators-output": _speculator("qwen3_vl", {"norm_output": True}, feeds="normed"),
     "speculators-all": _speculator("llava", _ALL, residual="normed", state_norms="each", feeds="normed"),
+    "peagle": _peagle("llava", {}),
+    "peagle-llama": _peagle("llama", {"norm_before_residual": True}, residual="normed", blocks=1),
+    "peagle-deep": _peagle("llama", {"norm_before_fc": True}, state_norms="joint", blocks=3),
+    "peagle-frozen": _peagle(
+        "qwen3_vl", {"fc_norm": True, "embed_requires_grad": False}, state_norms="each", **_FROZEN
+    ),
     "vispec": Released("llava", "vispec", {"queries": 2, "form": "released", "bias": True}, PlainViSpec),
     "vispec-qwen": Released("qwen2_5_vl", "vispec", {"queries": 3, "form": "released", "bias": False}, PlainViSpec),
     "dream": Released("llava", "dream", _DREAM, PlainDream),
@@ -306,19 +335,24 @@ def release(case: str, folder: Path, head: Any = None, prefix: str = "", binary:
         if released.mrope:
             rope = target(released.name).text_config.rope_parameters
             values["rope_scaling"] = {"type": "mrope", **{k: v for k, v in rope.items() if k.startswith("mrope")}}
-        return _release_eagle3(folder, head, values, prefix or "midlayer.", binary)
+        embedding = target(released.name).model.get_input_embeddings().weight
+        return _release_eagle3(folder, head, values, prefix or "midlayer.", binary, embedding)
     return write(folder, head.config, {prefix + key: weight for key, weight in theirs.items()}, binary, **values)
 
 
-def _release_eagle3(folder: Path, head: Any, values: dict[str, Any], block: str, binary: bool) -> Path:
+def _release_eagle3(
+    folder: Path, head: Any, values: dict[str, Any], block: str, binary: bool, embedding: Tensor
+) -> Path:
     config, weights = head.config, dict(head.state_dict())
     ids, is_speculator = weights.pop("token_ids"), "speculators_model_type" in values
     block = "layers.0." if is_speculator else block
+    masks = [weights.pop(name, None) for name in ("mask_hidden", "mask_embedding", "embed_tokens.weight")]
     norms = {"state_norms.": "fc_norm.", "embedding_norm.": f"{block}input_layernorm."}
     norms["feature_norm."] = f"{block}hidden_norm."
     if values.get("norm_before_fc"):
         norms = {"state_norms.0.": "input_norm.", **norms}
     inner = {part: block + part for part in ("self_attn.", "mlp.", "post_attention_layernorm.")}
+    inner |= {f"stack.{place}.": f"layers.{place + 1}." for place in range(config.options.get("blocks", 1) - 1)}
     theirs = {**_renamed(weights, {**norms, **inner}), "embed_tokens.weight": torch.ones(config.vocab_size, 64)}
     if len(ids) < config.vocab_size:
         theirs["d2t"] = ids - torch.arange(len(ids))
@@ -327,13 +361,17 @@ def _release_eagle3(folder: Path, head: Any, values: dict[str, Any], block: str,
     if not is_speculator:
         return write(folder, config, theirs, binary, architectures=["LlamaForCausalLMEagle3"], **values)
     theirs.pop("embed_tokens.weight")
-    write(folder, config, theirs)
+    if masks[0] is not None:
+        table = embedding if masks[2] is None else masks[2]
+        row = torch.arange(len(table))[:, None] == MASK
+        theirs |= {"mask_hidden": masks[0].view(1, 1, -1), "embed_tokens.weight": torch.where(row, masks[1], table)}
+    write(folder, config, theirs, num_hidden_layers=config.options.get("blocks", 1))
     every = json.loads((folder / "config.json").read_text())
     nested = {k: v for k, v in every.items() if k not in ("architectures", "hidden_act", "rope_theta", "rope_scaling")}
     nested |= {"model_type": "qwen3" if config.qk_norm else "llama", "rope_parameters": dict(config.rope)}
     outer = {
         "architectures": ["Eagle3DraftModel"],
-        "embed_requires_grad": False,
+        "embed_requires_grad": masks[0] is not None,
         "norm_before_fc": False,
         "speculators_version": "0.5.0",
         "target_hidden_size": None,

@@ -69,6 +69,7 @@ NAMESAKES = {
     "batch.py": "running batch; command",
     "chat.py": "public class; chat templates; command",
     "dream.py": "head; its objective",
+    "peagle.py": "head; its released layout; its objective",
     "registry.py": "heads; methods",
 }
 """File names that occur more than once, with what each file is about."""
@@ -76,16 +77,16 @@ NAMESAKES = {
 PARTS = {
     "cli": (("cli",), 2_000),
     "serve": (("serve",), 3_500),
-    "training": (("train", "distill"), 4_590),
+    "training": (("train", "distill"), 4_696),
     "measuring": (("bench", "theory", "memory_plan"), 3_811),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
     "checkpoints": (("checkpoints", "evaluators"), 1_230),
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 22_164
+CORE = 22_412
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 42_139, 7_222
+TESTS, TOOLS = 42_556, 7_222
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

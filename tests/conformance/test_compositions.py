@@ -26,6 +26,7 @@ TREE_OPTIONS: dict[str, dict[str, Any]] = {
     "static": {},
     "dynamic": {"top": 3, "max_depth": 3, "total": 8},
     "width": {"width": 2, "max_depth": 3},
+    "oneshot": {"total": 8, "max_depth": 3},
     "sage": {"d_max": 4, "ceiling": 5, "total": 20, "alpha_of": "accepted"},
 }
 PRUNING: list[dict[str, Any]] = [

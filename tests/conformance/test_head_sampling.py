@@ -36,7 +36,7 @@ def engine(kind: str, policy: Any, layers: int = 1, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("options", ["as_it_is", "top_p"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "hivis", "dream", "medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "peagle", "hivis", "dream", "medusa", "hydra"])
 @pytest.mark.singly
 def test_rows_sampled_with_a_head_follow_the_target(kind: str, policy: str, options: str) -> None:
     outputs = sampled(engine(kind, policy), **OPTIONS[options])
@@ -58,7 +58,7 @@ def test_rows_sampled_with_a_head_of_two_tokens_follow_the_target(policy: str, o
     ("kind", "options"),
     [
         ("medusa", "top_p"),
-        *(pytest.param(kind, "as_it_is", marks=pytest.mark.slow) for kind in ("medusa", "hydra", "eagle2")),
+        *(pytest.param(kind, "as_it_is", marks=pytest.mark.slow) for kind in ("medusa", "hydra", "eagle2", "peagle")),
     ],
 )
 def test_rows_sampled_on_trees_from_one_pass_follow_the_target(kind: str, options: str) -> None:

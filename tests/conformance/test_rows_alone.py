@@ -41,7 +41,7 @@ TREES: dict[str, Any] = {
     "confident": ConfidentChain(5, 0.5),
     "oneshot": OneShotTree(12, 0.02, 4),
 }
-HEADS = ("eagle2", "eagle3", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
+HEADS = ("eagle2", "eagle3", "peagle", "msd", "hivis", "vispec", "dream", "medusa", "hydra")
 SAMPLED = {"do_sample": True, "max_new_tokens": 32, "temperature": 0.7, "top_k": 20}
 GREEDY = {"max_new_tokens": 24}
 

@@ -43,7 +43,7 @@ CHAIN = {"tree": "chain", "gamma": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     **{method: {} for method in ("plain", "static-tree", "prompt-lookup", "sage", "tabed")},
     **dict.fromkeys(("eagle2", "hivis", "dream", "eagle3", "msd", "vispec", "hydra"), SMALL),
-    "medusa": {"tree": "oneshot", "total": 4, "max_depth": 2},
+    **{kind: {"tree": "oneshot", "total": 4, "max_depth": 2} for kind in ("medusa", "peagle")},
     **{method: {"gamma": 4} for method in ("fly", "lvspec", "random-loosening")},
     **dict.fromkeys(("self-spec", "specvlm"), CHAIN),
     "dynamic-tree": SMALL,

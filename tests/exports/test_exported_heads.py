@@ -14,7 +14,7 @@ from torch import Tensor
 
 from families import FAMILIES
 from heads_kit import POLICIES, kind_of_prompt, prompts, random_head, recorded, target
-from released_kit import KNOWN, PlainEagle3, edit, randomised, same
+from released_kit import KNOWN, PlainEagle3, edit, randomised, release, same
 from saccade.checkpoints import export_head, inspect_checkpoint
 from saccade.checkpoints.exporting import obstacle
 from saccade.draft.heads.head import Head, HeadConfig, Placement, build_head
@@ -238,6 +238,14 @@ def test_a_speculator_names_its_target_and_says_what_it_drafts(model: Path, tmp_
     broken = inspect_checkpoint(tmp_path / "out")
     assert broken.fits is False
     assert "lacks the weight input_norm.weight" in str(broken.problem)
+
+
+def test_a_speculator_that_drafts_in_parallel_is_described_and_not_exported(model: Path, tmp_path: Path) -> None:
+    found = inspect_checkpoint(release("peagle", tmp_path / "out"), model)
+    assert (found.layout, found.kind, found.facts["reads layers"]) == ("speculators", "peagle", [0, 1, 2])
+    assert found.fits
+    for to in ("speculators", "eagle"):
+        assert "eagle3" in str(obstacle(random_head("llava", "peagle"), target("llava"), to))
 
 
 @pytest.mark.parametrize("layers", [2, 3, 4, 5, 8])

@@ -16,6 +16,7 @@ GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exa
 HEADS: dict[str, dict[str, Any]] = {
     "eagle2": GROWN,
     "eagle3": GROWN,
+    "peagle": {"tree": "oneshot", "total": 25, "floor": 0.04, "max_depth": 8, "rule": "exact", "copied": 0},
     "msd": GROWN,
     "vispec": {**GROWN, "top": 8, "max_depth": 4, "total": 30},
     "hivis": GROWN,

@@ -174,7 +174,7 @@ def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetSh
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size,
         "target layers": config.target_layers if is_named else None,
-        "reads layers": list(config.layers) if is_named or config.kind == "eagle3" else ["last"],
+        "reads layers": list(config.layers) if is_named or config.kind in ("eagle3", "peagle") else ["last"],
         "drafts tokens": config.options.get("own_vocabulary") or config.vocab_size,
         "positions": head.positions,
         "norms' epsilon": config.norm_eps,

@@ -17,7 +17,7 @@ from saccade.engine.row import plan
 
 NAME = "llava"
 KINDS = [
-    *("eagle2", "hivis", "vispec", "dream", "hydra", "kangaroo"),
+    *("eagle2", "peagle", "hivis", "vispec", "dream", "hydra", "kangaroo"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "msd", "medusa")),
 ]
 COUNT = 8

@@ -105,7 +105,7 @@ def test_auto_drafts_with_the_head_that_is_given(kind: str) -> None:
     pacer = vlm.engine.pacer
     assert pacer is not None
     assert pacer.max_length == min(8, head.reach or 8)
-    assert 0 < pacer.draft_cost < 2
+    assert 0 < pacer.draft_cost <= 2  # four blocks on a target of two layers
     for question in ("What is it?", "Why?"):
         assert vlm.generate(question, max_new_tokens=12).tokens == plain.generate(question, max_new_tokens=12).tokens
 

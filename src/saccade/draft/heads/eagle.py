@@ -18,6 +18,14 @@ AFTER_IMAGE = ("text", "visual")
 """Option of the feature of the first token after hidden visual ones: that of the last text token, or visual one."""
 
 
+def block_count(config: HeadConfig) -> int:
+    """Return the option ``blocks``, decoder blocks of a head; raises `ModelError` for what is no such number."""
+    count = config.options.get("blocks", 1)
+    if type(count) is not int or count < 1:
+        raise ModelError(f"blocks must be a whole number from 1, not {count!r}.")
+    return count
+
+
 class Eagle2(Head):
     """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
 
@@ -40,9 +48,7 @@ class Eagle2(Head):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        count = config.options.get("blocks", 1)
-        if type(count) is not int or count < 1:
-            raise ModelError(f"blocks must be a whole number from 1, not {count!r}.")
+        count = block_count(config)
         norms, width, eps = config.options["norms"], config.hidden_size, config.norm_eps
         self.embedding_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
         self._is_blind = config.options.get("features") == "none"
@@ -103,7 +109,8 @@ class Eagle3(Head):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
         self.norm = RMSNorm(width, eps)
-        self.positions = config.options["positions"]
+        self.positions = config.options.get("positions", "entries")
+        self._feeds_normed = config.options.get("feeds") == "normed"
         known = config.options["own_vocabulary"]
         if type(known) is not int or not 0 <= known <= config.vocab_size:
             raise ModelError(
@@ -134,7 +141,7 @@ class Eagle3(Head):
         both = torch.cat([self.embedding_norm(embeddings), normed], -1)
         x = x + self.self_attn(both, at, 0)
         out = x + self.mlp(self.post_attention_layernorm(x), at.cache)
-        return self.norm(out) if self.config.options["feeds"] == "normed" else out
+        return self.norm(out) if self._feeds_normed else out
 
     def logits(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
         """Return logits ``[..., V]`` of outputs ``[..., d]``, by its own LM head if it has one."""
@@ -145,7 +152,7 @@ class Eagle3(Head):
         return logits
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        return hidden if self.config.options["feeds"] == "normed" else self.norm(hidden)
+        return hidden if self._feeds_normed else self.norm(hidden)
 
 
 class Msd(Eagle2):

@@ -44,6 +44,14 @@ HEAD_KINDS: dict[str, HeadKind] = {
         summary="a trained head mixes states of three layers and predicts tokens alone; EAGLE-2's tree",
         source="Li et al. 2025, EAGLE-3, Section 3",
     ),
+    "peagle": HeadKind(
+        "peagle.PEagle",
+        "peagle.PEagleObjective",
+        "peagle.PEagleDraftSession",
+        summary="EAGLE-3's head, whose masks draft all levels in one forward; the likeliest paths of these",
+        source="P-EAGLE: Parallel-Drafting EAGLE with Scalable Training; vllm-project/speculators, models/peagle",
+        settings={"tree": "oneshot", "tree=oneshot": {"max_depth": 8}},
+    ),
     "msd": HeadKind(
         "eagle.Msd",
         "heads.Eagle2Objective",

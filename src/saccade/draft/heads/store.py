@@ -84,7 +84,7 @@ def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout |
     if MARK in values:
         return None
     from saccade.draft.heads.published.blocks import block_layout
-    from saccade.draft.heads.published.eagle3 import eagle3_layout
+    from saccade.draft.heads.published.eagle3 import SPECULATORS, eagle3_layout
     from saccade.draft.heads.published.stacks import stack_layout
 
     if not values.keys().isdisjoint({"block_size", "dflash_config"}):
@@ -92,6 +92,10 @@ def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout |
 
         if found := dflash_layout(values):
             return found
+    if values.get(SPECULATORS) == "peagle":
+        from saccade.draft.heads.published.peagle import PEAGLE
+
+        return PEAGLE
     return eagle3_layout(values) or stack_layout(values) or block_layout(values, lambda: _shapes(folder))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -59,8 +59,12 @@ def draft_loss(
     top_k: int = 0,
     early_stop: bool = False,
     decay: float = 1.0,
+    drafts: Iterable[Tensor] = (),
+    sampled: Sequence[Tensor] = (),
 ) -> Tally:
-    """Return the loss over ``draft_steps`` steps on the head's own outputs.
+    """Return the loss over ``draft_steps`` steps on the head's own outputs, or of the outputs ``drafts``.
+
+    A step counts at the places ``sampled`` ``[B, A]`` alone, where given.
 
     Terms: ``states`` (SmoothL1 of the target's and the head's state), ``distribution`` (cross entropy of the head's
     next-token distribution under the target's) and ``top`` (the same sum over the target's K likeliest tokens).
@@ -95,9 +99,11 @@ def draft_loss(
         return kept, right, *values
 
     alive = window.supervised
-    for step, guess in enumerate(unroll(head, entries, window, draft_steps)):
+    for step, guess in enumerate(drafts or unroll(head, entries, window, draft_steps)):
         if step:
             alive = F.pad(alive, (1, -1)) & window.supervised
+        if sampled:
+            alive = alive & sampled[step]
         if not alive.any():
             break
         kept = []

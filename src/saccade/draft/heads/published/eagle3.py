@@ -56,20 +56,21 @@ _UNUSED = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq
 def eagle3_layout(values: Values) -> ReleasedLayout | None:
     """Return the layout of an EAGLE-3 head or a speculator, supported or not; None for other folders."""
     if SPECULATORS in values:
-        return ReleasedLayout("speculators", _kind, _translate)
+        return ReleasedLayout("speculators", _kind, translate)
     names = _architectures(values)
     fits = any("eagle3" in name.lower() for name in names) or ("LlamaForCausalLM" in names and DRAFT_VOCAB in values)
-    return ReleasedLayout("EAGLE-3 (EAGLE, SpecForge, SGLang)", _kind, _translate) if fits else None
+    return ReleasedLayout("EAGLE-3 (EAGLE, SpecForge, SGLang)", _kind, translate) if fits else None
 
 
 def _kind(values: Values) -> type[Eagle3]:
     algorithm = values.get(SPECULATORS)
     if algorithm not in (None, "eagle3"):
-        raise ModelError(f"Speculators of the type {algorithm!r} are not supported; of speculators' types eagle3 is.")
+        raise ModelError(f"Speculators of the type {algorithm!r} are not supported; expected eagle3, peagle or dflash.")
     return Eagle3
 
 
-def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
+def translate(released: Released, **only: Any) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """As of `ReleasedLayout`; ``only`` are settings that a head built on this one may have."""
     _kind(released.values)
     if SPECULATORS in released.values:
         values = unnested(released)
@@ -83,7 +84,7 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
         released.check_settings(norm_before_fc=False, norm_output=True)  # true: logits are behind the norm
         values = {**released.values, "norm_output": False}
     released = replace(released, values=values)
-    released.check_settings(partial_rotary_factor=1.0, logit_scale=1.0, embed_requires_grad=False)
+    released.check_settings(**{"partial_rotary_factor": 1.0, "logit_scale": 1.0, "embed_requires_grad": False, **only})
     if any(layer != "full_attention" for layer in values.get("layer_types") or ()):
         raise ModelError(
             f"{released.title} has attention in a sliding window, which is not supported; expected full attention."

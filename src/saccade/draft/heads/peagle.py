@@ -1,0 +1,128 @@
+"""P-EAGLE's head: EAGLE-3's with masks in place of draft tokens, so that one forward drafts all levels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from saccade.draft.heads.block import Block
+from saccade.draft.heads.eagle import Eagle3, block_count
+from saccade.draft.heads.head import HeadConfig, Placement, Step
+from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
+from saccade.draft.trees.policy import Frontier, Proposer
+from saccade.target_model.context import Context
+from saccade.tree import DraftTree, Rows, at_nodes
+
+
+class PEagle(Eagle3):
+    """Parallel drafting with EAGLE-3's entries (P-EAGLE: Parallel-Drafting EAGLE with Scalable Training).
+
+    The entries of a draft's second token and later ones are masks, all alike but for their positions: ``mask_hidden``
+    in place of the target's states, mixed as these are, and ``mask_embedding`` in place of the unknown token's
+    embedding. A mask attends to the entries before it, other masks included. So the predictions of a level do not
+    depend on the draft tokens above it. Blocks behind the first are plain ones.
+    """
+
+    kind: ClassVar[str] = "peagle"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "own_vocabulary": 0,  # as of `Eagle3`, with the next two
+        "residual": ("raw", "normed"),
+        "state_norms": ("none", "each", "joint"),
+        "blocks": 4,  # decoder blocks, as released
+        # of entries' tokens: what the target's decoder gets, pictures included; the target's embeddings of the token
+        # ids, placeholders of pictures included; or embeddings of the head's own of these
+        "embedding": ("decoder", "words", "own"),
+    }
+    loaded_only: ClassVar[tuple[str, ...]] = ("residual", "state_norms", "embedding")
+    default_steps: ClassVar[int] = 8
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.blocks = block_count(config)
+        self.stack = nn.ModuleList(Block(config, place) for place in range(1, self.blocks))
+        self.mask_hidden = nn.Parameter(torch.randn(len(config.layers) * width))
+        self.mask_embedding = nn.Parameter(torch.randn(width))
+        embedding = config.options["embedding"]
+        self.is_shown_visual = embedding == "decoder"
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if embedding == "own" else None
+
+    def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
+        """Predict the states at the entries' own tokens; those of a step above 0 are masks, whatever their inputs."""
+        if isinstance(step, Tensor) or step:
+            masked = torch.as_tensor(step, device=features.device)[..., None] > 0
+            features = torch.where(masked, self.fuse(self.mask_hidden).to(features.dtype), features)
+            embeddings = torch.where(masked, self.mask_embedding.to(embeddings.dtype), embeddings)
+        out = super().forward(features, embeddings, at)
+        for block in self.stack:
+            out = block(out, at)
+        return out
+
+
+class PEagleDraftSession(HeadDraftSession):
+    """Draft session of a P-EAGLE head.
+
+    The forward over the tokens emitted last ends with masks, as many as there are levels below the first. Its outputs
+    at the last token and at the masks are the drafts of all levels; the masks' entries are dropped.
+    """
+
+    def __init__(self, drafter: HeadDrafter, rows: int, target: Context) -> None:
+        super().__init__(drafter, rows, target)
+        assert isinstance(drafter.head, PEagle)
+        self._own_embedding = drafter.head.embed_tokens
+        self._levels = drafter.policy.max_depth  # that the step drafts
+        self._slack = drafter.policy.max_nodes + drafter.policy.max_depth  # no nodes run
+        self._counts: list[int] = []  # of tokens that the rows emitted last
+        self._drafted = torch.empty(0)  # `[A, levels, d]` outputs, then `[A, levels, V]` logits
+
+    def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
+        policy = self._drafter.policy
+        self._levels = policy.max_depth
+        if policy.can_sample:  # as `grow` does
+            self._levels = max(min(self._levels, limit), 1)
+        return super().propose(rows, new, proposer, limit)
+
+    def _catch_up(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+        self._counts = [len(tokens) for tokens in new]
+        return super()._catch_up(rows, new)
+
+    def _forward(
+        self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
+    ) -> Tensor:
+        """Run the tokens that every row emitted last, and masks right behind them."""
+        width, masks = tokens.shape[1], self._levels - 1
+        is_ragged = min(self._counts) < width
+        counts = self._numbers.get(self._counts)[:, None] if is_ragged else width
+        place = torch.arange(width + masks, device=self._device)[None]
+        at = self._placed(rows, width + masks, None)
+        self._lay(self.cache, rows, width + masks, None)
+        hidden: Tensor = self._head(
+            pad(features, (0, 0, 0, masks)),
+            pad(self._embed(rows, tokens), (0, 0, 0, masks)),
+            at,
+            place >= counts,
+        )
+        if is_ragged:
+            self._drafted = at_nodes(hidden, counts - 1 + place[:, : masks + 1])
+        else:
+            self._drafted = hidden[:, width - 1 :]
+        return hidden
+
+    def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
+        """All levels ran with the first."""
+        return ran[0]
+
+    def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
+        if frontier is None:
+            self._drafted = self._drafter.logits(self._drafted)
+        return self._drafted[:, 0 if frontier is None else frontier.depth, None]
+
+    def _words(self, tokens: Tensor) -> Tensor:
+        if self._own_embedding is None:
+            return super()._words(tokens)
+        words: Tensor = self._own_embedding(tokens)
+        return words
