@@ -25,6 +25,7 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pard import PardDrafter, PardDraftSession
+from saccade.draft.trees.oneshot import OneShotTree
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
@@ -179,11 +180,13 @@ def test_planted_mistakes_are_noticed(mistake: Callable[[Any], None], monkeypatc
 # --------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "sage", "merged"])
+@pytest.mark.parametrize("policy", [*POLICIES, "sage", "oneshot", "merged"])
 @pytest.mark.parametrize(("name", "rows"), [(name, rows) for name in NAMES for rows in (1, 8)])
 @pytest.mark.singly
 def test_answers_equal_generate(name: str, rows: int, policy: str) -> None:
-    helper: Any = drafter(name, {"sage": SageTree(), "merged": "dynamic"}.get(policy, policy))
+    helper: Any = drafter(
+        name, {"sage": SageTree(), "oneshot": OneShotTree(12, 0.0, 4), "merged": "dynamic"}.get(policy, policy)
+    )
     if policy == "merged":
         helper = MergedDrafter(helper, PromptLookup())
     outputs = assert_equals_generate(Engine(target(name), helper), name, rows=rows)
