@@ -14,17 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sampling_kit import LIKELY, OPTIONS, p_of_answers, sampled, small_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from families import FAMILIES, IMAGE, VOCAB, reference_greedy
 from heads_kit import POLICIES, Text, prompts, target
 from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.heads.store import load_head
-from saccade.draft.trees.policy import Chain
+from saccade.draft.trees.policy import Chain, ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
@@ -151,6 +152,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "anchor": {"from_anchor": True},
     "own": {"own_vocabulary": 40},
     "places": {"positions": "target"},
+    "corrected": {"kind": "dspark", "rank": 6, "from_anchor": True},
+    "gated": {"kind": "dspark", "rank": 6, "gated": True, "own_vocabulary": 40},
 }
 
 
@@ -173,13 +176,29 @@ def slowest(name: str, head: DFlash, ids: tuple[int, ...], asked: int) -> list[i
     block = torch.tensor([[ids[-1], *[options["mask_token"]] * (options["block"] - 1)]])
     own = places[..., len(kept) :]
     hidden = head(None if not kept else features, model.embed(block), Placement(own), over=Placement(places))
-    slots = hidden[:, head.first :][:, : BLOCK - 1]
-    return list(head.logits(slots, model.lm_head)[0].argmax(-1).tolist())
+    chain = [ids[-1]]
+    for state in hidden[0, head.first :][: BLOCK - 1]:
+        logits = head.logits(state[None], model.lm_head)[0]
+        chain.append(int((logits + bias(head, state, chain[-1])).argmax()))
+    return chain[1:]
 
 
-def head_of(name: str, **options: Any) -> DFlash:
+def bias(head: DFlash, state: Tensor, token: int) -> Tensor:
+    """``[V]`` what DSpark adds to a slot's logits behind a token."""
+    if not isinstance(head, DSpark) or head.w1 is None or head.w2 is None:
+        return torch.zeros(())
+    mixed = head.w1.weight[token]
+    if head.gate is not None:
+        mixed = mixed / (1 + torch.exp(-head.gate.weight @ torch.cat([state, mixed]) - head.gate.bias))
+    added = head.w2.weight @ mixed
+    if head.token_ids is None:
+        return added
+    return torch.zeros(head.config.vocab_size).index_copy(0, head.token_ids, added)
+
+
+def head_of(name: str, kind: str = "dflash", **options: Any) -> DFlash:
     """A head with random weights, and with the target's M-RoPE sections if it has the target's positions."""
-    config = HeadConfig.from_target(target(name), "dflash", mask_token=5, block=BLOCK, **options)
+    config = HeadConfig.from_target(target(name), kind, mask_token=5, block=BLOCK, **options)
     if config.options["positions"] == "target":
         config = replace(config, rope={**config.rope, "mrope_section": [4, 2, 2]})
     with torch.random.fork_rng(devices=[]):
@@ -242,6 +261,63 @@ def test_other_layouts_of_a_head_draft_the_same(
     with monkeypatch.context() as patch:
         expected = drafted(name, folder, patch)
     assert drafted(name, converted(folder, tmp_path, write), monkeypatch) == expected
+
+
+def test_heads_of_dspark_are_read_in_both_layouts(tmp_path: Path) -> None:
+    inner = {"w1.weight": "markov_w1.weight", "w2.weight": "markov_w2.weight", "gate.weight": "gate_proj.weight"}
+    inner |= {"gate.bias": "gate_proj.bias"}
+    last = {"forecast.weight": "weight", "forecast.bias": "bias"}
+    layouts = {
+        as_speculators: {**{k: f"markov_head.{v}" for k, v in inner.items()}}
+        | {k: f"confidence_head.proj.{v}" for k, v in last.items()},
+        as_authors: inner | {k: f"confidence_proj.{v}" for k, v in last.items()},
+    }
+    own = head_of("llama", "dspark", rank=6, gated=True)
+    given = own.state_dict()
+    model_of("llama").save_pretrained(tmp_path / "given")
+    for write, names in layouts.items():
+        place = tmp_path / write.__name__
+        place.mkdir()
+        converted(tmp_path / "given", place, write)
+        values = json.loads((place / "config.json").read_text())
+        if write is as_authors:
+            values["dflash_config"]["projector_type"] = "dspark"
+        else:
+            values["speculators_model_type"] = "dspark"
+        (place / "config.json").write_text(json.dumps(values))
+        weights = load_file(place / "model.safetensors")
+        more = {theirs: given[ours].contiguous() for ours, theirs in names.items()}
+        save_file(weights | more, place / "model.safetensors")
+        head = load_head(place, target("llama"))
+        assert isinstance(head, DSpark)
+        options = {name: head.config.options[name] for name in ("rank", "gated", "confidence", "from_anchor")}
+        assert options == {"rank": 6, "gated": True, "confidence": "tokens", "from_anchor": True}
+        assert all(torch.equal(head.state_dict()[ours], given[ours]) for ours in names)
+        (place / "config.json").write_text(json.dumps({**values, "markov_head_type": "rnn"}))
+        with pytest.raises(
+            ModelError, match=r"has a recurrent markov_head_type, which is not supported; expected vanilla"
+        ):
+            load_head(place, target("llama"))
+
+
+@pytest.mark.parametrize(("sure", "length"), [(9.0, BLOCK), (-9.0, 1)])
+def test_a_confident_chain_ends_by_the_forecasts(sure: float, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, drafts = head_of("llama", "dspark", rank=6, from_anchor=True), set()
+    with torch.no_grad():
+        head.forecast.weight.zero_()  # type: ignore[union-attr]
+        head.forecast.bias.fill_(sure)  # type: ignore[union-attr]
+    propose = HeadDraftSession.propose
+
+    def record(self: Any, *others: Any) -> Any:
+        tree = propose(self, *others)
+        drafts.add(int(tree.valid.sum()) - 1)
+        return tree
+
+    monkeypatch.setattr(HeadDraftSession, "propose", record)
+    inputs = FAMILIES["llama"].row_inputs("text", 0)
+    (prompt,) = prompts(FAMILIES["llama"], inputs)
+    engine("llama", head, ConfidentChain(BLOCK, confidence=0.5)).generate([Request(prompt)], max_new_tokens=NEW)
+    assert max(drafts) == length
 
 
 def edited(**changes: Any) -> Any:

@@ -24,6 +24,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"tree": "static", "rule": "exact", "copied": 0},
     "hydra": {"tree": "static", "rule": "exact", "copied": 0},
     "kangaroo": {"tree": "confident", "gamma": 6, "confidence": 0.6, "rule": "exact", "copied": 0},
+    "dspark": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
     "dflash": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
 }
 """Every kind of head -> the tree that it drafts by default."""

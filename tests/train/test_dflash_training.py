@@ -10,6 +10,7 @@ import torch
 from train_kit import head, listed, samples, target
 
 from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import Placement
 from saccade.train.features import read_features
 from saccade.train.objectives.denoising import BlockEntries, DFlashFeeder, DFlashObjective
@@ -40,8 +41,14 @@ def slow(own: DFlash, entries: BlockEntries) -> tuple[float, list[int]]:
             out = own(features, torch.stack(words)[None], Placement(spread[:, place + 1 :]), over=over)[0, own.first :]
             for depth in range(min(depths, places[-1] - place + 1)):
                 p = lm_head(entries.states[row, place + depth]).softmax(-1)
-                q = own.logits(out[depth], lm_head).log_softmax(-1)
-                total -= DECAY**depth * float((p * q).sum())
+                logits = own.logits(out[depth], lm_head)
+                if isinstance(own, DSpark):
+                    before = own.w1.weight[entries.following[row, place + depth - 1]]  # type: ignore[union-attr]
+                    logits = logits + own.w2.weight @ before  # type: ignore[union-attr]
+                    sure = own.forecast(torch.cat([out[depth], before])).sigmoid()  # type: ignore[misc]
+                    overlap = torch.minimum(p, logits.softmax(-1)).sum()
+                    total -= DECAY**depth * float(overlap * sure.log() + (1 - overlap) * (1 - sure).log())
+                total -= DECAY**depth * float((p * logits.log_softmax(-1)).sum())
                 tried[depth] += 1
     return total, tried
 
@@ -51,9 +58,9 @@ def judged(own: DFlash, entries: BlockEntries) -> Tally:
     return objective(own, entries, lm_head_of(target("llava")), own.config.options["block"] - own.first)
 
 
-@pytest.mark.parametrize("options", [{}, {"text_only": True}, {"from_anchor": True}])
+@pytest.mark.parametrize("options", [{}, {"text_only": True}, {"from_anchor": True}, {"rank": 5}])
 def test_the_loss_is_that_of_every_block_alone(options: dict[str, Any]) -> None:
-    own = head("llava", "dflash", block=4, mask_token=7, **options)
+    own = head("llava", "dspark" if "rank" in options else "dflash", block=4, mask_token=7, **options)
     assert isinstance(own, DFlash)
     with torch.no_grad():
         entries = given(own)

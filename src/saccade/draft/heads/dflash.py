@@ -142,6 +142,10 @@ class DFlash(Head):
         """
         return logits
 
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
+        """Return the probabilities ``[A, W]`` that a slot's tokens are accepted; None without forecasts."""
+        return None
+
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         tokens = torch.arange(1, len(visual), device=visual.device)
         if self.hides_visual:

@@ -108,6 +108,16 @@ HEAD_KINDS: dict[str, HeadKind] = {
         source="Liu et al. 2024, Kangaroo, Section 3; confidence=0 never stops early",
         settings={"tree": "confident", "gamma": 6},
     ),
+    "dspark": HeadKind(
+        "dspark.DSpark",
+        "denoising.DFlashObjective",
+        "dspark.DSparkDraftSession",
+        "denoising.DFlashFeeder",
+        recipe="dflash",
+        summary="DFlash's head, with each draft token corrected by the one before it, and forecasts of acceptance",
+        source="DSpark, as speculators and SpecForge release it",
+        settings={"tree": "chain", "gamma": 7},
+    ),
     "dflash": HeadKind(
         "dflash.DFlash",
         "denoising.DFlashObjective",

@@ -14,7 +14,7 @@ from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.heads.block import FusedHead
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import part_of
-from saccade.draft.trees.policy import Frontier, Proposer, TreePolicy, grow
+from saccade.draft.trees.policy import Frontier, Growth, Proposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
@@ -189,11 +189,15 @@ class HeadDraftSession(DraftSession):
             return self._scores(ran[-1], frontier).expand(-1, frontier.tokens.shape[1], -1)
 
         roots = self._numbers.get([tokens[-1] for tokens in new])
-        growth = self._shaping.begin(rows, roots, proposer)
+        growth = self._begun(self._shaping.begin(rows, roots, proposer))
         tree = grow(self._drafter.policy, growth, self._scores(ran[0], None), run, limit)
         for cache in self._caches:
             cache.drop(rows)
         return tree
+
+    def _begun(self, growth: Growth) -> Growth:
+        """Inform a step's trees of what the head knows beside its logits."""
+        return growth
 
     def _scores(self, states: Tensor, frontier: Frontier | None) -> Tensor:
         """Return the logits ``[A, W or 1, V]`` of a frontier's states, or of the root's."""

@@ -336,14 +336,15 @@ class ConfidentChain(ConfidentOptions, Chain):
     """
 
     def begin(self, rows: Rows, roots: Tensor, proposer: Proposer) -> Growth:
-        return _ConfidentGrowth(super().begin(rows, roots, proposer), roots, self.confidence)
+        return ConfidentGrowth(super().begin(rows, roots, proposer), roots, self.confidence)
 
 
-class _ConfidentGrowth:
-    """Chains that grow while any row is confident."""
+class ConfidentGrowth:
+    """Chains that grow while any row is confident, by the forecasts of a drafter that has some."""
 
     def __init__(self, chain: Growth, roots: Tensor, least: float) -> None:
         self._chain, self._least = chain, least
+        self.forecast: Callable[[], Tensor | None] = lambda: None  # `[B, 1]` of the token drafted last
         self._continues = torch.ones_like(roots, dtype=torch.bool)[:, None]  # [B, 1] rows still drafting
         self._valid = [self._continues]
 
@@ -352,7 +353,8 @@ class _ConfidentGrowth:
         self._valid.append(self._continues)
         if frontier is None or not self._least:
             return frontier
-        confidence = logits.float().softmax(-1).amax(-1)  # [B, 1]
+        forecast = self.forecast()
+        confidence = logits.float().softmax(-1).amax(-1) if forecast is None else forecast  # [B, 1]
         self._continues = self._continues & (confidence >= self._least)
         # One host sync per draft token: stopping once no row is confident any more saves forwards.
         return frontier if self._continues.any() else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.draft.heads.dflash import DFlash
@@ -14,7 +15,7 @@ from saccade.draft.heads.head import Head, Placement
 from saccade.errors import TrainingError
 from saccade.train.features import Features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
-from saccade.train.objectives.losses import Tally, Window, cross_entropy, in_chunks, recomputed
+from saccade.train.objectives.losses import Tally, Window, cross_entropy, in_chunks, recomputed, terms_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,15 @@ class DFlashFeeder(Feeder):
 
 @dataclass(frozen=True, slots=True)
 class DFlashObjective:
-    """Cross entropy under the target's distribution, of every slot of blocks that start in the answer (DFlash)."""
+    """Cross entropy under the target's distribution, of every slot of blocks that start in the answer (DFlash).
 
-    TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
+    A head that forecasts acceptance learns the overlap of both distributions (DSpark), by binary cross entropy.
+    """
+
+    TERMS: ClassVar[tuple[str, ...]] = ("distribution", "confidence")
 
     distribution: float = 1.0  # weight of the cross entropy
+    confidence: float = 1.0  # weight of the forecasts' cross entropy
     decay: float = 0.8  # weight of every further slot, relative to the one before
     blocks: int = 64  # most blocks per answer, evenly spaced
 
@@ -57,26 +62,38 @@ class DFlashObjective:
         count, device = window.places.shape[1], states.device
         starts = torch.linspace(0, count - 1, min(count, self.blocks), device=device).round().long()  # [N]
         slots = _denoised(head, entries, window.places[:, starts])[:, :, head.first :]  # [B, N, D, d]
-        total, loss = torch.zeros((), device=device), states.new_zeros(())
+        before = entries.following.gather(1, (window.places - 1).clamp(min=0))  # the entries' own tokens
+        sums = {name: torch.zeros((), device=device) for name in terms_of(self)}
+        loss = states.new_zeros(())
         counts = torch.zeros(2, draft_steps, dtype=torch.long, device=device)
 
-        def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-            logits = head.logits(guess, lm_head).float()
+        def measure(guess: Tensor, true: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+            guess, before = guess[:, None], before[:, None]
+            logits = head.corrected(head.logits(guess, lm_head).float(), guess, before)[:, 0]
             with torch.no_grad():
                 teacher = lm_head(true).float()
-            return cross_entropy(logits, teacher).sum(), (logits.argmax(-1) == tokens).sum()
+                overlap = torch.minimum(teacher.softmax(-1), logits.softmax(-1)).sum(-1).clamp(max=1)
+            forecast = head.confidence(guess, before)
+            sure = (
+                overlap.new_zeros(())
+                if forecast is None
+                else F.binary_cross_entropy(forecast[:, 0], overlap, reduction="sum")
+            )
+            return (logits.argmax(-1) == tokens).sum(), cross_entropy(logits, teacher).sum(), sure
 
         for depth in range(min(draft_steps, head.reach or 0)):
             places = (starts + depth).clamp(max=count - 1)
             alive = window.supervised[:, places] & (starts + depth < count)  # [B, N]
             counts[0, depth] = alive.sum()
             rows = slots[:, :, depth][alive], states[:, places][alive], following[:, places][alive]
-            for summed, right in in_chunks(measure, head.config.vocab_size, *rows):
-                loss = loss + self.decay**depth * self.distribution * summed
-                total += summed.detach()
+            for right, *values in in_chunks(measure, head.config.vocab_size, *rows, before[:, places][alive]):
+                for name, value in zip(self.TERMS, values, strict=True):
+                    if name in sums:
+                        loss = loss + self.decay**depth * getattr(self, name) * value
+                        sums[name] += value.detach()
                 counts[1, depth] += right
         tried, right = counts.unbind()
-        return Tally(loss, {"distribution": total} if self.distribution else {}, tried, tried.clone(), right)
+        return Tally(loss, sums, tried, tried.clone(), right)
 
 
 def _denoised(head: DFlash, entries: BlockEntries, anchors: Tensor) -> Tensor:

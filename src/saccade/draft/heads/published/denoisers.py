@@ -1,23 +1,25 @@
-"""DFlash heads as their authors (z-lab), SpecForge, speculators and transformers write them.
+"""DFlash and DSpark heads as their authors (z-lab, DeepSpec), SpecForge, speculators and transformers write them.
 
 The authors and transformers name the target's layers by those that they leave, speculators by those that they enter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.published.eagle3 import DRAFT_VOCAB, SPECULATORS, token_ids, unnested
 from saccade.draft.heads.published.released import (
     Released,
     ReleasedLayout,
     Values,
+    Weights,
     bias_names,
     block_names,
     rope_settings,
@@ -33,25 +35,55 @@ _UNUSED = ("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_he
 
 
 def dflash_layout(values: Values) -> ReleasedLayout | None:
-    """Return the layout of a DFlash head; None for other folders."""
-    names = {**_KINDS, ARCHITECTURE: _KINDS["dflash"]}
-    if values.get(SPECULATORS) in _KINDS:
-        return ReleasedLayout("speculators", lambda _: _KINDS[values[SPECULATORS]], _translate)
+    """Return the layout of a DFlash head or one of its kin; None for other folders."""
+    if (algorithm := values.get(SPECULATORS)) in KINDS:
+        return ReleasedLayout("speculators", lambda _: KINDS[str(algorithm)], _translate)
     if values.get("model_type") == ASSISTANT:
         return ReleasedLayout("transformers", lambda _: DFlash, _translate)
-    found = [names[name] for name in values.get("architectures") or () if name in names]
-    return ReleasedLayout("DFlash (z-lab, SpecForge)", lambda _: found[0], _translate) if found else None
+    names = " ".join(map(str, values.get("architectures") or ()))
+    if (values.get("dflash_config") or {}).get("projector_type") == "dspark" or "DSpark" in names:
+        return ReleasedLayout("DSpark (DeepSpec, SpecForge)", lambda _: DSpark, _translate)
+    if ARCHITECTURE in names:
+        return ReleasedLayout("DFlash (z-lab, SpecForge)", lambda _: DFlash, _translate)
+    return None
 
 
-_KINDS: dict[str, type[DFlash]] = {"dflash": DFlash}
+def _dspark(released: Released, weights: Weights) -> tuple[dict[str, str], dict[str, Any]]:
+    """Names of the weights that DSpark adds, theirs -> ours, and its options."""
+    values = released.values
+    if values.get("markov_head_type") == "rnn":
+        raise ModelError(
+            f"{released.title} has a recurrent markov_head_type, which is not supported; expected vanilla."
+        )
+    parts = {"w1": "markov_w1", "w2": "markov_w2", "gate": "gate_proj", "forecast": "confidence_proj"}
+    names = {f"{theirs}.{end}": f"{ours}.{end}" for ours, theirs in parts.items() for end in ("weight", "bias")}
+    found = {key: names[short] for key in weights if (short := _short(key)) in names}
+    sizes = {ours: weights[theirs].shape for theirs, ours in found.items()}
+    if values.get("markov_rank") != 0 and not {"w1.weight", "w2.weight"} <= sizes.keys():
+        raise ModelError(f"{released.title} lacks the weights markov_w1 and markov_w2; copy the whole folder again.")
+    rank = sizes["w1.weight"][-1] if "w1.weight" in sizes else 0
+    forecast = sizes.get("forecast.weight")
+    reads = "none" if forecast is None else "states" if forecast[-1] == released.shape.hidden_size else "tokens"
+    return found, {"rank": rank, "gated": "gate.weight" in sizes, "confidence": reads}
+
+
+def _short(name: str) -> str:
+    """A weight's name without the module that speculators has around it."""
+    return name.removeprefix("markov_head.").replace("confidence_head.proj.", "confidence_proj.")
+
+
+More = Callable[[Released, Weights], tuple[dict[str, str], dict[str, Any]]]
+KINDS: dict[str, type[DFlash]] = {"dflash": DFlash, "dspark": DSpark}
 """Names of the kinds in speculators."""
+MORE: dict[type[DFlash], More] = {DSpark: _dspark}
+"""What kinds have beside DFlash: names of weights, theirs -> ours, and options."""
 
 
 def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     layout = dflash_layout(released.values)
     assert layout is not None
-    kind = layout.kind(released.values)
-    released, options = _settings(released)
+    kind = cast("type[DFlash]", layout.kind(released.values))
+    released, options = _settings(released, kind)
     values, count = released.values, released.number("num_hidden_layers")
     released.check_settings(num_hidden_layers=count, use_sliding_window=values.get("use_sliding_window"))
     names, biases = dict(_OUTER), dict[str, str]()
@@ -60,8 +92,9 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
         names |= block_names(theirs, ours, "input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         biases |= bias_names(theirs, ours)
     weights = {_NESTED.get(name, name): weight for name, weight in released.weights.items()}
+    more, further = MORE[kind](released, weights) if kind in MORE else ({}, {})
     own = {"lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
-    ours_by_name = replace(released, weights=weights).renamed({**names, **biases, **own}, names, _UNUSED)
+    ours_by_name = replace(released, weights=weights).renamed({**names, **biases, **more, **own}, names, _UNUSED)
     has_own = "lm_head.weight" in ours_by_name
     vocabulary = released.number(DRAFT_VOCAB, len(ours_by_name["lm_head.weight"])) if has_own else 0
     mrope = released.shape.uses_mrope and "mrope_section" in rope_settings(values)
@@ -80,6 +113,7 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
             "window": released.number("sliding_window") + (values.get("model_type") == ASSISTANT) if windowed else 0,
             "windowed": windowed,
             **options,
+            **further,
         },
     )
     if has_own:
@@ -103,7 +137,7 @@ def _windowed(released: Released, count: int) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def _settings(released: Released) -> tuple[Released, dict[str, Any]]:
+def _settings(released: Released, kind: type[DFlash]) -> tuple[Released, dict[str, Any]]:
     """The head with its block's settings at the top level, and the layers and options that it names."""
     values, title = released.values, released.title
     nested: Mapping[str, Any] = values.get("dflash_config") or {}
@@ -124,6 +158,6 @@ def _settings(released: Released) -> tuple[Released, dict[str, Any]]:
         raise ModelError(
             f"{title} has mask_token_id {mask!r} in its config.json; expected an id below {released.shape.vocab_size}."
         )
-    from_anchor = bool(values.get("sample_from_anchor", nested.get("sample_from_anchor", False)))
+    from_anchor = bool(released.values.get("sample_from_anchor", kind is DSpark))
     options = {"block": released.number("block_size"), "mask_token": mask, "from_anchor": from_anchor, "ahead": ahead}
     return released, {**options, "layers": tuple(layers), "states": len(layers)}
