@@ -84,7 +84,7 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 22_545
+CORE = 22_549
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 42_641, 7_222
 """Most lines of the tests, and of tools and benchmarks together."""

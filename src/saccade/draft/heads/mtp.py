@@ -34,8 +34,10 @@ class Mtp(Head):
         self.stack: nn.ModuleList = model.layers  # what it shares with the target is no part of the head
         self._final = getattr(model, "shared_post_norm", nn.Identity())
         (kind, *_) = getattr(model.config, "layer_types", None) or ["full_attention"]
-        is_of_kind = kind in (getattr(model.config, "rope_parameters", None) or ())
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        is_of_kind = kind in rope
         self._rotary = partial(model.rotary_emb, layer_type=kind) if is_of_kind else model.rotary_emb
+        self._axes = len(rope.get("mrope_section") or ())  # of positions; 0 for one
         if kind == "sliding_attention":
             self.window = model.config.sliding_window
 
@@ -67,6 +69,8 @@ class Mtp(Head):
         for place, span in enumerate(cache.layout.spans):
             x, mask, stop = embeddings[place, None], span.mask(ALL), span.start + span.visible
             positions = at.positions.expand(*at.positions.shape[:-2], *embeddings.shape[:2])[..., place, None, :]
+            if self._axes and positions.dim() == 2:
+                positions = positions.expand(self._axes, -1, -1)
             if mask is None:
                 mask = x.new_zeros(1, 1, span.count, span.visible)
             with replaced([(cache, "layout", Layout([span], slice(stop - span.count, stop), cache.slots))]):
