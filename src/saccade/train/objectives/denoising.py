@@ -15,7 +15,18 @@ from saccade.draft.heads.head import Head, Placement
 from saccade.errors import TrainingError
 from saccade.train.features import Features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
-from saccade.train.objectives.losses import Tally, Window, cross_entropy, in_chunks, recomputed, terms_of
+from saccade.train.objectives.losses import (
+    FormedObjective,
+    Steps,
+    Tally,
+    Window,
+    chance,
+    cross_entropy,
+    in_chunks,
+    lk,
+    recomputed,
+    terms_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,7 @@ class DFlashFeeder(Feeder):
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashObjective:
+class DFlashObjective(FormedObjective):
     """Cross entropy under the target's distribution, of every slot of blocks that start in the answer (DFlash).
 
     A head that forecasts acceptance learns the overlap of both distributions (DSpark), by binary cross entropy.
@@ -50,6 +61,7 @@ class DFlashObjective:
     blocks: int = 64  # most blocks per answer, evenly spaced
 
     def __post_init__(self) -> None:
+        FormedObjective.__post_init__(self)
         if self.blocks < 1:
             raise TrainingError(f"loss.blocks is {self.blocks}; it must be at least 1.")
 
@@ -73,25 +85,28 @@ class DFlashObjective:
             with torch.no_grad():
                 teacher = lm_head(true).float()
                 overlap = torch.minimum(teacher.softmax(-1), logits.softmax(-1)).sum(-1).clamp(max=1)
-            forecast = head.confidence(guess, before)
-            sure = (
-                overlap.new_zeros(())
-                if forecast is None
-                else F.binary_cross_entropy(forecast[:, 0], overlap, reduction="sum")
-            )
-            return (logits.argmax(-1) == tokens).sum(), cross_entropy(logits, teacher).sum(), sure
+            value = lk(logits, teacher) if self.form == "lk" else cross_entropy(logits, teacher)
+            sure = chance(logits.detach(), tokens) if self.form == "dpace" else tokens
+            forecast, missed = head.confidence(guess, before), torch.zeros_like(overlap)
+            if forecast is not None:
+                missed = F.binary_cross_entropy(forecast[:, 0], overlap, reduction="none")
+            return logits.argmax(-1) == tokens, sure, value, missed
 
+        drafted = Steps(self.form, slots[:, :, 0, 0], self.decay, moves=0)
         for depth in range(min(draft_steps, head.reach or 0)):
             places = (starts + depth).clamp(max=count - 1)
             alive = window.supervised[:, places] & (starts + depth < count)  # [B, N]
             counts[0, depth] = alive.sum()
-            rows = slots[:, :, depth][alive], states[:, places][alive], following[:, places][alive]
-            for right, *values in in_chunks(measure, head.config.vocab_size, *rows, before[:, places][alive]):
-                for name, value in zip(self.TERMS, values, strict=True):
-                    if name in sums:
-                        loss = loss + self.decay**depth * getattr(self, name) * value
-                        sums[name] += value.detach()
-                counts[1, depth] += right
+            guess, others = slots[:, :, depth][alive], (states, following, before)
+            rows = guess, *(values[:, places][alive] for values in others)
+            right, sure, *values = in_chunks(measure, head.config.vocab_size, *rows)
+            counts[1, depth] = right.sum()
+            for name, value in zip(self.TERMS, values, strict=True):
+                if name in sums:
+                    judged = name == "distribution"
+                    share = drafted.share(alive, value, sure) if judged else self.decay**depth * value.sum()
+                    loss = loss + getattr(self, name) * share
+                    sums[name] += value.detach().sum()
         tried, right = counts.unbind()
         return Tally(loss, sums, tried, tried.clone(), right)
 

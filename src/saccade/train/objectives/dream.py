@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,10 +22,15 @@ from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Finding, Needed, calibrate, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
+    FormedObjective,
     Kept,
+    Steps,
     Tally,
     Window,
+    chance,
+    divergence,
     in_chunks,
+    lk,
     recomputed,
     shifted,
     smooth_l1,
@@ -158,7 +162,7 @@ FEEDING = ("answer", "guess")
 
 
 @dataclass(frozen=True, slots=True)
-class DreamObjective:
+class DreamObjective(FormedObjective):
     """The target's last states, one of its inner states, and its distribution (DREAM, Section 3.2.1).
 
     The first draft step is teacher forcing; in every later one features are the head's own outputs of the step before,
@@ -175,10 +179,13 @@ class DreamObjective:
     feeding: str = "guess"  # features of later steps
 
     def __post_init__(self) -> None:
+        FormedObjective.__post_init__(self)
         if self.layer not in LAYERS:
             raise TrainingError(f"loss.layer must be one of {', '.join(LAYERS)}, not {self.layer!r}.")
         if self.feeding not in FEEDING:
             raise TrainingError(f"loss.feeding must be one of {', '.join(FEEDING)}, not {self.feeding!r}.")
+        if self.form == "dpace" and self.feeding != "guess":
+            raise TrainingError("loss.form=dpace weights the tokens of a draft; it needs loss.feeding=guess.")
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         assert isinstance(head, Dream)
@@ -192,9 +199,12 @@ class DreamObjective:
             logits = head.logits(guess, lm_head).float()  # [M, V]
             with torch.no_grad():
                 teacher = head.logits(true, lm_head).float()
-            return divergence(logits, teacher).sum(), (logits.argmax(-1) == tokens).sum()
+            sure = chance(logits.detach(), tokens) if self.form == "dpace" else tokens
+            return judge(logits, teacher), logits.argmax(-1) == tokens, sure
 
+        judge = lk if self.form == "lk" else divergence
         window = Window.of(entries.supervised)
+        drafted = Steps(self.form, window.supervised)
         following, states = window.take(entries.following), window.take(entries.states)
         at = Placement(entries.positions, entries.attention_mask)
         begun = recomputed(lambda _: head.begin(entries.embeddings, at))
@@ -210,15 +220,15 @@ class DreamObjective:
                 if entries.middle.shape[-1] and head.first is not None:
                     inner = window.take(entries.middle)
                     found["middle"] = smooth_l1(window.take(begun)[supervised], inner[supervised]).sum()
-            counts[0, step], found["distribution"] = supervised.sum(), torch.zeros((), device=device)
-            for values, right in in_chunks(
-                measure, head.config.vocab_size, out[supervised], states[supervised], following[supervised]
-            ):
-                found["distribution"] = found["distribution"] + values
-                counts[1, step] += right
+            rows = out[supervised], states[supervised], following[supervised]
+            values, right, sure = in_chunks(measure, head.config.vocab_size, *rows)
+            counts[0, step], counts[1, step] = len(values), right.sum()
+            found["distribution"] = values.sum()
             for name, value in found.items():
                 if name in terms:
-                    loss = loss + getattr(self, name) * value
+                    judged = name == "distribution"
+                    share = drafted.share(supervised, values, sure) if judged else value
+                    loss = loss + getattr(self, name) * share
                     terms[name] += value.detach()
         tried, agreed = counts.unbind()
         return Tally(loss, terms, tried, tried.clone(), agreed)
@@ -271,10 +281,3 @@ def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:
     rows, places = entries.own.nonzero(as_tuple=True)
     own = out[rows, places].to(entries.features.dtype)
     return entries.features.index_put((rows, entries.tokens[rows, places]), own)
-
-
-def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
-    """``[M]`` KL(teacher || head) in nats, of logits ``[M, V]``."""
-    p = teacher.log_softmax(-1)
-    q = logits.log_softmax(-1)
-    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)

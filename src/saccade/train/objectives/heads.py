@@ -14,11 +14,20 @@ from saccade.draft.heads.head import Head
 from saccade.draft.heads.medusa import StackedHead
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.losses import Tally, Window, draft_loss, in_chunks, recomputed
+from saccade.train.objectives.losses import (
+    FormedObjective,
+    Steps,
+    Tally,
+    Window,
+    draft_loss,
+    in_chunks,
+    lk,
+    recomputed,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle2Objective:
+class Eagle2Objective(FormedObjective):
     """SmoothL1 of the states and a tenth of the distribution's cross entropy (EAGLE, Section 4.2), over all steps.
 
     EAGLE itself trains one step on noisy features; more steps on the head's own outputs match drafting better (HASS,
@@ -31,13 +40,12 @@ class Eagle2Objective:
     distribution: float = 0.1  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        return draft_loss(
-            head, entries, lm_head, draft_steps, {"states": self.states, "distribution": self.distribution}
-        )
+        weights = {"states": self.states, "distribution": self.distribution}
+        return draft_loss(head, entries, lm_head, draft_steps, weights, form=self.form)
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Objective:
+class Eagle3Objective(FormedObjective):
     """Training-time test: the distribution alone, over steps on the head's own outputs (EAGLE-3, 3.2)."""
 
     TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
@@ -46,11 +54,12 @@ class Eagle3Objective:
     decay: float = 0.8  # weight of every further step, relative to the one before; not in the paper, 0.8 as released
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        return draft_loss(head, entries, lm_head, draft_steps, {"distribution": self.distribution}, decay=self.decay)
+        weights = {"distribution": self.distribution}
+        return draft_loss(head, entries, lm_head, draft_steps, weights, decay=self.decay, form=self.form)
 
 
 @dataclass(frozen=True, slots=True)
-class HiViSObjective:
+class HiViSObjective(FormedObjective):
     """Three terms, and drafts that stop where the head has lost the answer (HiViS, Section 3.3).
 
     Stage 1 is one draft step at all supervised places. Stage 2 has more; there a step of a draft counts only if the
@@ -66,6 +75,7 @@ class HiViSObjective:
     early_stop: bool = True  # filter in stage 2
 
     def __post_init__(self) -> None:
+        FormedObjective.__post_init__(self)
         if self.k < 1:
             raise TrainingError(f"loss.k is {self.k}; it must be at least 1.")
 
@@ -78,17 +88,19 @@ class HiViSObjective:
             {"states": self.states, "distribution": self.distribution, "top": self.top},
             top_k=self.k,
             early_stop=self.early_stop and draft_steps > 1,
+            form=self.form,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class KangarooObjective:
+class KangarooObjective(FormedObjective):
     """Cross entropy of the adapter's distribution under the target's (Kangaroo, Section 3.1).
 
     There is only one draft step: in drafting, too, every token's state comes from the target's own layers.
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("distribution",)
+    FORMS: ClassVar[tuple[str, ...]] = ("kl", "lk")  # one step has no prefixes
 
     distribution: float = 1.0  # weight of the cross entropy
 
@@ -98,12 +110,15 @@ class KangarooObjective:
             raise TrainingError(
                 f"A kangaroo head never drafts from its own states, so draft_steps must be 1, not {draft_steps}."
             )
-        return draft_loss(head, entries, lm_head, 1, {"distribution": self.distribution})
+        return draft_loss(head, entries, lm_head, 1, {"distribution": self.distribution}, form=self.form)
 
 
 @dataclass(frozen=True, slots=True)
-class AheadObjective:
-    """Cross entropy of the answer's own tokens, the target being frozen (Medusa-1, Eq. 1; Hydra, Section 3)."""
+class AheadObjective(FormedObjective):
+    """Cross entropy of the answer's own tokens, the target being frozen (Medusa-1, Eq. 1; Hydra, Section 3).
+
+    By acceptance (`lk`) each stack is compared with the target's distribution instead, which reads the tokens between.
+    """
 
     TERMS: ClassVar[tuple[str, ...]] = ("tokens",)
 
@@ -115,30 +130,35 @@ class AheadObjective:
         assert isinstance(head, StackedHead)
         window = Window.of(entries.supervised)
         features, embeddings = window.take(entries.features), window.take(entries.embeddings)
-        following, count = window.take(entries.following), window.places.shape[1]
+        following, states = window.take(entries.following), window.take(entries.states)
+        drafted = Steps(self.form, window.supervised, self.decay)
         loss = features.new_zeros(())
         total = torch.zeros((), device=loss.device)
         counts = torch.zeros(2, draft_steps, dtype=torch.long, device=loss.device)
-        for step in range(min(draft_steps, count)):
-            supervised = window.supervised[:, step:]  # by place of the predicted token
-            here = features[:, : count - step][supervised]  # [M, d]
+        order = torch.arange(window.places.shape[1], device=loss.device)
+
+        def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            logits = head.logits(guess, lm_head).float()
+            values = F.cross_entropy(logits, tokens, reduction="none")
+            if self.form == "lk":
+                with torch.no_grad():
+                    teacher = lm_head(true).float()
+                values = lk(logits, teacher)
+            return values, logits.argmax(-1) == tokens
+
+        for step in range(min(draft_steps, len(order))):
+            judged = window.supervised & (order >= step)  # places of the predicted tokens
+            supervised = judged[:, step:]
+            here = features[:, : len(order) - step][supervised]  # [M, d]
             path = None
             if head.follows:  # [M, step + 1, d]
                 windows = embeddings.unfold(1, step + 1, 1).transpose(2, 3)  # [B, A - step, step + 1, d]
                 path = windows[supervised]
             guess = recomputed(partial(_stack, head, here, path, step))
-            tokens = following[:, step:][supervised]
-
-            def measure(guess: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-                logits = head.logits(guess, lm_head).float()
-                summed = F.cross_entropy(logits, tokens, reduction="sum")
-                return summed, (logits.argmax(-1) == tokens).sum()
-
-            counts[0, step] = len(tokens)
-            for summed, right in in_chunks(measure, head.config.vocab_size, guess, tokens):
-                loss = loss + self.decay**step * self.tokens * summed
-                total += summed.detach()
-                counts[1, step] += right
+            values, right = in_chunks(measure, head.config.vocab_size, guess, states[judged], following[judged])
+            counts[0, step], counts[1, step] = len(values), right.sum()
+            loss = loss + self.tokens * drafted.share(judged, values, (-values).exp())
+            total += values.detach().sum()
         tried, right = counts.unbind()
         return Tally(loss, {"tokens": total} if self.tokens else {}, tried, tried.clone(), right)
 

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from saccade.draft.heads.head import Head, Placement
+from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
 
 LOGITS = 1 << 24
 """Logits per chunk; bounds the memory of places times vocabulary (64 MB a copy in float32)."""
+
+
+LK_DECAY = 3.0
+"""How fast LK's weight of the divergence falls with acceptance (LK losses, Samarin et al. 2026: eta)."""
+SMOOTHING = 0.5
+"""Confidence that D-PACE grants to every draft token (D-PACE, Wu et al. 2026: alpha)."""
 
 
 @dataclass(slots=True)
@@ -44,6 +51,19 @@ class Objective(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FormedObjective:
+    """Base of the objectives whose predictions can be judged in several forms."""
+
+    FORMS: ClassVar[tuple[str, ...]] = ("kl", "lk", "dpace")
+
+    form: str = "kl"  # of the term of the head's distribution: `kl` as it is, `lk` by acceptance, `dpace` by prefixes
+
+    def __post_init__(self) -> None:
+        if self.form not in self.FORMS:
+            raise TrainingError(f"loss.form must be one of {', '.join(self.FORMS)} for this head, not {self.form!r}.")
+
+
 def terms_of(objective: Any) -> list[str]:
     """Names of an objective's terms with a weight above 0."""
     return [name for name in objective.TERMS if getattr(objective, name)]
@@ -61,6 +81,7 @@ def draft_loss(
     decay: float = 1.0,
     drafts: Iterable[Tensor] = (),
     sampled: Sequence[Tensor] = (),
+    form: str = "kl",
 ) -> Tally:
     """Return the loss over ``draft_steps`` steps on the head's own outputs, or of the outputs ``drafts``.
 
@@ -68,6 +89,7 @@ def draft_loss(
 
     Terms: ``states`` (SmoothL1 of the target's and the head's state), ``distribution`` (cross entropy of the head's
     next-token distribution under the target's) and ``top`` (the same sum over the target's K likeliest tokens).
+    With ``form`` `lk` the second is `lk`; with `dpace` it is summed by `Steps` without ``decay``.
     With a vocabulary of the head's own (`Head.token_ids`) the teacher's distribution is that of these tokens alone,
     and places where its likeliest token is another have no such term, as released for EAGLE-3.
     """
@@ -77,26 +99,29 @@ def draft_loss(
     sums = {name: torch.zeros((), device=device) for name, weight in weights.items() if weight}
     counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
     loss = states.new_zeros(())
+    drafted = Steps(form, window.supervised, decay)
+    judge = lk if form == "lk" else cross_entropy
 
     def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         logits = (head.logits(guess, lm_head) if known is None else head.known_logits(guess)).float()  # [M, V]
         likeliest = logits.argmax(-1)
-        right = ((likeliest if known is None else known[likeliest]) == tokens).sum()
+        right = (likeliest if known is None else known[likeliest]) == tokens
         kept = in_top(logits, tokens, top_k) if early_stop else torch.ones_like(tokens, dtype=torch.bool)
         with torch.no_grad():
             teacher = lm_head(true[kept]).float()
             is_known = None if known is None else torch.isin(teacher.argmax(-1), known)
+            sure = chance(logits[kept], tokens[kept], known) if form == "dpace" else tokens[kept]
         teacher = teacher if known is None else teacher[:, known]
         values = []
         for name in sums:
             if name == "states":
                 value = smooth_l1(guess[kept], true[kept])
             elif name == "distribution":
-                value = cross_entropy(logits[kept], teacher)
+                value = judge(logits[kept], teacher)
             else:
                 value = top_cross_entropy(logits[kept], teacher, top_k)
-            values.append((value if is_known is None or name == "states" else value * is_known).sum())
-        return kept, right, *values
+            values.append(value if is_known is None or name == "states" else value * is_known)
+        return kept, right, sure, *values
 
     alive = window.supervised
     for step, guess in enumerate(drafts or unroll(head, entries, window, draft_steps)):
@@ -106,34 +131,33 @@ def draft_loss(
             alive = alive & sampled[step]
         if not alive.any():
             break
-        kept = []
         counts[1, step] = alive.sum()
-        chunks = in_chunks(measure, head.config.vocab_size, guess[alive], states[alive], following[alive])
-        for stays, right, *values in chunks:
-            kept.append(stays)
-            counts[2, step] += right
-            for name, value in zip(sums, values, strict=True):
-                loss = loss + decay**step * weights[name] * value
-                sums[name] += value.detach()
-        alive = alive.masked_scatter(alive, torch.cat(kept))
+        rows = guess[alive], states[alive], following[alive]
+        kept, right, sure, *values = in_chunks(measure, head.config.vocab_size, *rows)
+        alive = alive.masked_scatter(alive, kept)
         counts[0, step] = alive.sum()
+        counts[2, step] = right.sum()
+        for name, value in zip(sums, values, strict=True):
+            judged = name == "distribution"
+            share = drafted.share(alive, value, sure) if judged else decay**step * value.sum()
+            loss = loss + weights[name] * share
+            sums[name] += value.detach().sum()
     return Tally(loss, sums, *counts.unbind())
 
 
-def in_chunks(
-    measure: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor
-) -> Iterator[tuple[Tensor, ...]]:
+def in_chunks(measure: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor) -> list[Tensor]:
     """Apply ``measure`` to rows in chunks of at most `LOGITS` logits; several chunks are recomputed for gradients.
 
-    Shapes: rows ``[M, ...]``.
+    Shapes: rows ``[M, ...]``; returns what ``measure`` does, of all rows.
     """
     count, size = len(rows[0]), max(LOGITS // vocabulary, 1)
     if count <= size:
-        yield measure(*rows)
-        return
+        return list(measure(*rows))
+    chunks = []
     for start in range(0, count, size):
         part = [row[start : start + size] for row in rows]
-        yield checkpoint(measure, *part, use_reentrant=False, preserve_rng_state=False)
+        chunks.append(checkpoint(measure, *part, use_reentrant=False, preserve_rng_state=False))
+    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
 
 def smooth_l1(guess: Tensor, true: Tensor) -> Tensor:
@@ -144,6 +168,32 @@ def smooth_l1(guess: Tensor, true: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
     """``[M]`` minus the mean over the teacher of the head's log-probability, of logits ``[M, V]``."""
     return -(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
+    """``[M]`` KL(teacher || head) in nats, of logits ``[M, V]``."""
+    p = teacher.log_softmax(-1)
+    q = logits.log_softmax(-1)
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+
+def lk(logits: Tensor, teacher: Tensor) -> Tensor:
+    """``[M]`` the hybrid of the LK losses, of logits ``[M, V]``, with the paper's best setting.
+
+    A draft token is accepted with the probability a, the sum over the vocabulary of the smaller of both probabilities.
+    The loss is ``w * divergence + (1 - w) * (1 - a)`` with ``w = exp(-3 a)``, without gradients of w: rejections where
+    many tokens are accepted, and the divergence, whose gradients do not vanish, where few are.
+    """
+    accepted = torch.minimum(teacher.softmax(-1), logits.softmax(-1)).sum(-1)
+    weight = (-LK_DECAY * accepted.detach()).exp()
+    return weight * divergence(logits, teacher) + (1 - weight) * (1 - accepted)
+
+
+def chance(logits: Tensor, tokens: Tensor, known: Tensor | None = None) -> Tensor:
+    """``[M]`` probability of tokens ``[M]`` in logits over the ``known`` tokens, by default all; 0 for others."""
+    if known is None:
+        known = torch.arange(logits.shape[-1], device=logits.device)
+    return (logits.softmax(-1) * (known == tokens[:, None])).sum(-1)
 
 
 def top_cross_entropy(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
@@ -182,6 +232,37 @@ class Window:
             return values.gather(1, self.places)
         places = self.places[:, :, None]
         return values.gather(1, places.expand(-1, -1, values.shape[2]))
+
+
+class Steps:
+    """Sums a term over the steps of drafts that are side by side in a grid: by ``decay``, or by D-PACE (`dpace`).
+
+    D-PACE: token k of a draft counts as much as its log-probability moves the expected length of the accepted prefix:
+    the sum over all j >= k of the product of the first j confidences, without gradients, each a half and half the
+    head's probability of the answer's token. A step's share is the product so far times the sum of the losses so far.
+    """
+
+    def __init__(self, form: str, grid: Tensor, decay: float = 1.0, moves: int = 1) -> None:
+        """A step of a draft is ``moves`` columns behind the one before in ``grid`` ``[B, A]``."""
+        self._by_prefix = form == "dpace"
+        self._scale, self._decay, self._shift = 1.0, decay, (moves, -moves)
+        self._reached = torch.ones_like(grid, dtype=torch.float)
+        self._summed = torch.zeros_like(self._reached)
+
+    def share(self, judged: Tensor, values: Tensor, sure: Tensor) -> Tensor:
+        """The next step's share of the loss, of M tokens.
+
+        Shapes: judged ``[B, A]`` bool; values (losses) and sure (probabilities of the answer's tokens) ``[M]``.
+        """
+        if not self._by_prefix:
+            share = self._scale * values.sum()
+            self._scale *= self._decay
+            return share
+        zeros = torch.zeros_like(self._reached)
+        confidence = zeros.masked_scatter(judged, SMOOTHING + (1 - SMOOTHING) * sure.detach())
+        self._reached = F.pad(self._reached, self._shift, value=1.0) * confidence
+        self._summed = F.pad(self._summed, self._shift) + zeros.masked_scatter(judged, values)
+        return (self._reached * self._summed).sum()
 
 
 def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator[Tensor]:

@@ -14,11 +14,11 @@ from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.peagle import PEagle
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.losses import Kept, Tally, Window, draft_loss, step_of
+from saccade.train.objectives.losses import FormedObjective, Kept, Tally, Window, draft_loss, step_of
 
 
 @dataclass(frozen=True, slots=True)
-class PEagleObjective:
+class PEagleObjective(FormedObjective):
     """The distribution at all draft steps alike, each on a share of the drafts of the one before.
 
     Step s takes place in ``share ** s`` of the drafts that the answer allows, and in ``least`` of them at least; a
@@ -33,6 +33,7 @@ class PEagleObjective:
     least: float = 0.2  # share of drafts that reach every step
 
     def __post_init__(self) -> None:
+        FormedObjective.__post_init__(self)
         if not (0 < self.share <= 1 and 0 <= self.least <= 1):
             raise TrainingError(
                 f"loss.share is above 0 and at most 1, and loss.least from 0 to 1, not {self.share} and {self.least}."
@@ -53,6 +54,7 @@ class PEagleObjective:
             {"distribution": self.distribution},
             drafts=parallel(head, entries, window, sampled),
             sampled=sampled,
+            form=self.form,
         )
 
 
