@@ -208,7 +208,7 @@ def test_a_head_that_does_not_fit_ends_with_1(shell: Shell, tmp_path: Path) -> N
 def test_what_cannot_be_written_or_read_is_one_sentence(shell: Shell, tmp_path: Path) -> None:
     head = own_head(tmp_path / "head", "hivis")
     refused = shell("export", head, "--to", "speculators", "-t", ready("llava"), "-o", tmp_path / "out").complaint
-    assert "The layout speculators cannot hold this hivis head: eagle3 heads are all that vLLM" in refused
+    assert "The layout speculators cannot hold this hivis head: only eagle3 heads are written for vLLM" in refused
     assert "Missing option '--target'" in shell("export", head, "--to", "eagle", "-o", tmp_path / "out").complaint
     assert "holds neither a head that is known nor a model" in shell("inspect", tmp_path).complaint
 

@@ -174,9 +174,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
-    "dream": ("llava", "dream", {}, "speculators", "eagle3 heads are all that vLLM and speculators can read"),
+    "dream": ("llava", "dream", {}, "speculators", "only eagle3 heads are written for vLLM and speculators"),
     "hivis": ("llava", "hivis", {}, "eagle", "EAGLE's code knows eagle2, eagle3 and msd heads alone"),
-    "medusa": ("llava", "medusa", {}, "sglang", "eagle3 heads are all that SGLang can read"),
+    "medusa": ("llava", "medusa", {}, "sglang", "only eagle3 heads are written for SGLang"),
     "norms of inputs": ("llava", "eagle2", {}, "eagle", "both inputs have norms"),
     "hidden pictures": ("llava", "eagle2", {"norms": "none", "text_only": True}, "eagle", "text_only, features and"),
     "residual": ("llava", "eagle3", {"residual": "normed"}, "sglang", "has residual 'normed', which SGLang"),
@@ -243,6 +243,7 @@ def test_a_speculator_names_its_target_and_says_what_it_drafts(model: Path, tmp_
 def test_a_speculator_that_drafts_in_parallel_is_described_and_not_exported(model: Path, tmp_path: Path) -> None:
     found = inspect_checkpoint(release("peagle", tmp_path / "out"), model)
     assert (found.layout, found.kind, found.facts["reads layers"]) == ("speculators", "peagle", [0, 1, 2])
+    assert found.facts["dtype"] == "float32"  # not of the table of tokens
     assert found.fits
     for to in ("speculators", "eagle"):
         assert "eagle3" in str(obstacle(random_head("llava", "peagle"), target("llava"), to))

@@ -10,6 +10,7 @@ from train_kit import entries, head, lm_head
 from saccade.draft.heads.head import Placement
 from saccade.draft.heads.peagle import PEagle
 from saccade.errors import TrainingError
+from saccade.train.objectives import peagle
 from saccade.train.objectives.entries import Entries
 from saccade.train.objectives.losses import Window, recomputing, unroll
 from saccade.train.objectives.peagle import PEagleObjective, parallel, sample
@@ -118,3 +119,24 @@ def test_a_short_training_learns_every_level() -> None:
 def test_shares_that_cannot_be_are_refused() -> None:
     with pytest.raises(TrainingError, match=r"loss\.share is above 0 and at most 1, .* not 0\.0 and 0\.2"):
         PEagleObjective(share=0.0)
+
+
+@torch.no_grad()
+def test_a_resumed_run_leaves_out_the_same_drafts_and_a_later_epoch_others() -> None:
+    own, batch, _ = made()
+
+    def loss() -> Tensor:
+        return PEagleObjective(share=0.5)(own, batch, lm_head, STEPS).loss
+
+    def judged() -> list[Tensor]:
+        masks: list[Tensor] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peagle, "sample", lambda *given: masks.extend(sample(*given)) or masks)
+            loss()
+        return masks
+
+    first, again = judged(), judged()
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert torch.equal(loss(), loss())
+    own.mask_hidden.mul_(1.01)
+    assert any(not torch.equal(one, two) for one, two in zip(first, judged(), strict=True))

@@ -66,7 +66,7 @@ def obstacle(head: Head, target: Target, to: str) -> str | None:
     """Return why a layout cannot hold a head, as a clause; None if it can."""
     options = head.config.options
     if to != "eagle" and type(head) is not Eagle3:
-        return f"eagle3 heads are all that {_READERS[to]} can read; train one, or serve this one with `saccade serve`"
+        return f"only eagle3 heads are written for {_READERS[to]}; train one, or serve this one with `saccade serve`"
     if not isinstance(head, Eagle2) and type(head) is not Eagle3:
         return "EAGLE's code knows eagle2, eagle3 and msd heads alone; serve this one with `saccade serve`"
     if isinstance(head, Eagle2):

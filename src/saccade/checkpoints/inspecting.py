@@ -168,6 +168,7 @@ def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetSh
 
 def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetShape) -> dict[str, Any]:
     head = build_head(config)
+    dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
     is_named = made_for.model_class != _UNKNOWN
     facts: dict[str, Any] = {
         "target class": made_for.model_class if is_named else None,
@@ -182,7 +183,7 @@ def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetSh
         "options": dict(config.options),
         "reach": head.reach,
         "parameters": sum(weight.numel() for weight in weights.values()),
-        "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
     return {name: value for name, value in facts.items() if value is not None}
 
