@@ -157,6 +157,16 @@ def test_no_more_is_run_than_was_reserved(policy: OneShotTree, monkeypatch: pyte
     assert tree.size == policy.max_nodes
 
 
+def test_a_certain_path_is_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its nodes are as likely as the root, and lie between hundreds that are impossible."""
+    monkeypatch.setattr(oneshot, "_largest", lambda real: real.shape[1])
+    marginals = torch.full((BATCH, 16, 50), -torch.inf)
+    marginals[:, :, 7] = 0.0
+    tree, _ = frontiers(OneShotTree(), marginals, shared=True)
+    assert_consistent(tree)
+    assert [token_paths(tree, row)[-1] for row in range(BATCH)] == [(7,) * 16] * BATCH
+
+
 def test_where_nothing_reaches_the_floor_only_the_root_is_verified() -> None:
     tree, widths = frontiers(OneShotTree(floor=0.5), torch.zeros(BATCH, 16, 50), shared=True)
     assert (tree.size, widths) == (1, [])
