@@ -273,6 +273,7 @@ def test_a_released_folder_drafts_by_default_beside_pictures(folder: Path) -> No
         assert all(output.stats.drafted_tokens for output in outputs)
     assert saccade.load(ready("llava"), folder, gamma=3, tree="confident").method == "pard"
     assert saccade.load(ready("llava"), folder, views="T").method == "chain"
+    assert saccade.load(ready("llava"), folder, keep_images=0.5).method == "auto"
 
 
 def test_inside_generate_it_is_the_default_too(folder: Path) -> None:

@@ -47,12 +47,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{method: {"gamma": 4} for method in ("fly", "lvspec", "random-loosening")},
     **dict.fromkeys(("self-spec", "specvlm"), CHAIN),
     "dynamic-tree": SMALL,
-    "chain": {"gamma": 3},
+    **{method: {"gamma": 3} for method in ("chain", "pard")},
     "lookup-merge": {"gamma": 2, "copied": 3},
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:
 they wait for the drafter's confidence after every guess."""
-FEW_UPLOADS = {*HEAD_KINDS, "plain", "chain", "static-tree", "dynamic-tree"} & set(OPTIONS)
+FEW_UPLOADS = {*HEAD_KINDS, "plain", "chain", "pard", "static-tree", "dynamic-tree"} & set(OPTIONS)
 """Methods whose steps send at most three tensors to the device: random numbers, what drafting and verification need of
 the host, and the places of entries that move."""
 PREFILL_WAITS = 24
@@ -73,7 +73,9 @@ def target(place: str) -> Target:
 
 @functools.cache
 def draft_model(place: str) -> Target:
-    return Target(CASE.draft_model().to(place))
+    model = CASE.draft_model().to(place)
+    model.config.pard_token = 3
+    return Target(model)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ DEPTH = torch.tensor([[0, 1, 1]])
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chain": {"gamma": 3},
+    "pard": {"gamma": 3},
     "auto": {},
     "dynamic-tree": {"top": 2, "max_depth": 2, "total": 4},
     "eagle2": {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4},
@@ -51,7 +52,9 @@ def engine(family: str, method: str, **how: Any) -> Engine:
             torch.manual_seed(0)
             head = build_head(HeadConfig.from_target(target, "eagle2"))
         return build(method, Models(target, head=head), **OPTIONS[method])
-    return build(method, Models(target, Target(case.draft_model()), special_ids=(0, 1, 2)), **OPTIONS[method])
+    draft = Target(case.draft_model())
+    draft.config.pard_token = 3
+    return build(method, Models(target, draft, special_ids=(0, 1, 2)), **OPTIONS[method])
 
 
 def prompts_of(target: Target, family: str, rows: int) -> list[Any]:
@@ -85,6 +88,7 @@ def caches(under_test: Engine) -> list[StepGraphs]:
         ("llava", "plain"),
         ("llava", "chain"),
         ("qwen2_vl", "chain"),
+        ("llava", "pard"),
         ("qwen3_vl", "dynamic-tree"),
         ("llava", "eagle2"),
         ("qwen2_5_vl", "auto"),

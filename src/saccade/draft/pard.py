@@ -39,12 +39,18 @@ class PardDraftSession(ModelDraftSession):
 
     _drafter: PardDrafter
 
+    def __init__(self, drafter: PardDrafter, rows: int, target: Context) -> None:
+        super().__init__(drafter, rows, target)
+        self._slack += drafter.policy.max_depth  # masks, of which a tree may run fewer nodes
+
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         policy = self._drafter.policy
         depth = max(1, min(policy.max_depth, limit)) if policy.can_sample else policy.max_depth  # as `grow` has it
         masks = [self._drafter.mask] * (depth - 1)
-        marginals = torch.stack(self.run(rows, new, self._target.numbers_of(rows), masks=masks))  # [A, K, V]
+        every = self.context.target.graphs is not None  # which return the logits of all tokens or of one
+        logits = self.run(rows, new, self._target.numbers_of(rows), every=every, masks=masks)
+        marginals = torch.stack([each[-depth:] for each in logits])  # [A, K, V]
 
         def run(frontier: Frontier) -> Tensor:
             return marginals[:, frontier.depth, None].expand(-1, frontier.tokens.shape[1], -1)

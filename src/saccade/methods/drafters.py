@@ -15,6 +15,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.store import kind_at, kind_in, load_head
 from saccade.errors import MethodError
 from saccade.loading import check_checkpoint, check_dtype, drafts_by_mtp, drafts_in_parallel, path_of
+from saccade.methods.settings import GROUPS
 from saccade.target_model.adapter import Target
 
 POCKET = "pocket"
@@ -156,6 +157,7 @@ def default(
     copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "copied" not in chosen
     if drafter is None and config is not None and not copies and drafts_by_mtp(config, config.name_or_path):
         return "mtp"
-    if drafter is not None and not chosen & {"draft_with", "views"} and drafts_in_parallel(config_of(drafter)):
+    changes = {"draft_with", "views", *GROUPS["pruning"]}  # of what the draft model is and reads
+    if drafter is not None and not chosen & changes and drafts_in_parallel(config_of(drafter)):
         return "pard"
     return methods.default(drafter is not None, chosen)
