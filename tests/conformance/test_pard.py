@@ -36,6 +36,13 @@ from saccade.verify.loose import RandomLoosening
 from saccade.vlm import check
 
 MASK, DEPTH = 7, 4
+TREES = {
+    **POLICIES,
+    "sage": SageTree(),
+    "oneshot": OneShotTree(total=6, floor=0.0, max_depth=DEPTH),
+    "merged": POLICIES["dynamic"],
+    "narrow": OneShotTree(total=2, floor=0.0, max_depth=16),  # fewer nodes than masks
+}
 NAMES = ("llama", "mistral", "llava", "qwen2_5_vl")
 
 
@@ -45,7 +52,7 @@ def draft(name: str) -> Target:
 
 
 def drafter(name: str, policy: Any) -> PardDrafter:
-    return PardDrafter(draft(name), POLICIES.get(policy, policy), mask=MASK)
+    return PardDrafter(draft(name), TREES.get(policy, policy), mask=MASK)
 
 
 # --------------------------------------------------------------------------- the reference
@@ -57,7 +64,7 @@ Proposal = tuple[int, list[int], list[Tensor]]
 
 def proposals(name: str, kind: str, policy: Any, rows: int = 3, new: int = 14) -> list[Proposal]:
     """All of a batch, half of whose drafts are accepted."""
-    recording = Recording(POLICIES.get(policy, policy))
+    recording = Recording(TREES[policy])
     helper = drafter(name, recording)
     engine = Engine(target(name), helper, RandomLoosening(0.5))
     session = engine.open(rows)
@@ -114,7 +121,7 @@ CLOSE = 1e-3
 """Sums in another order; logits of the tiny models spread over some units, and every mistake below is above .05."""
 
 
-@pytest.mark.parametrize("policy", ["chain", "dynamic"])
+@pytest.mark.parametrize("policy", ["chain", "dynamic", "oneshot"])
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in NAMES for kind in FAMILIES[name].kinds])
 @pytest.mark.singly
 def test_every_depth_has_the_logits_of_one_forward_over_text_and_masks(name: str, kind: str, policy: str) -> None:
@@ -180,13 +187,11 @@ def test_planted_mistakes_are_noticed(mistake: Callable[[Any], None], monkeypatc
 # --------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "sage", "oneshot", "merged"])
+@pytest.mark.parametrize("policy", [*POLICIES, "sage", "oneshot", "narrow", "merged"])
 @pytest.mark.parametrize(("name", "rows"), [(name, rows) for name in NAMES for rows in (1, 8)])
 @pytest.mark.singly
 def test_answers_equal_generate(name: str, rows: int, policy: str) -> None:
-    helper: Any = drafter(
-        name, {"sage": SageTree(), "oneshot": OneShotTree(12, 0.0, 4), "merged": "dynamic"}.get(policy, policy)
-    )
+    helper: Any = drafter(name, policy)
     if policy == "merged":
         helper = MergedDrafter(helper, PromptLookup())
     outputs = assert_equals_generate(Engine(target(name), helper), name, rows=rows)

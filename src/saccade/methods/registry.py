@@ -62,7 +62,7 @@ METHODS: dict[str, Method] = {
     ),
     "pard": Method(
         "a draft model trained with a mask token drafts all gamma tokens in one pass",
-        source="An et al. 2025, PARD, Section 3; tree=dynamic and tree=static are EAGLE-2's and SpecVLM's",
+        source="An et al. 2025, PARD, Section 3; tree=oneshot grows the likeliest paths instead",
         settings={"draft_with": "pard", "tree=chain": {"gamma": 12}},
     ),
     "static-tree": Method(
