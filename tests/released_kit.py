@@ -305,6 +305,7 @@ CASES: dict[str, Released] = {
     "peagle": _peagle("llava", {}),
     "peagle-llama": _peagle("llama", {"norm_before_residual": True}, residual="normed", blocks=1),
     "peagle-deep": _peagle("llama", {"norm_before_fc": True}, state_norms="joint", blocks=3),
+    "peagle-bias": _peagle("qwen2", {}, blocks=2),  # of queries, keys and values
     "peagle-frozen": _peagle(
         "qwen3_vl", {"fc_norm": True, "embed_requires_grad": False}, state_norms="each", **_FROZEN
     ),

@@ -173,7 +173,11 @@ def test_where_nothing_reaches_the_floor_only_the_root_is_verified() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "floor"), [("medusa", 0.01), ("medusa", 0.4), ("peagle", 0.01), ("hydra", 0.01), ("eagle2", 0.1)]
+    ("kind", "floor"),
+    [
+        *(("medusa", 0.01), ("medusa", 0.4), ("hydra", 0.01), ("eagle2", 0.1)),
+        pytest.param("peagle", 0.01, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_answers_are_the_target_s_and_drafts_the_head_s(kind: str, rows: int, floor: float) -> None:
