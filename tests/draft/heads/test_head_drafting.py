@@ -99,6 +99,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *(("hivis", {"after_image": after}) for after in ("text", "visual")),
     *(("eagle2", {"text_only": True, "after_image": after}) for after in ("text", "visual")),
     ("eagle2", {"text_only": True, "features": "none"}),
+    ("peagle", {"text_only": True}),
     ("eagle2", {"blocks": 3}),
     ("dream", {"keep": 1.0}),
     ("dream", {"keep": 0.5}),

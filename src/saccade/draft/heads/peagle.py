@@ -33,6 +33,7 @@ class PEagle(Eagle3):
         "residual": ("raw", "normed"),
         "state_norms": ("none", "each", "joint"),
         "blocks": 4,  # decoder blocks, as released
+        "text_only": False,  # hide the visual tokens
         # of entries' tokens: what the target's decoder gets, pictures included; the target's embeddings of the token
         # ids, placeholders of pictures included; or embeddings of the head's own of these
         "embedding": ("decoder", "words", "own"),
@@ -48,7 +49,8 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(len(config.layers) * width))
         self.mask_embedding = nn.Parameter(torch.randn(width))
         embedding = config.options["embedding"]
-        self.is_shown_visual = embedding == "decoder"
+        self.hides_visual = config.options["text_only"]
+        self.is_shown_visual = embedding == "decoder" and not self.hides_visual
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if embedding == "own" else None
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:

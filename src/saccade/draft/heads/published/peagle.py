@@ -54,7 +54,7 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     if not is_trained:
         del ours[EMBEDDING]
     options = {name: value for name, value in config.options.items() if name in PEagle.defaults}
-    options["blocks"] = blocks
+    options |= {"blocks": blocks, "text_only": False}
     options["embedding"] = "own" if is_trained else "words"
     return replace(config, kind=PEagle.kind, steps=_levels(values), options=options), ours
 
