@@ -75,7 +75,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_000),
+    "cli": (("cli",), 2_002),
     "serve": (("serve",), 3_500),
     "training": (("train", "distill"), 4_834),
     "measuring": (("bench", "theory", "memory_plan"), 3_811),
@@ -84,9 +84,9 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 22_559
+CORE = 22_953
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 43_028, 7_222
+TESTS, TOOLS = 43_327, 7_222
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

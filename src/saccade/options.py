@@ -159,6 +159,17 @@ class PacedOptions(Checked):
 
 
 @dataclass(frozen=True)
+class SuffixOptions(Checked):
+    """A tree of what followed the longest matches (Oliaro et al. 2024)."""
+
+    gamma: int = option(24, "most tokens copied in a row", 1)
+    max_ngram: int = option(3, "longest n-gram by which matches are found", 1)
+    factor: float = option(2.0, "most draft tokens per token of the longest match", 0.1)
+    least: float = option(0.1, "probability below which a token is not drafted", 0, 1, beyond_low=True)
+    total: int = option(32, "most draft tokens of a step", 1)
+
+
+@dataclass(frozen=True)
 class BranchesOptions(Checked):
     """Chains that branch at the root (LVSpec, Appendix E)."""
 

@@ -135,6 +135,17 @@ def test_json_says_what_drafted_although_the_user_did_not(
     assert answer["draft_dtype"] == (drafter and "float32")
 
 
+def test_an_answer_is_drafted_from_in_the_next_run_with_the_same_store(
+    shell: Shell, image: str, tmp_path: Path
+) -> None:
+    store = ("--suffix-store", str(tmp_path / "answers.jsonl"))
+    given = ("-t", ready("llava"), "-m", "suffix", *store, "-i", image, "--json", "What?")
+    first, again = (json.loads(shell("generate", *given).out) for _ in range(2))
+    assert again["tokens"] == first["tokens"] == vlm("llava", None).generate("What?", [picture()]).tokens
+    assert again["stats"]["target_passes"] < first["stats"]["target_passes"] / 2
+    assert "no option store" in shell("generate", "-t", ready("llava"), "-m", "plain", *store, "What?").err
+
+
 def test_exact_mode_gives_the_tokens_of_its_plain_decoding(shell: Shell, image: str, tmp_path: Path) -> None:
     target, drafter = ("-t", ready("llava")), ("-d", ready("llava-draft"))
     given = ("--dtype", "bfloat16", "--exact", "-i", image, "-n", "12", "--json", "What?")

@@ -22,9 +22,11 @@ from harness import (
     tokens,
 )
 from saccade.draft.model import ModelDrafter
+from saccade.draft.suffix import SuffixDrafter
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Pacer
 from saccade.inputs.families.family import Prompt
+from saccade.options import SuffixOptions
 from saccade.target_model.adapter import Target
 
 # Every family's first kind (an image, or text) for one row and for three; of the other kinds one row is slow.
@@ -77,6 +79,16 @@ def test_a_paced_chain_equals_generate_whichever_steps_are_drafted(name: str, ki
 def test_prompt_lookup_equals_generate(name: str, rows: int) -> None:
     outputs = assert_equals_generate(engine(name, "lookup"), name, None, rows, 32)  # shorter answers may repeat nothing
     assert sum(output.stats.drafted_tokens for output in outputs) > 0
+
+
+@pytest.mark.some_families
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_suffix_decoding_equals_generate_and_knows_an_answer_that_it_gave(name: str, rows: int) -> None:
+    method = Engine(target(name), SuffixDrafter(SuffixOptions(least=0.01)))
+    first, again = (assert_equals_generate(method, name, None, rows, 32) for _ in range(2))
+    passes = [sum(output.stats.target_passes for output in outputs) for outputs in (first, again)]
+    assert passes[1] < passes[0] / 2
 
 
 @pytest.mark.some_families

@@ -23,11 +23,13 @@ from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.pruning import Pruning
+from saccade.draft.suffix import SuffixDrafter
 from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.oneshot import OneShotTree
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
+from saccade.options import SuffixOptions
 from saccade.output import Output
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree
@@ -70,6 +72,7 @@ DRAFTERS: dict[str, Callable[[str, str], Drafter | None]] = {
     "pruned": lambda name, tree: EnsembleDrafter(harness.draft(name), TREES[tree], [Pruned(Pruning(keep_images=0.5))]),
     **{head: lambda name, tree, head=head: headed(name, head, TREES[tree]) for head in HEADS},
     "lookup": lambda name, tree: PromptLookup(),
+    "suffix": lambda name, tree: SuffixDrafter(SuffixOptions()),
     "merged": lambda name, tree: MergedDrafter(ModelDrafter(harness.draft(name), TREES[tree]), PromptLookup(6)),
 }
 
@@ -101,6 +104,7 @@ CASES = [
     *(("pruned", tree, name) for tree, name in (("static", "llava"), ("chain", "qwen2_5_vl"), ("sage", "gemma3"))),
     *((head, "oneshot", "llava") for head in ("medusa", "hydra")),
     ("lookup", "", "llama"),
+    ("suffix", "", "llama"),
     ("plain", "", "llama"),
 ]
 
@@ -108,7 +112,7 @@ CASES = [
 @pytest.mark.singly
 @pytest.mark.parametrize(("drafter", "tree", "name"), CASES)
 def test_a_row_s_drafts_and_draws_do_not_depend_on_its_neighbours(drafter: str, tree: str, name: str) -> None:
-    longest = 32 if drafter == "lookup" else 20  # shorter answers may repeat nothing
+    longest = 32 if drafter in ("lookup", "suffix") else 20  # shorter answers may repeat nothing
     together, alone = beside_and_alone(engine(name, drafter, tree), name, {**SAMPLED, "max_new_tokens": longest})
     assert list(map(course, together)) == list(map(course, alone))
 

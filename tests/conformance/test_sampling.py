@@ -16,11 +16,13 @@ from saccade.draft.ensemble.weights import Grid
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
+from saccade.draft.suffix import SuffixDrafter
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import Chain, DrawProposer, StaticTree, TopProposer
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine
 from saccade.inputs.families.family import Prompt
+from saccade.options import SuffixOptions
 from saccade.target_model.adapter import Target
 from saccade.verify import rule as rules
 from saccade.verify.rule import Sampling
@@ -148,6 +150,7 @@ def engine(drafting: str) -> Engine:
         "small_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), Chain(2)),
         "large_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), Chain(2), SMALL),
         "lookup": lambda: PromptLookup(gamma=2),
+        "suffix": lambda: SuffixDrafter(SuffixOptions(gamma=3, least=0.01, total=6)),
         "merged": lambda: MergedDrafter(
             ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
         ),
@@ -163,6 +166,7 @@ ENGINE_CASES = [
     *((drafting, option) for drafting in ("chain", "static", "dynamic") for option in OPTIONS),
     ("plain", "top_p"),
     ("lookup", "temperature"),
+    ("suffix", "temperature"),
     ("small_vocabulary", "top_p"),
     ("large_vocabulary", "temperature"),
     ("merged", "temperature"),

@@ -16,7 +16,7 @@ from random_trees import NaiveTree, Path, assert_consistent, draft_tree, token_p
 from saccade.draft import merged as merging
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
-from saccade.draft.lookup import LookupSession, PromptLookup
+from saccade.draft.lookup import Draft, LookupSession, PromptLookup
 from saccade.draft.merged import MergedDrafter, union
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain, TopProposer
@@ -147,7 +147,7 @@ def test_lookup_guesses_nothing_that_the_target_does_not_have() -> None:
         drafter = PromptLookup(3, 2, vocab_size=known)
         nothing: Any = None
         session = drafter.open(1, nothing)
-        session._append(0, [1, 2, 5, 99, 6, 7, 1])
+        session.load(0, Prompt((1, 2, 5, 99, 6, 7, 1)), None)
         tree = session.propose([0], [[2]], TopProposer(), 3)
         assert tree.tokens[0, 1:].tolist() == guess
 
@@ -173,10 +173,11 @@ def texts(count: int) -> list[list[int]]:
 def quote(monkeypatch: pytest.MonkeyPatch, texts: list[list[int]], starts: list[int], most: list[int]) -> None:
     """Make lookup draft the true continuation, as it does of a text that is being quoted."""
 
-    def draft(self: LookupSession, row: int) -> list[int]:
-        ids, text = self._ids[row], texts[row]
-        known = starts[row] <= len(ids) and ids == text[: len(ids)]
-        return text[len(ids) : len(ids) + most[row]] if known else []
+    def draft(self: LookupSession, row: int, limit: int) -> Draft:
+        text, known = texts[row], len(self._texts[row])
+        is_quoted = starts[row] <= known and self._texts[row].last(known) == text[:known]
+        ahead = text[known : known + min(most[row], limit)] if is_quoted else []
+        return [(token, parent) for parent, token in enumerate(ahead)]
 
     monkeypatch.setattr(LookupSession, "_draft", draft)
 

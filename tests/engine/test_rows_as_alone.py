@@ -19,7 +19,7 @@ from saccade.target_model.forward import Span
 
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
 METHODS = (
-    *("plain", "chain", "static-tree", "dynamic-tree", "prompt-lookup", "lookup-merge"),
+    *("plain", "chain", "static-tree", "dynamic-tree", "prompt-lookup", "suffix", "lookup-merge"),
     *("spd", "tabed", "specvlm", "self-spec", "sage", "eagle2"),
     *("dream", "hivis", "lvspec", "fly", "random-loosening"),
 )

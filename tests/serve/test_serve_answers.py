@@ -263,6 +263,21 @@ def test_a_salt_of_the_request_separates_within_a_key_and_without_keys(keys: str
     assert reused(shared, {}, cache_salt="b")[0] > 16
 
 
+def test_earlier_answers_are_drafted_from_within_a_key_and_salt_alone(keys: str) -> None:
+    with live(api_key_file=keys) as server:
+
+        def accepted(headers: dict[str, str], **fields: Any) -> int:
+            body = {**BODY, "max_tokens": 24, "speculation": "suffix", "saccade": {}, **fields}
+            status, _, answer = server.call("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+            assert status == 200, answer
+            tokens: int = json.loads(answer)["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+            return tokens
+
+        first = accepted(FIRST)
+        others = accepted(SECOND), accepted(FIRST, cache_salt="a")
+        assert max(first, *others) < accepted(FIRST) / 2
+
+
 def test_keys_share_where_the_server_says_so(keys: str) -> None:
     with live(api_key_file=keys, share_prefixes=True) as server:
         assert reused(server, FIRST) == (0, 0)

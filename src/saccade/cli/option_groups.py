@@ -90,10 +90,11 @@ def method_names(incomplete: str) -> list[tuple[str, str]]:
     return [(f"{before}{comma}{name}", each.summary) for name, each in METHODS.items() if name.startswith(last)]
 
 
-def settings(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """Parse ``NAME=VALUE`` pairs; numbers become numbers, true and false become booleans."""
+def settings(pairs: Sequence[str] | None, store: str | None = None) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` pairs, numbers and true and false as such, beside the option ``store``."""
     split = split_pairs(pairs, "--set", "NAME=VALUE, such as gamma=7,")
-    return {name.replace("-", "_"): parse_value(value) for name, value in split.items()}
+    parsed = {name.replace("-", "_"): parse_value(value) for name, value in split.items()}
+    return parsed if store is None else {**parsed, "store": store}
 
 
 def split_pairs(pairs: Sequence[str] | None, name: str, form: str) -> dict[str, str]:
@@ -156,7 +157,7 @@ class PairOptions(TargetOptions):
         arguments = {"method": None, **asdict(self), "target": self.named()}
         arguments["heads"] = screen.heads_by_name(arguments.pop("head") or [])
         arguments["device_map"] = arguments.pop("device")
-        return arguments | settings(arguments.pop("set_", None))
+        return arguments | settings(arguments.pop("set_", None), arguments.pop("suffix_store", None))
 
     def check(self) -> None:
         """Report every mistake that shows without weights."""
@@ -174,11 +175,12 @@ class PairOptions(TargetOptions):
 class ModelOptions(PairOptions):
     method: str | None = option(None, "See `saccade methods`; by default what fits.", "-m", autocompletion=method_names)
     set_: list[str] | None = option(None, "An option of the method, such as `gamma=7`.", metavar="NAME=VALUE")
+    suffix_store: str | None = option(None, "Earlier answers of method `suffix`, kept across runs.", metavar="FILE")
 
     @property
     def settings(self) -> dict[str, Any]:
         """Options of the method."""
-        return settings(self.set_)
+        return settings(self.set_, self.suffix_store)
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")

@@ -57,7 +57,7 @@ def serve(
 
     entry = {"name": name, **asdict(models), "exact": models.exact or None, "options": models.settings}
     entry["heads"] = screen.heads_by_name(entry.pop("head") or [])
-    entry.pop("set_")
+    del entry["set_"], entry["suffix_store"]
     if config is None and models.target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
     if config is not None and (name is not None or models != ModelOptions()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from saccade.draft.trees.policy import Proposer, Signals, TreePolicy
@@ -21,6 +23,17 @@ class DraftSession:
     """
 
     captioning_seconds: float = 0.0
+
+    def begin(self, row: int, key: str | None) -> None:
+        """Take in that a row begins in a slot.
+
+        Args:
+            key: of the requests whose answers may be drafted from for this one; None for a row that must depend on none
+                of them, as it samples.
+        """
+
+    def end(self, row: int, output: Sequence[int]) -> None:
+        """Take in a row's answer, all its tokens, once it has ended for any reason."""
 
     def reserve(self, row: int, capacity: int) -> None:
         """Make room for ``capacity`` tokens of a row."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from itertools import takewhile
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,6 +16,74 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.tree import DraftTree, Emitted, Rows
 
 CPU = torch.device("cpu")
+END = -1
+"""Stands behind a finished text; no n-gram reaches across it."""
+Draft = Sequence[tuple[int, int]]
+"""Nodes of a row's tree, root first: token, and index of the parent."""
+
+
+class IndexedText:
+    """Tokens in order, and the places where every n-gram among them ended: chains from the latest place to the first.
+
+    Places count from the first token ever added; those before ``start`` have been dropped.
+    """
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram, self.start = max_ngram, 0
+        self._ids: list[int] = []
+        self._last: dict[tuple[int, ...], int] = {}
+        self._before = [array("q") for _ in range(max_ngram)]  # by n and place: where the n-gram ended before
+        self._run = 0  # tokens since the last `END`
+
+    def __len__(self) -> int:
+        return self.start + len(self._ids)
+
+    @property
+    def held(self) -> int:
+        """Tokens that have not been dropped."""
+        return len(self._ids)
+
+    def __getitem__(self, place: int) -> int:
+        return self._ids[place - self.start]
+
+    def last(self, count: int) -> list[int]:
+        """Return the last tokens, at most ``count``."""
+        return self._ids[-count:] if count else []
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Add tokens; n-grams are indexed one token late, so that the last one never matches itself."""
+        for token in tokens:
+            place = len(self)
+            for n, before in enumerate(self._before, 1):
+                key = tuple(self._ids[-n:]) if n <= self._run else ()
+                before.append(self._last.get(key, END))
+                if key:
+                    self._last[key] = place
+            self._ids.append(token)
+            self._run = 0 if token == END else self._run + 1
+
+    def drop(self, count: int) -> None:
+        """Forget the first tokens, a number of finished texts."""
+        for place in range(self.start, self.start + count):
+            for n in range(1, self.max_ngram + 1):
+                key = tuple(self._ids[max(0, place - self.start - n) : place - self.start])
+                if self._last.get(key) == place:
+                    del self._last[key]
+        for numbers in (self._ids, *self._before):
+            del numbers[:count]
+        self.start += count
+
+    def ends(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return the latest places, at most ``most``, where the longest last n-gram of ``tokens`` that occurs ended."""
+        for n in range(min(self.max_ngram, len(tokens)), 0, -1):
+            place = self._last.get(tuple(tokens[-n:]), END)
+            found: list[int] = []
+            while place >= self.start and place != END and len(found) < most:
+                found.append(place)
+                place = self._before[n - 1][place - self.start]
+            if found:
+                return found
+        return []
 
 
 class PromptLookup(Drafter):
@@ -31,7 +99,7 @@ class PromptLookup(Drafter):
     ) -> None:
         super().__init__(Chain(gamma))
         self.draws = False
-        self.gamma = gamma  # draft tokens
+        self.gamma = gamma  # most draft tokens in a row
         self.max_ngram = max_ngram  # longest n-gram that is matched; shorter ones are tried in turn
         self.device = device  # of the trees; the target's device
         self.vocab_size = vocab_size or sys.maxsize  # ids from here on are never drafted
@@ -41,45 +109,61 @@ class PromptLookup(Drafter):
 
 
 class LookupSession(DraftSession):
-    """Every row's ids, and the place where each n-gram last ended."""
+    """Every row's text."""
 
     def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter
-        self._ids: list[list[int]] = [[] for _ in range(rows)]
-        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
+        self._texts = [IndexedText(drafter.max_ngram) for _ in range(rows)]
 
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         self.forget(row)
-        self._append(row, prompt.ids)
+        self._texts[row].append(prompt.ids)
 
     def forget(self, row: int) -> None:
-        self._ids[row], self._ends[row] = [], {}
+        self._texts[row] = IndexedText(self._drafter.max_ngram)
 
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        drafts: list[list[int]] = []
+        drafts: list[Draft] = []
         for row, tokens in zip(rows, new, strict=True):
-            self._append(row, tokens)
-            drafts.append([tokens[-1], *self._draft(row)[:limit]])
-        count, device = max(map(len, drafts)), self._drafter.device
-        padded = [[len(draft), *draft, *[0] * (count - len(draft))] for draft in drafts]
-        numbers = on_device(padded, device)
-        lengths, nodes = numbers[:, :1], numbers[:, 1:]
-        return DraftTree.chains(nodes, torch.arange(count, device=device) < lengths)
+            self._texts[row].append(tokens)
+            drafts.append([(tokens[-1], 0), *self._draft(row, limit)])
+        return tree_of(drafts, self._drafter.device)
 
-    def _append(self, row: int, tokens: Sequence[int]) -> None:
-        """Add tokens; n-grams are indexed one token late, so that the last one never matches itself."""
-        ids, ends = self._ids[row], self._ends[row]
-        for token in tokens:
-            for n in range(1, min(self._drafter.max_ngram, len(ids)) + 1):
-                ends[tuple(ids[-n:])] = len(ids)
-            ids.append(token)
-
-    def _draft(self, row: int) -> list[int]:
-        ids, ends = self._ids[row], self._ends[row]
-        for n in range(min(self._drafter.max_ngram, len(ids)), 0, -1):
-            end = ends.get(tuple(ids[-n:]))
-            if end is not None:
-                period = len(ids) - end
-                draft = [ids[end + i % period] for i in range(self._drafter.gamma)]
-                return list(takewhile(lambda token: token < self._drafter.vocab_size, draft))
+    def _draft(self, row: int, limit: int) -> Draft:
+        """Nodes below the root."""
+        text = self._texts[row]
+        for end in text.ends(text.last(self._drafter.max_ngram), 1):
+            return [(token, parent) for parent, token in enumerate(self._following(text, end, limit))]
         return []
+
+    def _following(self, text: IndexedText, end: int, limit: int) -> Iterable[int]:
+        """The tokens behind a place of a row's text, the copy's own ones included."""
+        period = len(text) - end
+        for distance in range(min(limit, self._drafter.gamma)):
+            token = text[end + distance % period]
+            if not 0 <= token < self._drafter.vocab_size:
+                return
+            yield token
+
+
+def tree_of(drafts: Sequence[Draft], device: torch.device) -> DraftTree:
+    """The rows' drafts as trees on a device, in one transfer."""
+    count = max(map(len, drafts))
+    columns = [zip(*draft, *[(0, 0)] * (count - len(draft)), strict=True) for draft in drafts]
+    rows = [[len(draft), *tokens, *parents] for draft, (tokens, parents) in zip(drafts, columns, strict=True)]
+    numbers = on_device(rows, device)
+    tokens, parents = numbers[:, 1 : count + 1], numbers[:, count + 1 :]
+    valid = torch.arange(count, device=device) < numbers[:, :1]
+    depths = [depths_of(draft) for draft in drafts]
+    if all(depth == list(range(len(depth))) for depth in depths):
+        return DraftTree.chains(tokens, valid)
+    order = torch.arange(count, device=device).expand_as(tokens)
+    return DraftTree.of_nodes(tokens, parents, order, valid, max(map(max, depths)), max_children=count)
+
+
+def depths_of(draft: Draft) -> list[int]:
+    """Depth of every node, the root's 0."""
+    depths = [0]
+    for _, parent in draft[1:]:
+        depths.append(depths[parent] + 1)
+    return depths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,14 @@ class MergedSession(DraftSession):
         self._sessions = drafter.first.open(rows, target), drafter.second.open(rows, target)
         self._total = drafter.total
         self._block = drafter.max_depth + 1  # most tokens of a row at once: more than the shallower session reserves
+
+    def begin(self, row: int, key: str | None) -> None:
+        for session in self._sessions:
+            session.begin(row, key)
+
+    def end(self, row: int, output: Sequence[int]) -> None:
+        for session in self._sessions:
+            session.end(row, output)
 
     def reserve(self, row: int, capacity: int) -> None:
         for session in self._sessions:

@@ -83,6 +83,7 @@ class SlotAllocator:
         row.begin(slot)
         self._context.cache.reserve(slot, row.max_entries + self._extra)
         if self._drafting is not None:
+            self._drafting.begin(slot, None if row.do_sample else row.request.salt)
             self._drafting.reserve(slot, len(row.request.drafter_prompt) + row.plan.max_new_tokens)
         return True
 
@@ -95,6 +96,8 @@ class SlotAllocator:
         slot = row.slot
         if slot is None:
             return
+        if self._drafting is not None:
+            self._drafting.end(slot, row.output)
         self._frees += 1
         self._rows[slot], self._freed_at[slot], row.slot = None, self._frees, None
         if empty:

@@ -17,10 +17,12 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, StaticTree, TreePolicy, branches_of
 from saccade.engine import Engine
 from saccade.engine.costs import Pacer
+from saccade.files import expanded
 from saccade.inputs.families import visual_ids
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import is_assistant
 from saccade.methods.settings import LOSSLESS_RULE, RULES, TREES
+from saccade.options import SuffixOptions, options_of
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import Rule
 
@@ -92,6 +94,14 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
     if drafts == "lookup":
         return _lookup(values["gamma"], values, parts, parts.target)
+    if drafts == "suffix":
+        from saccade.draft.earlier_answers import AnswerStore
+        from saccade.draft.suffix import SuffixDrafter
+
+        path = expanded(values["store"]) if values["store"] else None
+        store = AnswerStore(values["store_mib"] * 2**20, values["max_ngram"], path, parts.target.vocab_size)
+        options = SuffixOptions(**{name: values[name] for name in options_of(SuffixOptions)})
+        return SuffixDrafter(options, store, parts.target.device, parts.target.vocab_size)
     policy = tree_policy(values, None if parts.head is None else parts.head.reach)
     if drafts == "model":
         drafter = _by_model(parts, policy, vocab_size, values)

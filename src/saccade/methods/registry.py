@@ -80,6 +80,11 @@ METHODS: dict[str, Method] = {
         source="Saxena 2023, prompt lookup decoding",
         settings={"draft_with": "lookup"},
     ),
+    "suffix": Method(
+        "copies what followed the longest matches in the text and in earlier answers; no draft model",
+        source="Oliaro et al. 2024, SuffixDecoding, with acceptance rates as measured",
+        settings={"draft_with": "suffix"},
+    ),
     "lookup-merge": Method(
         "one tree of a draft model's tokens and of tokens copied by prompt lookup",
         source="Saxena 2023 beside a draft model",

@@ -42,12 +42,17 @@ CHOICES: dict[str, dict[str, Option]] = {
     "drafter": {
         "draft_with": Option(
             "model",
-            "drafter: the draft model, token by token or in one pass (pard), the target itself, prompt lookup, its own "
-            "MTP layer, or a head of a kind",
-            choices=("model", "pard", "self", "lookup", "mtp", *HEAD_KINDS),
+            "drafter: the draft model, token by token or in one pass (pard), the target itself, prompt lookup, suffix "
+            "decoding, its own MTP layer, or a head of a kind",
+            choices=("model", "pard", "self", "lookup", "suffix", "mtp", *HEAD_KINDS),
         )
     },
     "lookup": {"gamma": Option(10, "most tokens copied per step", 1), "max_ngram": _MAX_NGRAM},
+    "suffix": {
+        **options_of(groups.SuffixOptions),
+        "store_mib": Option(32, "memory of earlier answers, in MiB; the oldest go first", 0),
+        "store": Option("", "file that keeps earlier answers across restarts; empty: none"),
+    },
     "tree": {"tree": Option("chain", "tree policy", choices=tuple(TREES))},
     "rule": {"rule": Option(LOSSLESS_RULE, "acceptance rule; all but exact are LOSSY", choices=tuple(RULES))},
     "copies": {"copied": Option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)},
@@ -86,6 +91,9 @@ ALIASES = {
     "num_speculative_tokens": "gamma",
     "assistant_confidence_threshold": "confidence",
     "max_matching_ngram_size": "max_ngram",
+    "suffix_decoding_max_tree_depth": "gamma",
+    "suffix_decoding_max_spec_factor": "factor",
+    "suffix_decoding_min_token_prob": "least",
 }
 """Names of the same options in Hugging Face and vLLM -> names here."""
 
@@ -96,8 +104,8 @@ def in_force(values: Mapping[str, Any]) -> list[str]:
     rule = ["rule", f"rule={values['rule']}"]
     if drafts == "none":
         return []
-    if drafts == "lookup":
-        return ["drafter", "lookup", *rule]
+    if drafts in ("lookup", "suffix"):
+        return ["drafter", drafts, *rule]
     groups = ["drafter", "tree", f"tree={values['tree']}", *rule, "copies"]
     if values["copied"]:
         groups.append("merging")
@@ -125,7 +133,7 @@ def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, O
     groups = in_force(values)
     others = [g for g in GROUPS if g not in groups and (g in _WITH or g.partition("=")[0] in groups)]
     blocks: list[tuple[str, list[tuple[str, Any, Option]]]] = [("", [])]
-    for group in (*groups, *(others if groups and values["draft_with"] != "lookup" else ())):
+    for group in (*groups, *(others if groups and values["draft_with"] not in ("lookup", "suffix") else ())):
         rows = [(name, _default(settings, group, name, option), option) for name, option in GROUPS[group].items()]
         if group in groups:
             blocks[0][1].extend(rows)

@@ -1,0 +1,170 @@
+"""Suffix decoding: draft what followed the longest match, in the text or in earlier answers (Oliaro et al. 2024)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import torch
+
+from saccade.draft.earlier_answers import AnswerStore
+from saccade.draft.lookup import CPU, END, Draft, IndexedText, LookupSession, PromptLookup
+from saccade.inputs.families.family import Prompt
+from saccade.options import SuffixOptions
+from saccade.target_model.context import Context, PrefillResult
+
+MATCHES, LONGEST = 12, 32
+"""Most places of a text that are followed, and most tokens of a match that count."""
+CONTEXT = 16
+"""Last tokens of a prompt that are kept in front of its answer."""
+PASS, NODE = 0.25, 0.03
+"""Time of a pass with draft tokens over one without, and of each of them: what a draft has to save."""
+RATES = (0.0, 0.35, 0.7, 0.85, 0.92, 0.96, 0.98)
+"""Acceptance rate of a token that all matches agree on, by the bits of the longest one's length, before any trial."""
+TRIALS, MEMORY = 20.0, 0.99
+"""How many trials these rates count for, and how much less a trial counts after the next."""
+
+
+class _Match(NamedTuple):
+    text: IndexedText
+    place: int  # of the next token
+    length: int  # tokens before it that are equal to the row's last ones
+    weight: float  # beside others
+
+
+class _Guess(NamedTuple):
+    token: int
+    matches: list[_Match]  # that it follows
+    bits: int  # of the longest one's length
+    share: float  # of the matches' weight, smaller ones counted less
+
+
+class SuffixDrafter(PromptLookup):
+    """Copies what followed the longest matches of the last tokens, as a tree where it was not always the same.
+
+    Matches are looked for in the row's own text and in earlier answers to requests of the same key, which all sessions
+    share. A token's probability is the share of the matches, by length, that it followed, times how often such tokens
+    were accepted; the likeliest are drafted, longer matches further ahead, and none where that would not save time.
+    Rows that sample use their own text and no experience, so that a seed repeats its answer.
+    """
+
+    def __init__(
+        self,
+        options: SuffixOptions,
+        store: AnswerStore | None = None,
+        device: torch.device = CPU,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(options.gamma, options.max_ngram, device, vocab_size)
+        self.options, self.store = options, store or AnswerStore(2**25, options.max_ngram)
+        self.max_nodes, self.max_children = options.total + 1, min(options.total, int(1 / options.least))
+        # Accepted and expected tokens, recent ones counted most, by bits of the match's length.
+        self.rates = [(rate * TRIALS, TRIALS) for rate in RATES]
+
+    def open(self, rows: int, target: Context) -> SuffixSession:
+        return SuffixSession(self, rows)
+
+
+class SuffixSession(LookupSession):
+    """Every row's text, the key of its answers, and the guesses on its next token."""
+
+    def __init__(self, drafter: SuffixDrafter, rows: int) -> None:
+        super().__init__(drafter, rows)
+        self._by = drafter
+        self._keys: list[str | None] = [None] * rows
+        self._prompts = [0] * rows  # tokens of the prompts
+        self._guesses: list[tuple[int, list[_Guess]]] = [(0, []) for _ in range(rows)]  # place in the text, and tokens
+
+    def begin(self, row: int, key: str | None) -> None:
+        self.forget(row)
+        self._keys[row] = key
+
+    def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
+        super().load(row, prompt, prefill)
+        self._prompts[row] = len(prompt) + (prefill is None)
+
+    def forget(self, row: int) -> None:
+        super().forget(row)
+        self._guesses[row] = 0, []
+
+    def end(self, row: int, output: Sequence[int]) -> None:
+        key, text = self._keys[row], self._texts[row]
+        new = len(text) - self._prompts[row]  # tokens of the answer that it has
+        if key is not None and output and new >= 0:
+            self._by.store.add(key, [*text.last(new + CONTEXT), *output[new:]])
+        self._keys[row] = None
+
+    def _draft(self, row: int, limit: int) -> Draft:
+        options = self._by.options
+        rates = RATES if self._keys[row] is None else self._learned(row)
+        matches = self._matches(row)
+        longest = max((match.length for match in matches), default=0)
+        most = min(options.total, int(options.factor * longest))
+        deepest = min(limit, options.gamma)
+        guesses = _guesses(matches, 0)
+        self._guesses[row] = len(self._texts[row]), guesses
+        nodes: list[tuple[int, int]] = []
+        heap: list[tuple[float, int, int, int, _Guess]] = []  # minus the probability, a number, parent, depth
+        number = itertools.count()
+        parent = depth = 0
+        likely, expected = 1.0, 0.0
+        while True:
+            for guess in guesses if depth < deepest else ():
+                probability = likely * guess.share * rates[guess.bits]
+                if probability >= options.least and guess.token < self._by.vocab_size:
+                    heappush(heap, (-probability, next(number), parent, depth + 1, guess))
+            if not heap or len(nodes) >= most:
+                break
+            negative, _, parent, depth, guess = heappop(heap)
+            nodes.append((guess.token, parent))
+            likely, parent = -negative, len(nodes)
+            expected += likely
+            guesses = _guesses(guess.matches, depth)
+        return nodes if expected > PASS + NODE * len(nodes) else []
+
+    def _learned(self, row: int) -> list[float]:
+        """Acceptance rates, after the outcome of the row's last guesses."""
+        place, guesses = self._guesses[row]
+        for guess in guesses:
+            accepted, expected = self._by.rates[guess.bits]
+            hit = guess.token == self._texts[row][place]
+            self._by.rates[guess.bits] = accepted * MEMORY + hit, expected * MEMORY + guess.share
+        return [min(accepted / expected, 1.0) for accepted, expected in self._by.rates]
+
+    def _matches(self, row: int) -> list[_Match]:
+        """Places where the last tokens occurred, in the row's text and in the answers of its key."""
+        texts = [self._texts[row]]
+        key = self._keys[row]
+        if key in self._by.store.texts:
+            texts.append(self._by.store.texts[key])
+        last = texts[0].last(LONGEST)
+        found = []
+        for text in texts:
+            for place in text.ends(last, MATCHES):
+                length = 1
+                most = min(len(last), place - text.start)
+                while length < most and text[place - length - 1] == last[-length - 1]:
+                    length += 1
+                found.append(_Match(text, place, length, 2.0 ** min(length, 16)))
+        return found
+
+
+def _guesses(matches: Sequence[_Match], depth: int) -> list[_Guess]:
+    """The tokens that follow matches at a depth of their copies, ends of answers left out."""
+    groups: defaultdict[int, list[_Match]] = defaultdict(list)
+    for match in matches:
+        behind = len(match.text) - match.place
+        token = match.text[match.place + depth % behind]  # a copy goes on with itself
+        groups[token].append(match)
+    groups.pop(END, None)
+    weight = sum(match.weight for match in matches)
+    guesses = []
+    for token, group in groups.items():
+        share = sum(match.weight for match in group) / weight
+        length = depth + max(match.length for match in group)
+        bits = min(length.bit_length(), len(RATES) - 1)
+        guesses.append(_Guess(token, group, bits, share * (1 + share) / 2))
+    return guesses
