@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from saccade.draft.trees.policy import Chain, ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError
 from saccade.target_model.adapter import Target
+from saccade.tree import DraftTree
 
 BLOCK, NEW = 5, 20
 LAYERS = [0, 1]
@@ -102,44 +103,57 @@ def test_answers_are_the_targets(name: str, folder: Path, policy: str, rows: int
 
 def drafted(name: str, head: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 1) -> dict[tuple[int, ...], list[int]]:
     """The chains that the head drafts behind every text that the answers come to."""
+    return {text: tree.tokens[0, 1:].tolist() for text, tree in grown(name, head, monkeypatch, rows).items()}
+
+
+def grown(
+    name: str, head: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 1, policy: Any = None
+) -> dict[tuple[int, ...], DraftTree]:
+    """The trees, by default chains, that the head drafts behind every text that the answers come to."""
     case = FAMILIES[name]
     asked = [prompt for row in range(rows) for prompt in prompts(case, case.row_inputs(kind_of(name), row))]
-    propose, texts, chains = HeadDraftSession.propose, [list(prompt.ids) for prompt in asked], {}
+    propose, texts, trees = HeadDraftSession.propose, [list(prompt.ids) for prompt in asked], {}
 
     def record(self: Any, rows: Sequence[int], new: Any, *others: Any) -> Any:
         tree = propose(self, rows, new, *others)
         for place, row in enumerate(rows):
             texts[row].extend(new[place])
-            chains[tuple(texts[row])] = tree.tokens[place, 1:].tolist()
+            trees[tuple(texts[row])] = tree.rows(place, place + 1)
         return tree
 
     monkeypatch.setattr(HeadDraftSession, "propose", record)
-    chain = engine(name, head, Chain(BLOCK - 1))
-    chain.generate([Request(prompt) for prompt in asked], max_new_tokens=NEW)
-    return chains
+    growing = engine(name, head, policy or Chain(BLOCK - 1))
+    growing.generate([Request(prompt) for prompt in asked], max_new_tokens=NEW)
+    return trees
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_blocks_are_those_of_transformers(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    get, theirs = DFlashTokenCandidateGenerator.get_candidates, {}
-
-    def record(self: Any, input_ids: Any, *others: Any, **more: Any) -> Any:
-        ids, logits = get(self, input_ids, *others, **more)
-        theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
-        return ids, logits
-
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", record)
+def generate(name: str, rows: int, model: Any, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer with transformers' generator of candidates, whose method ``record`` replaces, given the stock one."""
+    stock = DFlashTokenCandidateGenerator.get_candidates
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", partialmethod(record, stock))
     case = FAMILIES[name]
     for row in range(rows):
         inputs = case.row_inputs(kind_of(name), row)
         case.model().generate(
             **inputs,
-            assistant_model=model_of(name),
+            assistant_model=model,
             speculation_type="dflash",
             max_new_tokens=NEW,
             do_sample=False,
             bad_words_ids=[[IMAGE]],
         )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_blocks_are_those_of_transformers(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    theirs = {}
+
+    def record(self: Any, stock: Any, input_ids: Any, *others: Any, **more: Any) -> Any:
+        ids, logits = stock(self, input_ids, *others, **more)
+        theirs[tuple(input_ids[0].tolist())] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    generate(name, rows, model_of(name), record, monkeypatch)
     ours = drafted(name, folder, monkeypatch, rows)
     common = [text for text in ours if theirs.get(text)]
     assert len(common) > rows * NEW // 4
@@ -227,7 +241,13 @@ def test_a_block_is_that_of_one_forward_over_the_whole_text(
 def as_authors(values: dict[str, Any]) -> dict[str, Any]:
     """A config.json of transformers as z-lab writes it."""
     inner = {name: values.pop(name) for name in ("target_layer_ids", "mask_token_id")}
-    return {**values, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "dflash_config": inner}
+    return {
+        **values,
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "is_causal": False,
+        "dflash_config": inner,
+    }
 
 
 def as_speculators(values: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "kangaroo": {"tree": "confident", "gamma": 6, "confidence": 0.6, "rule": "exact", "copied": 0},
     "dspark": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
     "dflash": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
+    "dflash2": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
 }
 """Every kind of head -> the tree that it drafts by default."""
 

@@ -216,7 +216,7 @@ def test_a_run_changes_every_weight_and_measures_the_head(kind: str, precision: 
     assert outcome.efficiency is not None
     assert outcome.efficiency >= 1
     after = load_head(outcome.head, target("llava"))
-    assert after.reach == {"medusa": 2, "hydra": 2, "dflash": 7, "dspark": 7}.get(kind)
+    assert after.reach == {"medusa": 2, "hydra": 2, "dflash": 7, "dspark": 7, "dflash2": 7}.get(kind)
     assert [name for name, weight in after.state_dict().items() if torch.equal(weight, before[name])] == []
 
 

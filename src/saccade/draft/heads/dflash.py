@@ -39,10 +39,13 @@ class DFlashBlock(nn.Module):
         self, x: Tensor, at: Placement, features: Tensor | None = None, over: Placement | None = None
     ) -> Tensor:
         """The residual stream ``[B, N, d]`` of blocks, behind the entries of ``features`` ``[B, M, d]`` if given."""
-        normed = self.input_layernorm(x)
-        entries = normed if features is None else torch.cat([features, normed], 1)
-        x = x + self.self_attn(normed, at, self.place, entries, at if over is None else over)
+        x = x + self.attend(self.input_layernorm(x), at, features, over)
         return x + self.mlp(self.post_attention_layernorm(x), at.cache)
+
+    def attend(self, normed: Tensor, at: Placement, features: Tensor | None, over: Placement | None) -> Tensor:
+        """The attention's output ``[B, N, d]``, of the same arguments behind the first norm."""
+        entries = normed if features is None else torch.cat([features, normed], 1)
+        return self.self_attn(normed, at, self.place, entries, at if over is None else over)  # type: ignore[no-any-return]
 
 
 class DFlash(Head):
@@ -76,10 +79,9 @@ class DFlash(Head):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         options, width, eps = config.options, config.hidden_size, config.norm_eps
-        most = {"block": 256, "blocks": 64, "mask_token": config.vocab_size - 1, "own_vocabulary": config.vocab_size}
-        for name, bound in most.items():
-            if type(options[name]) is not int or not 2 * (name == "block") <= options[name] <= bound:
-                raise ModelError(f"{name} must be a whole number up to {bound}, not {options[name]!r}.")
+        for name, (least, most) in self.bounds(config).items():
+            if type(options[name]) is not int or not least <= options[name] <= most:
+                raise ModelError(f"{name} must be a whole number from {least} to {most}, not {options[name]!r}.")
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.context_norm = RMSNorm(width, eps)
         self.stack = nn.ModuleList(self.new_block(place) for place in range(options["blocks"]))
@@ -92,6 +94,17 @@ class DFlash(Head):
         if self.has_lm_head:
             self.lm_head = nn.Linear(width, options["own_vocabulary"], bias=False)
             self.register_buffer("token_ids", torch.arange(options["own_vocabulary"]))
+
+    @staticmethod
+    def bounds(config: HeadConfig) -> dict[str, tuple[int, int]]:
+        """Return the least and the greatest value of every option that is a whole number."""
+        vocabulary = config.vocab_size
+        return {
+            "block": (2, 256),
+            "blocks": (0, 64),
+            "mask_token": (0, vocabulary - 1),
+            "own_vocabulary": (0, vocabulary),
+        }
 
     def new_block(self, place: int) -> DFlashBlock:
         """Return a draft layer without trained weights."""

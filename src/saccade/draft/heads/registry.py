@@ -127,6 +127,16 @@ HEAD_KINDS: dict[str, HeadKind] = {
         source="Chen et al. 2026, DFlash",
         settings={"tree": "chain", "gamma": 7},
     ),
+    "dflash2": HeadKind(
+        "dflash2.DFlash2",
+        "denoising.DFlash2Objective",
+        "dflash.DFlashDraftSession",
+        "denoising.DFlashFeeder",
+        recipe="dflash",
+        summary="DFlash's head with convolutions along the block, and candidates chosen by the token before",
+        source="DFlash 2, as z-lab and speculators release it",
+        settings={"tree": "chain", "gamma": 7},
+    ),
 }
 """Kind -> its parts. Adding a head is one file and one entry here."""
 

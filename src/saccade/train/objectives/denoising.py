@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.dflash2 import DFlash2
 from saccade.draft.heads.head import Head, Placement
 from saccade.errors import TrainingError
 from saccade.train.features import Features
@@ -81,16 +82,15 @@ class DFlashObjective(FormedObjective):
 
         def measure(guess: Tensor, true: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, ...]:
             guess, before = guess[:, None], before[:, None]
-            logits = head.corrected(head.logits(guess, lm_head).float(), guess, before)[:, 0]
+            logits = head.logits(guess, lm_head).float()
+            corrected = head.corrected(logits, guess, before)
+            right = corrected[:, 0].argmax(-1) == tokens
             with torch.no_grad():
                 teacher = lm_head(true).float()
-                overlap = torch.minimum(teacher.softmax(-1), logits.softmax(-1)).sum(-1).clamp(max=1)
+            logits, other = self.second(head, logits, corrected, teacher, guess, before)
             value = lk(logits, teacher) if self.form == "lk" else cross_entropy(logits, teacher)
             sure = chance(logits.detach(), tokens) if self.form == "dpace" else tokens
-            forecast, missed = head.confidence(guess, before), torch.zeros_like(overlap)
-            if forecast is not None:
-                missed = F.binary_cross_entropy(forecast[:, 0], overlap, reduction="none")
-            return logits.argmax(-1) == tokens, sure, value, missed
+            return right, sure, value, other
 
         drafted = Steps(self.form, slots[:, :, 0, 0], self.decay, moves=0)
         for depth in range(min(draft_steps, head.reach or 0)):
@@ -109,6 +109,35 @@ class DFlashObjective(FormedObjective):
                     sums[name] += value.detach().sum()
         tried, right = counts.unbind()
         return Tally(loss, sums, tried, tried.clone(), right)
+
+    def second(
+        self, head: DFlash, logits: Tensor, corrected: Tensor, teacher: Tensor, guess: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits ``[M, V]`` that learn the distribution, and the second term ``[M]``.
+
+        Shapes: logits and corrected ``[M, 1, V]``; teacher ``[M, V]``; guess ``[M, 1, d]``; before ``[M, 1]``.
+        """
+        logits, forecast = corrected[:, 0], head.confidence(guess, before)
+        if forecast is None:
+            return logits, torch.zeros_like(logits[:, 0])
+        with torch.no_grad():
+            overlap = torch.minimum(teacher.softmax(-1), logits.softmax(-1)).sum(-1).clamp(max=1)
+        return logits, F.binary_cross_entropy(forecast[:, 0], overlap, reduction="none")
+
+
+@dataclass(frozen=True, slots=True)
+class DFlash2Objective(DFlashObjective):
+    """DFlash's before the candidates are chosen, and the cross entropy of the target's likeliest token among them."""
+
+    TERMS: ClassVar[tuple[str, ...]] = ("distribution", "selection")
+
+    selection: float = 1.0  # weight of the cross entropy among candidates
+
+    def second(
+        self, head: DFlash, logits: Tensor, corrected: Tensor, teacher: Tensor, guess: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(head, DFlash2)
+        return logits[:, 0], head.selection(logits[:, 0], guess, before, teacher.argmax(-1))
 
 
 def _denoised(head: DFlash, entries: BlockEntries, anchors: Tensor) -> Tensor:

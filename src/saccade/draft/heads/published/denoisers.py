@@ -1,6 +1,6 @@
-"""DFlash and DSpark heads as their authors (z-lab, DeepSpec), SpecForge, speculators and transformers write them.
+"""DFlash, DFlash 2 and DSpark heads as z-lab, DeepSpec, SpecForge, speculators and transformers write them.
 
-The authors and transformers name the target's layers by those that they leave, speculators by those that they enter.
+z-lab and transformers name the target's layers by those that they leave, speculators by those that they enter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from saccade.draft.heads.dflash import DFlash
+from saccade.draft.heads.dflash2 import DFlash2
 from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.published.eagle3 import DRAFT_VOCAB, SPECULATORS, token_ids, unnested
@@ -26,7 +27,7 @@ from saccade.draft.heads.published.released import (
 )
 from saccade.errors import ModelError
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 ASSISTANT = "muse_glimmer_assistant"
 """Model type of transformers' own DFlash heads."""
 _OUTER = {"fc.weight": "fc.weight", "hidden_norm.weight": "context_norm.weight", "norm.weight": "norm.weight"}
@@ -43,6 +44,8 @@ def dflash_layout(values: Values) -> ReleasedLayout | None:
     names = " ".join(map(str, values.get("architectures") or ()))
     if (values.get("dflash_config") or {}).get("projector_type") == "dspark" or "DSpark" in names:
         return ReleasedLayout("DSpark (DeepSpec, SpecForge)", lambda _: DSpark, _translate)
+    if ARCHITECTURE_2 in names:
+        return ReleasedLayout("DFlash 2 (z-lab)", lambda _: DFlash2, _translate)
     if ARCHITECTURE in names:
         return ReleasedLayout("DFlash (z-lab, SpecForge)", lambda _: DFlash, _translate)
     return None
@@ -72,10 +75,21 @@ def _short(name: str) -> str:
     return name.removeprefix("markov_head.").replace("confidence_head.proj.", "confidence_proj.")
 
 
+def _dflash2(released: Released, weights: Weights) -> tuple[dict[str, str], dict[str, Any]]:
+    """Names of the weights that DFlash 2 adds, theirs -> ours, and its options."""
+    parts = [f"{name}_conv.{part}" for name in ("attention", "mlp") for part in _CONVOLUTION]
+    places = range(released.number("num_hidden_layers"))
+    names = {f"layers.{place}.{part}": f"stack.{place}.{part}" for place in places for part in parts}
+    names |= {f"candidate_selector.{part}": f"candidate_selector.{part}" for part in _SELECTOR}
+    return names, {name: released.number(name) for name in DFlash2.defaults if name not in DFlash.defaults}
+
+
+_CONVOLUTION = ("base_kernel", "kernel_projection.weight")
+_SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
 More = Callable[[Released, Weights], tuple[dict[str, str], dict[str, Any]]]
-KINDS: dict[str, type[DFlash]] = {"dflash": DFlash, "dspark": DSpark}
+KINDS: dict[str, type[DFlash]] = {"dflash": DFlash, "dspark": DSpark, "dflash2": DFlash2}
 """Names of the kinds in speculators."""
-MORE: dict[type[DFlash], More] = {DSpark: _dspark}
+MORE: dict[type[DFlash], More] = {DSpark: _dspark, DFlash2: _dflash2}
 """What kinds have beside DFlash: names of weights, theirs -> ours, and options."""
 
 
@@ -85,7 +99,11 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     kind = cast("type[DFlash]", layout.kind(released.values))
     released, options = _settings(released, kind)
     values, count = released.values, released.number("num_hidden_layers")
-    released.check_settings(num_hidden_layers=count, use_sliding_window=values.get("use_sliding_window"))
+    windowed = [place for place, near in enumerate(_windowed(released, count)) if near]
+    only = {"num_hidden_layers": count, "use_sliding_window": values.get("use_sliding_window")}
+    if len(windowed) < count:
+        only |= {"is_causal": False, "causal": False}
+    released.check_settings(**only)
     names, biases = dict(_OUTER), dict[str, str]()
     for place in range(count):
         theirs, ours = f"layers.{place}.", f"stack.{place}."
@@ -94,11 +112,12 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     weights = {_NESTED.get(name, name): weight for name, weight in released.weights.items()}
     more, further = MORE[kind](released, weights) if kind in MORE else ({}, {})
     own = {"lm_head.weight": "lm_head.weight", "d2t": "token_ids"}
-    ours_by_name = replace(released, weights=weights).renamed({**names, **biases, **more, **own}, names, _UNUSED)
+    ours_by_name = replace(released, weights=weights).renamed(
+        {**names, **more, **biases, **own}, {**names, **more}, _UNUSED
+    )
     has_own = "lm_head.weight" in ours_by_name
     vocabulary = released.number(DRAFT_VOCAB, len(ours_by_name["lm_head.weight"])) if has_own else 0
     mrope = released.shape.uses_mrope and "mrope_section" in rope_settings(values)
-    windowed = [place for place, near in enumerate(_windowed(released, count)) if near]
     config = released.block_config(
         kind,
         mrope,
@@ -144,10 +163,12 @@ def _settings(released: Released, kind: type[DFlash]) -> tuple[Released, dict[st
     if SPECULATORS in values:
         values = unnested(released, needs_residual=False)
         layers = values.get("aux_hidden_state_layer_ids")
-        ahead = bool(values.get("sliding_window_non_causal"))
+        ahead = bool(values.get("sliding_window_non_causal", kind is DFlash2))
     else:
         named = values.get("target_layer_ids") or nested.get("target_layer_ids")
-        layers, ahead = [layer + 1 for layer in named or ()], True
+        layers = [layer + 1 for layer in named or ()]
+        usual = values.get("model_type") != ASSISTANT and values.get("layer_types") is not None
+        ahead = not values.get("is_causal", nested.get("causal", usual))
     released = replace(released, values={**nested, **values})
     if values.get("vocab_size") is not None:
         released.check_target("vocabulary", released.number("vocab_size"), released.shape.vocab_size)
