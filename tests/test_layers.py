@@ -77,16 +77,16 @@ NAMESAKES = {
 PARTS = {
     "cli": (("cli",), 2_002),
     "serve": (("serve",), 3_500),
-    "training": (("train", "distill"), 4_834),
+    "training": (("train", "distill"), 4_863),
     "measuring": (("bench", "theory", "memory_plan"), 3_811),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
     "checkpoints": (("checkpoints", "evaluators"), 1_230),
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 22_953
+CORE = 23_141
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 43_327, 7_222
+TESTS, TOOLS = 43_681, 7_222
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

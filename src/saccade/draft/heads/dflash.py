@@ -45,7 +45,7 @@ class DFlashBlock(nn.Module):
     def attend(self, normed: Tensor, at: Placement, features: Tensor | None, over: Placement | None) -> Tensor:
         """The attention's output ``[B, N, d]``, of the same arguments behind the first norm."""
         entries = normed if features is None else torch.cat([features, normed], 1)
-        return self.self_attn(normed, at, self.place, entries, at if over is None else over)  # type: ignore[no-any-return]
+        return self.self_attn(normed, at, self.place, entries, at if over is None else over)
 
 
 class DFlash(Head):

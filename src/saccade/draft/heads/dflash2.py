@@ -77,7 +77,8 @@ class CandidateSelector(nn.Module):
     def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
         """Scores ``[A, W, K]`` of candidates ``[A, K]`` behind tokens ``[A, W]``, of a slot's state ``[A, 1, d]``."""
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        return context @ self.successor_codebook[candidates].mT
+        scores: Tensor = context @ self.successor_codebook[candidates].mT
+        return scores
 
 
 class DFlash2(DFlash):

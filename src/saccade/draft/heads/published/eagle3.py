@@ -65,7 +65,10 @@ def eagle3_layout(values: Values) -> ReleasedLayout | None:
 def _kind(values: Values) -> type[Eagle3]:
     algorithm = values.get(SPECULATORS)
     if algorithm not in (None, "eagle3"):
-        raise ModelError(f"Speculators of the type {algorithm!r} are not supported; expected eagle3, peagle or dflash.")
+        raise ModelError(
+            f"Speculators of the type {algorithm!r} are not supported; expected eagle3, peagle, dflash, dflash2 or "
+            "dspark."
+        )
     return Eagle3
 
 
