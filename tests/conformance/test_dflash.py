@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
+from architectures import ARCHITECTURES
 from families import FAMILIES, IMAGE, VOCAB, reference_greedy
 from heads_kit import POLICIES, Text, prompts, target
 from saccade.draft.heads.dflash import DFlash
@@ -158,6 +159,12 @@ def test_blocks_are_those_of_transformers(name: str, folder: Path, monkeypatch: 
     common = [text for text in ours if theirs.get(text)]
     assert len(common) > rows * NEW // 4
     assert [ours[text] for text in common] == [theirs[text][: len(ours[text])] for text in common]
+
+
+def test_blocks_leave_out_the_norm_of_the_targets_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "muse_glimmer", ARCHITECTURES["muse_glimmer"])
+    model_of("muse_glimmer").save_pretrained(tmp_path)
+    test_blocks_are_those_of_transformers("muse_glimmer", tmp_path, monkeypatch, 1)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,7 @@ DAMAGE = {
         without("layers.1.mlp_conv.kernel_projection.weight"),
         r"lacks the weight layers.1.mlp_conv.kernel_projection.weight; copy",
     ),
+    "embeddings": (edited(input_embedding_scale=-1), r"has input_embedding_scale -1; expected a number above 0"),
     "causal": (edited(is_causal=True), r"has is_causal True, which is not supported; expected False"),
 }
 
@@ -249,6 +251,21 @@ def test_layers_with_windows_are_causal_unless_the_folder_denies_it(known: bool 
     values |= {**causal, "layer_types": ["sliding_attention"] * 2}
     (place / "config.json").write_text(json.dumps(values))
     assert load_head(place, target("llama")).config.options["ahead"] == (known is False)
+
+
+def test_embeddings_are_the_tables_rows_times_the_folders_factor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, chains = written("gemma3", tmp_path), []
+    factor = target("gemma3").text_config.hidden_size ** 0.5  # Gemma's own
+    for scale in (1, 2 * factor, factor):
+        edited(input_embedding_scale=scale)(place)
+        head = load_head(place, target("gemma3"))
+        with monkeypatch.context() as patch:
+            chains.append([tree.tokens.tolist() for tree in grown("gemma3", head, patch).values()])
+    head.config = replace(head.config, options={**head.config.options, "embedding_scale": 0.0})
+    of_the_decoder = [tree.tokens.tolist() for tree in grown("gemma3", head, monkeypatch).values()]
+    assert [chain == of_the_decoder for chain in chains] == [False, False, True]
 
 
 def new_head(model: Target, **options: Any) -> DFlash2:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Attention, GatedMLP, RMSNorm
@@ -72,8 +73,16 @@ class DFlash(Head):
         "window": 0,  # positions up to which layers ``windowed`` attend back; 0 without such
         "windowed": [],
         "ahead": (False, True),  # whether these see the tokens of the block behind them
+        "embedding_scale": 0.0,  # factor of the target's embedding table; 0 for embeddings as its decoder gets them
     }
-    loaded_only: ClassVar[tuple[str, ...]] = ("own_vocabulary", "positions", "window", "windowed", "ahead")
+    loaded_only: ClassVar[tuple[str, ...]] = (
+        "own_vocabulary",
+        "positions",
+        "window",
+        "windowed",
+        "ahead",
+        "embedding_scale",
+    )
     is_shown_visual = False
 
     def __init__(self, config: HeadConfig) -> None:
@@ -215,6 +224,13 @@ class DFlashDraftSession(HeadDraftSession):
     def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
         self._block.remember(features, at)
         return features
+
+    def _words(self, tokens: Tensor) -> Tensor:
+        scale: float = self._block.config.options["embedding_scale"]
+        if not scale:
+            return super()._words(tokens)
+        rows = F.embedding(tokens, self._drafter.target.model.get_input_embeddings().weight)
+        return rows.to(self._like.dtype) * scale
 
     def _embed(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         return self._like.new_empty(*tokens.shape, 0)

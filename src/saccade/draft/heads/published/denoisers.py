@@ -168,7 +168,8 @@ def _settings(released: Released, kind: type[DFlash]) -> tuple[Released, dict[st
         named = values.get("target_layer_ids") or nested.get("target_layer_ids")
         layers = [layer + 1 for layer in named or ()]
         usual = values.get("model_type") != ASSISTANT and values.get("layer_types") is not None
-        ahead = not values.get("is_causal", nested.get("causal", usual))
+        said = (values.get("is_causal"), nested.get("causal"), usual)
+        ahead = not next(causal for causal in said if causal is not None)
     released = replace(released, values={**nested, **values})
     if values.get("vocab_size") is not None:
         released.check_target("vocabulary", released.number("vocab_size"), released.shape.vocab_size)
@@ -180,5 +181,8 @@ def _settings(released: Released, kind: type[DFlash]) -> tuple[Released, dict[st
             f"{title} has mask_token_id {mask!r} in its config.json; expected an id below {released.shape.vocab_size}."
         )
     from_anchor = bool(released.values.get("sample_from_anchor", kind is DSpark))
+    scale = released.values.get("input_embedding_scale", 1)
+    if type(scale) not in (int, float) or scale <= 0:
+        raise ModelError(f"{title} has input_embedding_scale {scale!r}; expected a number above 0.")
     options = {"block": released.number("block_size"), "mask_token": mask, "from_anchor": from_anchor, "ahead": ahead}
-    return released, {**options, "layers": tuple(layers), "states": len(layers)}
+    return released, {**options, "embedding_scale": float(scale), "layers": tuple(layers), "states": len(layers)}
