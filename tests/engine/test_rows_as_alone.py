@@ -64,7 +64,8 @@ def requests(method: str, count: int, seed: int, longest: int) -> list[dict[str,
             request["repetition_penalty"] = 1.2
         if rng.random() < 0.15:
             request["stop_strings"] = ["."]
-        if rng.random() < 0.1:
+        # A fault ends a row where a tree first reaches it; suffix decoding's trees depend on earlier answers.
+        if method != "suffix" and rng.random() < 0.1:
             request["logits_processor"] = [stateless(Fails(len(prompt) + rng.randint(1, 10)))]
         made.append(request)
     return made
