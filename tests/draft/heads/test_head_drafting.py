@@ -243,10 +243,10 @@ def changed(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> 
 
 
 def siblings_see_each_other(patch: Patch) -> None:
-    def blurred(right: Any, self: Any, cache: Any, rows: Any, count: int, mask: Tensor | None) -> None:
+    def blurred(right: Any, self: Any, cache: Any, rows: Any, count: int, mask: Tensor | None, *more: Any) -> None:
         if cache is getattr(self, "memory", cache):  # DREAM's: as released, in the cross-attention
             mask = None if mask is None else torch.ones_like(mask)
-        right(self, cache, rows, count, mask)
+        right(self, cache, rows, count, mask, *more)
 
     changed(patch, HeadDraftSession, "_lay", blurred)
 
