@@ -13,10 +13,11 @@ from saccade.methods import METHODS, is_lossless, options
 from saccade.methods.settings import GROUPS, TREES, about, table
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
+LIKELIEST = {"tree": "oneshot", "total": 25, "floor": 0.04, "max_depth": 16, "rule": "exact", "copied": 0}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle2": GROWN,
     "eagle3": GROWN,
-    "peagle": {"tree": "oneshot", "total": 25, "floor": 0.04, "max_depth": 8, "rule": "exact", "copied": 0},
+    "peagle": {**LIKELIEST, "max_depth": 8},
     "msd": GROWN,
     "vispec": {**GROWN, "top": 8, "max_depth": 4, "total": 30},
     "hivis": GROWN,
@@ -24,9 +25,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"tree": "static", "rule": "exact", "copied": 0},
     "hydra": {"tree": "static", "rule": "exact", "copied": 0},
     "kangaroo": {"tree": "confident", "gamma": 6, "confidence": 0.6, "rule": "exact", "copied": 0},
-    "dspark": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
-    "dflash": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
-    "dflash2": {"tree": "chain", "gamma": 7, "rule": "exact", "copied": 0},
+    "dspark": LIKELIEST,
+    "dflash": LIKELIEST,
+    "dflash2": LIKELIEST,
 }
 """Every kind of head -> the tree that it drafts by default."""
 

@@ -116,7 +116,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         recipe="dflash",
         summary="DFlash's head, with each draft token corrected by the one before it, and forecasts of acceptance",
         source="DSpark, as speculators and SpecForge release it",
-        settings={"tree": "chain", "gamma": 7},
+        settings={"tree": "oneshot", "tree=chain": {"gamma": 7}},
     ),
     "dflash": HeadKind(
         "dflash.DFlash",
@@ -125,7 +125,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         "denoising.DFlashFeeder",
         summary="a trained head denoises a block of mask tokens in one pass over the target's states",
         source="Chen et al. 2026, DFlash",
-        settings={"tree": "chain", "gamma": 7},
+        settings={"tree": "oneshot", "tree=chain": {"gamma": 7}},
     ),
     "dflash2": HeadKind(
         "dflash2.DFlash2",
@@ -135,7 +135,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         recipe="dflash",
         summary="DFlash's head with convolutions along the block, and candidates chosen by the token before",
         source="DFlash 2, as z-lab and speculators release it",
-        settings={"tree": "chain", "gamma": 7},
+        settings={"tree": "oneshot", "tree=chain": {"gamma": 7}},
     ),
 }
 """Kind -> its parts. Adding a head is one file and one entry here."""
