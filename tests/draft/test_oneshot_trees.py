@@ -35,7 +35,7 @@ SHARPNESS = (0.5, 1.0, 3.0)
 POLICIES = st.builds(
     OneShotTree,
     total=st.integers(1, 15),
-    floor=st.sampled_from([0.0, 0.001, 0.03, 0.1, 0.14, 0.4, 1.0]),
+    floor=st.sampled_from([0.0, 0.001, 0.03, 0.1, 0.14, 0.4, 0.9]),
     max_depth=st.integers(1, 5),
 )
 
