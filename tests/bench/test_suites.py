@@ -135,7 +135,7 @@ def test_a_number_of_prompts_given_by_hand_is_that_of_every_task() -> None:
     suite = SuiteOptions(suite=name, tasks="scene,prose").chosen(SizeOptions(per_task=5), DataOptions())
     assert [task.count or suite.per_task for task in suite.tasks] == [5, 5]
     alone = SuiteOptions(suite=name, tasks="prose").chosen(SizeOptions(), DataOptions())
-    assert alone.tasks[0].count == 24
+    assert alone.tasks[0].count == 40
 
 
 @pytest.mark.parametrize("source", ["task", "file"])
