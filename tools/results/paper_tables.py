@@ -74,7 +74,7 @@ def _draft_cost(method: Mapping[str, Any], costs: Costs) -> float | None:
 
 LAGS = (1, 2, 3, 4, 5)
 """Distances in steps at which certainty is compared with itself."""
-_FEWEST = 8
+FEWEST_STEPS = 8
 """Least number of steps in an answer for its autocorrelation to count."""
 
 
@@ -116,9 +116,9 @@ def persistences(run: RecordedRun) -> list[Persistence]:
     """One entry per method whose traces have a confidence."""
     found = []
     for method in dict.fromkeys(record.method for record in run.records):
-        series = [s for r in run.records if r.method == method and len(s := _confidences(r)) >= _FEWEST]
+        series = [s for r in run.records if r.method == method and len(s := _confidences(r)) >= FEWEST_STEPS]
         if series:
-            lags = tuple(_correlation(series, lag) for lag in LAGS)
+            lags = tuple(correlation(series, lag) for lag in LAGS)
             found.append(Persistence(method, len(series), lags))
     return found
 
@@ -128,12 +128,11 @@ def _confidences(record: Record) -> Array:
     return np.array([given[0] for given in values if given], np.float64)
 
 
-def _correlation(series: Sequence[Array], lag: int) -> Estimate:
-    """Pearson's coefficient of values ``lag`` steps apart, pooled over answers."""
+def correlation(series: Sequence[Array], lag: int, others: Sequence[Array] | None = None) -> Estimate:
+    """Pearson's coefficient of values and those (or ``others``) ``lag`` steps later in the same answer, pooled."""
     sums = []
-    for values in series:
-        centred = values - values.mean()
-        early, late = centred[:-lag], centred[lag:]
+    for values, later in zip(series, others or series, strict=True):
+        early, late = (values - values.mean())[:-lag], (later - later.mean())[lag:]
         sums.append([(early * late).sum(), (early**2).sum(), (late**2).sum()])
     table = np.array(sums)  # [answers, 3]
 
