@@ -60,7 +60,6 @@ def test_a_head_that_is_still_learning_is_not_reported(kind: str) -> None:
         ("eagle3", {"residual": "normed"}),
         ("eagle3", {"state_norms": "each"}),
         ("eagle3", {"feeds": "normed"}),
-        ("eagle2", {"norms": "block"}),
         ("msd", {"bias": True}),
         ("vispec", {"form": "released"}),
     ],

@@ -82,6 +82,32 @@ def test_one_step_of_eagle_is_its_formula_written_out() -> None:
     assert float(weighted) == pytest.approx(float(tally.loss.detach()), rel=1e-5)
 
 
+def test_noise_moves_features_in_training_alone_and_again_alike() -> None:
+    own = head("llava", "eagle2", norms="none")
+    batch, seen = entries(own), []
+    noisy = Eagle2Objective(noise=0.1)
+    with torch.no_grad():  # validation
+        assert torch.equal(noisy(own, batch, lm_head, 1).loss, Eagle2Objective()(own, batch, lm_head, 1).loss)
+    with own.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach())):  # type: ignore[func-returns-value]
+        noisy(own, batch, lm_head, 1)
+        noisy(own, batch, lm_head, 1)
+    moved = seen[0] - batch.features
+    assert torch.equal(*seen)
+    assert 0.09 < float(moved.max()) <= 0.1001 and -0.1001 <= float(moved.min()) < -0.09
+    assert abs(float(moved.mean())) < 0.01  # to both sides
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "other"), [("hivis", "block"), ("eagle2", "none")])
+def test_norms_of_the_inputs_make_their_scale_irrelevant(kind: str, other: str) -> None:
+    normed, bare = head("llava", kind, norms="all"), head("llava", kind, norms=other)
+    for own, is_same in ((normed, True), (bare, False)):
+        batch = entries(own)
+        out = causal(own, batch.features[0], batch.embeddings[0])
+        scaled = causal(own, 33 * batch.features[0], batch.embeddings[0] / 33)
+        assert torch.allclose(out, scaled, atol=0.05) == is_same  # eps
+
+
 def test_the_top_term_is_led_by_the_target() -> None:
     teacher = torch.tensor([[3.0, 2.0, 1.0, -5.0]])
     p = teacher.softmax(-1)[0]

@@ -110,6 +110,16 @@ def test_blocks_of_every_ablation(options: dict[str, Any], decoder: int, cross: 
 
 
 @torch.no_grad()
+def test_the_direct_path_and_the_attention_are_left_out_each_by_itself() -> None:
+    features, embeddings, at = given()
+    for cross, direct in ((0, False), (0, True), (1, False)):
+        head = dream("llava", cross=cross, direct=direct)
+        assert (head.direct is not None) == direct and len(head.cross) == cross
+        moved = head(features + 1, embeddings, at) - head(features, embeddings, at)
+        assert bool(moved.any()) == (direct or cross > 0)  # with neither, nothing of the target reaches the head
+
+
+@torch.no_grad()
 def test_only_rotary_positions_tell_where_a_feature_stands() -> None:
     features, embeddings, at = given()
     for rotary in (True, False):

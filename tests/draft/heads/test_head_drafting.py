@@ -107,7 +107,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("dream", {"gate": "replace"}),
     ("dream", {"initial": False}),
     ("dream", {"final": False}),
-    ("dream", {"cross": 0}),
+    ("dream", {"cross": 0}),  # the direct path alone
+    ("dream", {"cross": 0, "direct": False}),
+    ("dream", {"gate": "replace", "direct": False}),
+    ("hivis", {"norms": "all"}),
+    ("eagle2", {"norms": "none"}),
 ]
 
 

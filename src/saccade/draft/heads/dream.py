@@ -57,7 +57,7 @@ class Dream(Head):
             raise ModelError("A dream head needs its initial or its final block; leave out at most one.")
         self.is_released = options["form"] == "released"
         self.first = Block(config, 0, not self.is_released) if options["initial"] else None
-        width, direct = config.hidden_size, options["direct"] and options["cross"]
+        width, direct = config.hidden_size, options["direct"]
         self.direct_norm = RMSNorm(width, config.norm_eps) if direct else None
         self.direct = nn.Linear(width, width, bias=False) if direct else None
         self.cross = nn.ModuleList(

@@ -30,8 +30,8 @@ class Eagle2(Head):
     """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
 
     Every token has an entry; embeddings of visual tokens are the visual features that the target's decoder gets.
-    Positions are token indices. Both inputs are normalised: embeddings and features differ in scale by orders of
-    magnitude, and training stalls otherwise. Released heads have no such norms (`published.blocks`).
+    Positions are token indices. By default both inputs are normalised: embeddings and features differ in scale by orders
+    of magnitude. The paper's form, which released heads have (`published.blocks`), is ``norms="none"``.
     """
 
     kind: ClassVar[str] = "eagle2"
@@ -44,7 +44,7 @@ class Eagle2(Head):
         "norms": NORMS,
         "bias": (False, True),  # of the layer that mixes both inputs
     }
-    loaded_only: ClassVar[tuple[str, ...]] = ("norms", "bias")
+    loaded_only: ClassVar[tuple[str, ...]] = ("bias",)
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -179,18 +179,21 @@ class HiViS(Head):
 
     An entry's input is ``f w1 + e w2 + r^s w``: the feature f, the embedding e, and a learned vector for the draft step
     s. ``r^0`` is for entries with the target's feature, ``r^s`` for draft tokens s levels deep; deeper than trained,
-    the last one is reused. Positions are text positions without gaps for the hidden tokens.
+    the last one is reused. Positions are text positions without gaps for the hidden tokens. With ``norms="all"``, which
+    the paper lacks, f and e are normalised first.
     """
 
     kind: ClassVar[str] = "hivis"
-    defaults: ClassVar[Mapping[str, Any]] = {"after_image": AFTER_IMAGE}
+    defaults: ClassVar[Mapping[str, Any]] = {"after_image": AFTER_IMAGE, "norms": ("block", "all")}
     default_steps: ClassVar[int] = 4
     hides_visual = True
     is_shown_visual = False
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        width = config.hidden_size
+        width, normed = config.hidden_size, config.options["norms"] == "all"
+        self.feature_norm = RMSNorm(width, config.norm_eps) if normed else nn.Identity()
+        self.embedding_norm = RMSNorm(width, config.norm_eps) if normed else nn.Identity()
         self.w1 = nn.Linear(width, width, bias=False)
         self.w2 = nn.Linear(width, width, bias=False)
         self.w = nn.Linear(width, width, bias=False)
@@ -200,5 +203,6 @@ class HiViS(Head):
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         last = self.config.steps - 1
         index = step.clamp(max=last) if isinstance(step, Tensor) else min(step, last)
-        fused = self.w1(features) + self.w2(embeddings) + self.w(self.residuals[index])
+        fused = self.w1(self.feature_norm(features)) + self.w2(self.embedding_norm(embeddings))
+        fused = fused + self.w(self.residuals[index])
         return self.block(fused, at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -30,17 +30,25 @@ from saccade.train.objectives.losses import (
 class Eagle2Objective(FormedObjective):
     """SmoothL1 of the states and a tenth of the distribution's cross entropy (EAGLE, Section 4.2), over all steps.
 
-    EAGLE itself trains one step on noisy features; more steps on the head's own outputs match drafting better (HASS,
-    Section 3.2).
+    EAGLE itself trains one step on features with uniform noise of up to 0.1; more steps on the head's own outputs match
+    drafting better (HASS, Section 3.2).
     """
 
     TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution")
+
+    noise: float = 0.0  # largest value added to or taken from each element of a feature, drawn evenly
 
     states: float = 1.0  # weight of SmoothL1
     distribution: float = 0.1  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         weights = {"states": self.states, "distribution": self.distribution}
+        if self.noise and torch.is_grad_enabled():
+            features = entries.features
+            # seeded by the tokens, so that a resumed run draws the same
+            draws = torch.Generator(features.device).manual_seed(int(entries.following.sum()))
+            noise = 2 * torch.rand(features.shape, generator=draws, device=features.device) - 1
+            entries = replace(entries, features=features + self.noise * noise)
         return draft_loss(head, entries, lm_head, draft_steps, weights, form=self.form)
 
 
