@@ -77,14 +77,14 @@ NAMESAKES = {
 PARTS = {
     "cli": (("cli",), 2_002),
     "serve": (("serve",), 3_500),
-    "training": (("train", "distill"), 4_863),
+    "training": (("train", "distill"), 4_871),
     "measuring": (("bench", "theory", "memory_plan"), 3_811),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
     "checkpoints": (("checkpoints", "evaluators"), 1_230),
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 23_161
+CORE = 23_165
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 43_888, 7_763
 """Most lines of the tests, and of tools and benchmarks together."""

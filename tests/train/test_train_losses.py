@@ -93,7 +93,8 @@ def test_noise_moves_features_in_training_alone_and_again_alike() -> None:
         noisy(own, batch, lm_head, 1)
     moved = seen[0] - batch.features
     assert torch.equal(*seen)
-    assert 0.09 < float(moved.max()) <= 0.1001 and -0.1001 <= float(moved.min()) < -0.09
+    assert 0.09 < float(moved.max()) <= 0.1001
+    assert -0.1001 <= float(moved.min()) < -0.09
     assert abs(float(moved.mean())) < 0.01  # to both sides
 
 

@@ -72,8 +72,8 @@ def obstacle(head: Head, target: Target, to: str) -> str | None:
     if isinstance(head, Eagle2):
         if options["norms"] == "all":
             return (
-                "both inputs have norms, without which it does not train here, and the layout has none; train an "
-                "eagle3 head, which every layout holds"
+                "both inputs have norms, and the layout has none; train one with head.norms=none, or an eagle3 head, "
+                "which every layout holds"
             )
         if options.get("text_only") or options.get("features", "target") != "target" or options.get("blocks", 1) != 1:
             return "text_only, features and blocks have no place in it"

@@ -114,7 +114,7 @@ def test_the_direct_path_and_the_attention_are_left_out_each_by_itself() -> None
     features, embeddings, at = given()
     for cross, direct in ((0, False), (0, True), (1, False)):
         head = dream("llava", cross=cross, direct=direct)
-        assert (head.direct is not None) == direct and len(head.cross) == cross
+        assert (head.direct is not None, len(head.cross)) == (direct, cross)
         moved = head(features + 1, embeddings, at) - head(features, embeddings, at)
         assert bool(moved.any()) == (direct or cross > 0)  # with neither, nothing of the target reaches the head
 

@@ -470,12 +470,6 @@ def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monk
     assert own.cache.capacity(0) == own.memory.capacity(0) - (len(prompt) - words - kept)
 
 
-def test_without_cross_attention_the_features_are_not_looked_at() -> None:
-    head = random_head("llava", "dream", cross=0)
-    x = torch.randn(1, 5, head.config.hidden_size)
-    assert torch.equal(head(x, x, causal(5)), head(x.flip(1), x, causal(5)))
-
-
 def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: Patch) -> None:
     pending: list[int] = []
 

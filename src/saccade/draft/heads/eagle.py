@@ -30,7 +30,7 @@ class Eagle2(Head):
     """Feature-level autoregression (Li et al. 2024, EAGLE, Section 4.1; EAGLE-2 keeps the head).
 
     Every token has an entry; embeddings of visual tokens are the visual features that the target's decoder gets.
-    Positions are token indices. By default both inputs are normalised: embeddings and features differ in scale by orders
+    Positions are token indices. Both inputs are normalised, because embeddings and features differ in scale by orders
     of magnitude. The paper's form, which released heads have (`published.blocks`), is ``norms="none"``.
     """
 
