@@ -23,7 +23,6 @@ from heads_kit import (
     EVERY,
     POLICIES,
     Recording,
-    causal,
     drafting,
     dropped_of,
     engine,
