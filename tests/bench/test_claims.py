@@ -2,108 +2,164 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from fake_runs import make_run
 
+from saccade.bench.metrics import Estimate
 from saccade.bench.records import Record, RecordedRun
-from tools.results import claims
-from tools.results.claims import compare
+from saccade.bench.suites import load
+from saccade.errors import SaccadeError
+from tools.results.catalogue import measurements
+from tools.results.claims import CURVES, FEWEST, MEASURES, Claim, OrderComparison, verdicts, with_claims
+
+METHODS = ("plain", "chain", "dynamic-tree", "prompt-lookup", "lvspec")
 
 
-def claimed(*orders: list[Any], by: str = "block efficiency", least: float = 1.0, **settings: Any) -> RecordedRun:
+def claimed(
+    *orders: list[Any], by: str = "block efficiency", least: float = 1.0, prompts: int = FEWEST, **settings: Any
+) -> RecordedRun:
     """A made-up run whose suite has these claims; dynamic-tree accepts more than chain, chain more than lookup."""
-    made = make_run(prompts=24, methods=("plain", "chain", "dynamic-tree", "prompt-lookup", "lvspec"), **settings)
-    levels = [[level if isinstance(level, list) else [level] for level in order] for order in orders]
-    found = [{"order": order, "by": by, "least": least} for order in levels]
-    return replace(made, header=replace(made.header, config={**made.header.config, "claims": found, "mirrors": "X, T"}))
+    made = make_run(prompts=prompts, methods=METHODS, repeats=1, **settings)
+    found = [asdict(Claim(f"claim {n}", "-", order, by, least)) for n, order in enumerate(orders, 1)]
+    return replace(made, header=replace(made.header, config={**made.header.config, "claims": found}))
 
 
 def records(run: RecordedRun, method: str) -> list[Record]:
     return [r for r in run.records if r.method == method]
 
 
+def judged(low: float, high: float, least: float = 1.0, prompts: int = FEWEST) -> str:
+    return OrderComparison("a", "b", Estimate((low + high) / 2, low, high, prompts), least).judgement
+
+
 def test_an_order_that_holds_says_by_how_much() -> None:
-    (verdict,) = claims.verdicts(claimed(["dynamic-tree", "chain", "prompt-lookup"]))
-    assert verdict.outcome == "holds"
+    (verdict,) = verdicts(claimed(["dynamic-tree", "chain", "prompt-lookup"]))
+    assert verdict.judgement == "holds"
     assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "chain"), ("chain", "prompt-lookup")]
-    first = verdict.comparisons[0].ratio
-    assert first.low is not None
-    assert 1 < first.low < first.value
-    assert verdict.sentence("X, T").startswith(
-        "The order of X, T, in block efficiency, dynamic-tree > chain > prompt-lookup, holds on this pair: "
-        f"dynamic-tree over chain {100 * (first.value - 1):+.1f} % ["
-    )
+    least = min(verdict.comparisons, key=lambda c: c.ratio.value)
+    assert least.ratio.low is not None
+    assert 1 < least.ratio.low < least.ratio.value
+    assert str(verdict).startswith(f"{least.ratio.value:.3f} [{least.ratio.low:.3f}, ")
+    assert str(verdict).endswith(f" ({least.above} / {least.below}), worst of 2")
 
 
-def test_reversed_and_partly_right_orders_are_named_so() -> None:
-    (verdict,) = claims.verdicts(claimed(["prompt-lookup", "chain"]))
-    assert verdict.outcome == "is reversed"
-    assert "(reversed)" in verdict.sentence("X, T")
-    (verdict,) = claims.verdicts(claimed(["dynamic-tree", ["chain", "prompt-lookup"], "lvspec"]))
-    assert verdict.outcome == "holds in 2 of 4 comparisons"
-    (verdict,) = claims.verdicts(claimed(["dynamic-tree", "gone", "prompt-lookup"]))
-    assert verdict.absent == ("gone",)
+def test_a_level_result_is_neither_reversed_nor_undecided() -> None:
+    assert judged(0.985, 1.029) == "level"
+    assert judged(1.005, 1.025, least=1.08) == "level", "1.5 % ahead where 8 % were claimed"
+    assert judged(0.975, 0.995) == "level", "behind, but by less than counts"
+    assert judged(0.96, 1.0) == "undecided"
+    assert judged(0.9, 0.969) == "does not"
+    assert judged(1.001, 1.02) == "holds", "all of it is above what was asked"
+    assert judged(1.0, 1.079, least=1.08) == "does not"
+    assert judged(0.985, 1.02, least=0.98) == "holds"
+    assert judged(0.971, 0.979, least=0.98) == "does not", "a bound below equal is no claim of being ahead"
+
+
+def test_fewer_than_forty_prompts_decide_nothing() -> None:
+    for low, high in ((1.2, 1.3), (0.99, 1.01), (0.5, 0.6)):
+        assert judged(low, high, prompts=FEWEST - 1) == "undecided"
+    (verdict,) = verdicts(claimed(["dynamic-tree", "prompt-lookup"], prompts=FEWEST - 1))
+    assert verdict.judgement == "undecided"
+    assert f"(dynamic-tree / prompt-lookup, {FEWEST - 1} prompts)" in str(verdict)
+    (verdict,) = verdicts(claimed(["dynamic-tree", "prompt-lookup"], prompts=1))
+    assert verdict.judgement == "undecided"
+    assert str(verdict).endswith("(dynamic-tree / prompt-lookup, 1 prompt)")
+
+
+def test_prompts_without_the_quantity_do_not_count() -> None:
+    """Answers that prefill gave alone have no pass, so that 45 prompts with 6 of those are 39."""
+    run = claimed(["dynamic-tree", "chain"], prompts=45)
+    early = {record.prompt_id for record in records(run, "chain")[:6]}
+    kept = [replace(r, stats={**r.stats, "accepted_histogram": []}) if r.prompt_id in early else r for r in run.records]
+    (verdict,) = verdicts(replace(run, records=kept))
+    assert verdict.worst is not None
+    assert verdict.worst.ratio.prompts == 39
+    assert verdict.judgement == "undecided"
+
+
+def test_a_claim_has_the_verdict_of_its_worst_comparison() -> None:
+    (verdict,) = verdicts(claimed(["prompt-lookup", "chain"]))
+    assert verdict.judgement == "does not"
+    (verdict,) = verdicts(claimed(["dynamic-tree", ["chain", "prompt-lookup"], "lvspec"]))
+    found = [c.judgement for c in verdict.comparisons]
+    assert sorted(found) == ["does not", "does not", "holds", "holds"]
+    assert verdict.judgement == "does not"
+    assert str(verdict).endswith("worst of 4")
+    (verdict,) = verdicts(claimed(["dynamic-tree", "gone", "prompt-lookup"]))
     assert [(c.above, c.below) for c in verdict.comparisons] == [("dynamic-tree", "prompt-lookup")]
-    assert verdict.sentence("X, T").endswith("; without gone.")
+    assert str(verdict).endswith(", without gone")
+    (verdict,) = verdicts(claimed(["gone", "chain"]))
+    assert (verdict.judgement, str(verdict)) == ("not measured", "-, without gone")
 
 
 def test_a_claim_about_some_tasks_reads_no_others() -> None:
-    run = claimed(["chain", "prompt-lookup"])
+    run = claimed(["chain", "prompt-lookup"], prompts=2 * FEWEST)
     worse = [replace(r, method="chain", task="chart") for r in records(run, "prompt-lookup") if r.task == "chart"]
     kept = [r for r in run.records if (r.method, r.task) != ("chain", "chart")]
     (claim,) = run.header.config["claims"]
-    both = [claim, {**claim, "tasks": ["scene"]}, {**claim, "tasks": ["chart"]}, {**claim, "tasks": ["receipt"]}]
-    run = replace(
-        run, records=[*kept, *worse], header=replace(run.header, config={**run.header.config, "claims": both})
-    )
-    every, scene, chart, receipt = claims.verdicts(run)
-    assert every.comparisons[0].tasks == (1, 2)
-    assert scene.outcome == "holds"
-    assert scene.comparisons[0].tasks == (1, 1)
-    assert "holds on this pair in scene: chain over" in scene.sentence("X, T")
+    config = {**run.header.config, "claims": [{**claim, "tasks": [task]} for task in ("scene", "chart", "receipt")]}
+    scene, chart, receipt = verdicts(replace(run, records=[*kept, *worse], header=replace(run.header, config=config)))
+    assert scene.judgement == "holds"
+    assert scene.comparisons[0].ratio.prompts == FEWEST
     assert chart.comparisons[0].ratio.value == 1
-    assert receipt.outcome == "was not measured"
+    assert receipt.judgement == "not measured"
 
 
-def test_equal_methods_and_one_prompt_decide_nothing() -> None:
+def test_equal_methods_are_level() -> None:
     run = claimed(["chain", "other"])
     twin = [replace(r, method="other") for r in records(run, "chain")]
-    (verdict,) = claims.verdicts(replace(run, records=[*run.records, *twin]))
-    assert verdict.outcome == "is undecided"
+    (verdict,) = verdicts(replace(run, records=[*run.records, *twin]))
+    assert verdict.judgement == "level"
     assert verdict.comparisons[0].ratio.value == 1
-    run = make_run(prompts=1, repeats=1)
-    found = compare(records(run, "dynamic-tree"), records(run, "prompt-lookup"), "a", "b", "block efficiency")
-    assert found is not None
-    assert found.judgement == "undecided"
-    assert "one prompt" in str(found)
 
 
 def test_a_bound_moves_the_boundary() -> None:
     """LVSpec's made-up answers keep less than all of the score, and more than half of it."""
-    (strict,) = claims.verdicts(claimed(["lvspec", "plain"], by="score"))
-    (loose,) = claims.verdicts(claimed(["lvspec", "plain"], by="score", least=0.5))
-    assert strict.outcome == "is reversed"
-    assert loose.outcome == "holds"
-    assert "by a factor of at least 0.5" in loose.sentence("X, T")
+    (strict,) = verdicts(claimed(["lvspec", "plain"], by="score"))
+    (loose,) = verdicts(claimed(["lvspec", "plain"], by="score", least=0.5))
+    assert strict.judgement == "does not"
+    assert loose.judgement == "holds"
 
 
 def test_speed_and_efficiency_are_different_quantities() -> None:
     run = claimed(["chain", "dynamic-tree"], slower={"dynamic-tree": 3.0})
-    by_tau = compare(records(run, "chain"), records(run, "dynamic-tree"), "a", "b", "block efficiency")
-    by_speed = compare(records(run, "chain"), records(run, "dynamic-tree"), "a", "b", "decoding speed")
-    assert by_tau is not None
-    assert by_speed is not None
-    assert (by_tau.judgement, by_speed.judgement) == ("reversed", "holds")
+    (by_tau,) = verdicts(run)
+    (by_speed,) = verdicts(claimed(["chain", "dynamic-tree"], by="decoding speed", slower={"dynamic-tree": 3.0}))
+    assert (by_tau.judgement, by_speed.judgement) == ("does not", "holds")
+
+
+def test_every_claim_is_short_and_has_the_paper_s_numbers_or_none() -> None:
+    for measurement in measurements():
+        for claim in measurement.suite.claims:
+            assert 0 < len(claim["says"].split()) <= 16, claim["says"]
+            assert claim["paper"] == "-" or any(c.isdigit() for c in claim["paper"]), measurement.name
+            assert claim["by"] in MEASURES
+
+
+def test_an_incomplete_or_repeated_claim_is_refused() -> None:
+    suite = load("quick")
+    with pytest.raises(SaccadeError, match="quick, claims: paper is missing"):
+        with_claims(suite.with_(claims=({"says": "x", "order": ["a", "b"]},)))
+    with pytest.raises(SaccadeError, match="two claims say the same"):
+        with_claims(suite.with_(claims=({"says": "x", "paper": "-", "order": ["a", "b"]},) * 2))
+
+
+def test_a_claim_that_names_a_task_or_all_has_prompts_enough_to_be_decided() -> None:
+    for measurement in measurements():
+        suite = measurement.suite
+        counts = {task.name: task.count or suite.per_task for task in suite.tasks}
+        for claim in suite.claims if not measurement.is_inflated else ():
+            assert sum(counts[name] for name in claim["tasks"] or counts) >= FEWEST, f"{suite.name}: {claim['says']}"
 
 
 def test_curves_are_compared_where_both_reach() -> None:
     """Curves of known shape: one is 10 % above the other at any speed, so that neither points nor range matter."""
 
     def point(label: str, accepted: int, score: float) -> list[Record]:
-        made = records(make_run(prompts=12, methods=("plain", "chain")), "chain")
+        made = records(make_run(prompts=FEWEST, methods=("plain", "chain")), "chain")
         kept = {"accepted_histogram": [0, 10], "new_tokens": 10 * accepted + 1}
         return [
             replace(r, method=label, stats={**r.stats, **kept}, scores={"fact": score * (1 + 0.01 * int(r.repeat))})
@@ -116,14 +172,14 @@ def test_curves_are_compared_where_both_reach() -> None:
     slow = [r for t in (2, 4, 8) for r in point(f"slow-{t}", t, line(t))]
     better = [r for t in (3, 6, 12) for r in point(f"better-{t}", t, 1.1 * line(t))]
     beyond = [r for t in (9, 11) for r in point(f"beyond-{t}", t, line(t))]
-    run = claimed(["better-*", "slow-*", "beyond-*"], by="score at equal tokens per pass")
-    (verdict,) = claims.verdicts(replace(run, records=[*run.records, *better, *slow, *beyond]))
+    run = claimed(["better-*", "slow-*", "beyond-*"], by=CURVES)
+    (verdict,) = verdicts(replace(run, records=[*run.records, *better, *slow, *beyond]))
     (found,) = verdict.comparisons
     assert (found.above, found.below, found.judgement) == ("better-*", "slow-*", "holds")
     assert found.ratio.value == pytest.approx(1.1)
-    swapped = compare(slow, better, "slow-*", "better-*", "score at equal tokens per pass")
+    swapped = MEASURES[CURVES](slow, better)
     assert swapped is not None
-    assert swapped.judgement == "reversed"
+    assert OrderComparison("slow-*", "better-*", swapped, 1.0).judgement == "does not"
 
 
 def test_the_interval_is_paired() -> None:
@@ -138,7 +194,7 @@ def test_the_interval_is_paired() -> None:
         stats = {**record.stats, "accepted_histogram": [22]}
         harder.append(replace(record, method="harder", stats=stats))
         record.stats["new_tokens"] = stats["new_tokens"] = 23 + 40 * number
-    found = compare(easy, harder, "chain", "harder", "block efficiency")
+    found = MEASURES["block efficiency"](easy, harder)
     assert found is not None
-    assert found.ratio.low == pytest.approx(1.1)
-    assert found.ratio.high == pytest.approx(1.1)
+    assert found.low == pytest.approx(1.1)
+    assert found.high == pytest.approx(1.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -11,19 +13,26 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+import typer
 from bench_kit import wrong
 
+import tools.heads.__main__ as heads_main
+import tools.results.__main__ as results_main
 from saccade.bench.records import FILE, RecordedRun
 from saccade.bench.runner import Runner
 from saccade.errors import InputError, SaccadeError
 from saccade.pocket import head_paths
+from tools import SETTINGS
 from tools.heads.catalogue import read as read_recipes
 from tools.heads.workshop import MARK as HEAD_MARK
+from tools.results import kept
 from tools.results.catalogue import measurements, suite_names
-from tools.results.measure import Report, Session, Setup
-from tools.results.pages import MARK, Folder
+from tools.results.measure import MARK, Report, Session, Setup
+from tools.results.pages import COLUMNS, INDEX, REASONS, publish, reasons
 
 NAMES = ("quick", "lvspec-2")
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 LINES: list[str] = []
 
 
@@ -53,86 +62,126 @@ def run(setup: Setup, names: tuple[str, ...] = NAMES) -> tuple[Session, Report]:
     return session, session.run([m.short() for m in measurements(names)])
 
 
-def published(session: Session, report: Report, docs: Path, names: tuple[str, ...] = NAMES) -> dict[str, str]:
-    session.folder.publish(docs, measurements(names), report.left_out)
-    return {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir()}
+def published(records: Path, docs: Path, names: tuple[str, ...] = NAMES) -> dict[str, str]:
+    publish(records, docs, measurements(names), LINES.append)
+    return {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir() if path.is_file()}
 
 
-def test_pages_open_with_the_verdict_and_the_index_lists_them(over: Setup, tmp_path: Path) -> None:
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_pages_open_with_the_verdicts_and_the_index_lists_them_by_paper(over: Setup, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "of-an-earlier-revision.md").write_text("old")
     session, report = run(over)
     assert report.measured == list(NAMES)
     assert not report.failed
-    pages = published(session, report, docs)
-    assert pages.keys() == {"README.md", "quick.md", "lvspec-2.md"}, "nothing of another revision stays"
+    pages = published(session.records, docs, (*NAMES, "tabed-1"))
+    assert pages.keys() == {INDEX, *(f"{name}.{kind}" for name in NAMES for kind in ("md", "csv"))}, "nothing old stays"
     title, _, verdict, *_ = pages["lvspec-2.md"].splitlines()
     assert title.startswith("# lvspec-2: ")
-    assert verdict.startswith("The order of LVSpec, Table 2, in block efficiency, LVSpec \\> LVSpec-no-PST, ")
+    assert verdict.startswith("Position shifts accept more: undecided, ")
+    assert "(LVSpec / LVSpec-no-PST, 2 prompts); with them 97 % of the score is kept: not measured" in verdict
     revision = json.loads((over.out / MARK).read_text())["environment"]["revision"]
-    for text in (pages["README.md"], pages["quick.md"]):
+    for text in (pages[INDEX], pages["quick.md"]):
         assert f"revision {revision}" in text
         assert "bfloat16 instructions, 1 thread;" in text
-    assert "[lvspec-2](lvspec-2.md)" in pages["README.md"]
-    assert "`python -m tools.results quick -t TARGET -d DRAFT --short --dtype float32`" in pages["quick.md"]
+    command = "`python -m tools.results quick -t TARGET -d DRAFT --short`"
+    assert f"{command}: 2 prompts, answers of at most 16 tokens, seed 0;" in pages["quick.md"]
+    papers, others = pages[INDEX].split("## Others")
+    assert "## LVSpec" in papers
+    assert "| [Table 2](lvspec-2.md): position shifts accept more | 7.76, 7.27 | " in papers
+    assert "| [quick](quick.md): The fastest row is " in others
+    assert "Not measured: tabed-1; `python -m tools.results NAME`" in others
     assert str(tmp_path) not in "".join(pages.values()), "no folder of this machine"
 
 
-def test_a_reason_stands_behind_the_verdict_that_it_explains(over: Setup, tmp_path: Path) -> None:
-    docs = tmp_path / "docs"
-    session, report = run(over, ("lvspec-2",))
-    found = re.search(
-        r"LVSpec-no-PST, (.*?) on this pair", published(session, report, docs, ("lvspec-2",))["lvspec-2.md"]
-    )
-    assert found is not None
-    for outcome, is_shown in ((found[1], True), ("holds in 7 of 9 comparisons", False)):
-        (docs / "reasons.toml").write_text(f'[lvspec-2]\noutcome = "{outcome}"\nwhy = "The moon\\nis full."\n')
-        pages = published(session, report, docs, ("lvspec-2",))
-        assert (pages["lvspec-2.md"].split("\n\n")[2] == "The moon is full.") == is_shown
-        assert any("reasons.toml explains why lvspec-2 holds in 7" in line for line in LINES) != is_shown
-        assert "reasons.toml" in pages, "it outlasts the pages"
-    (docs / "reasons.toml").write_text("[lvspec-2]\nbecause = 1\n")
-    with pytest.raises(SaccadeError, match=r"reasons\.toml, lvspec-2: unknown key 'because'"):
-        published(session, report, docs, ("lvspec-2",))
+def test_a_page_has_one_short_table_and_its_file_every_number(measured: Path, tmp_path: Path) -> None:
+    pages = published(measured / kept.FOLDER, tmp_path / "docs")
+    for name in NAMES:
+        rows = [line.strip("| ").split(" | ") for line in pages[f"{name}.md"].splitlines() if line.startswith("|")]
+        assert sum(row[0] == "method" for row in rows) == 1
+        assert len(rows[0]) == len(rows[2]) <= len(COLUMNS) == 6
+        numbers = list(csv.DictReader(io.StringIO(pages[f"{name}.csv"])))
+        plain = {row["quantity"] for row in numbers if (row["method"], row["task"]) == ("plain", "scene")}
+        assert {"tokens/s", "block efficiency", "verified/token"} <= plain, "also by task"
+        assert {"comparison", "milliseconds by stage", "step times"} <= {row["section"] for row in numbers}
+    claim = next(row for row in numbers if row["section"] == "claim: position shifts accept more")
+    assert claim["method"] == "LVSpec / LVSpec-no-PST"
+    assert f"{claim['value']} \\[{claim['low']}, {claim['high']}\\]" in pages["lvspec-2.md"]
 
 
-def test_pages_are_computed_anew_from_the_records_and_name_both_revisions(
+def test_kept_records_render_the_same_bytes_anywhere(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(measured, out)
-    found = measurements(NAMES)
-    before = {name: (out / "pages" / f"{name}.md").read_text() for name in NAMES}
+    docs = tmp_path / "docs"
+    published(measured / kept.FOLDER, docs)
+    before = contents(docs)
+    assert {f"records/{name}.jsonl.xz" for name in NAMES} <= before.keys()
     monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab+")
-    folder = Folder(out, LINES.append)
-    with pytest.raises(SaccadeError, match="changes that are not committed"):
-        folder.render(found)
-    monkeypatch.setattr("saccade.environment.revision", lambda: "0123456789ab")
-    monkeypatch.setattr("saccade.bench.metrics.passes", lambda record: 1)
-    folder.render(found)
-    for name, text in before.items():
-        now = (out / "pages" / f"{name}.md").read_text()
-        assert "Computed from the records by revision 0123456789ab." in now
-        assert now.splitlines()[0] == text.splitlines()[0]
-        assert re.sub(r" Computed from [^.]*\.", "", now) != text, "by the present definition of a pass"
-    folder.publish(tmp_path / "docs", found, {})
-    revision = json.loads((out / MARK).read_text())["environment"]["revision"]
-    index = (tmp_path / "docs" / "README.md").read_text()
-    assert f"All of revision {revision}; " in index
-    assert "Computed from the records by revision 0123456789ab." in index
+    monkeypatch.setattr("saccade.cpu.has_instructions", lambda dtype: pytest.fail("asks the machine that renders"))
+    publish(docs / kept.FOLDER, docs, measurements(NAMES), LINES.append)
+    assert contents(docs) == before
+    found = kept.read(kept.path_of(docs / kept.FOLDER, "quick"))
+    kept.keep(tmp_path / "again.xz", found, found.header.places)
+    assert (tmp_path / "again.xz").read_bytes() == before["records/quick.jsonl.xz"]
+    assert not any(record.question or record.text or record.tokens for record in found.records)
+    with pytest.raises(SaccadeError, match="holds no records of pages"):
+        publish(tmp_path / "nothing", docs, measurements(NAMES), LINES.append)
 
 
-def test_a_figure_s_page_has_its_drawings(setup: Setup, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_published_pages_are_what_their_kept_records_render(tmp_path: Path) -> None:
+    if not (RESULTS / kept.FOLDER).is_dir():
+        assert "The records of these pages are not kept" in (RESULTS / INDEX).read_text(encoding="utf-8")
+        return
+    shutil.copytree(RESULTS, tmp_path / "docs")
+    publish(tmp_path / "docs" / kept.FOLDER, tmp_path / "docs", measurements(), LINES.append)
+    assert contents(tmp_path / "docs") == contents(RESULTS)
+
+
+def test_a_reason_stands_where_it_explains_and_nowhere_else(over: Setup, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    session, _ = run(over, ("lvspec-2",))
+    covers = '{ lvspec-2 = ["position shifts accept more"], tabed-1 = ["other"] }'
+    for verdict, is_shown in (("undecided", True), ("does not", False)):
+        why = 'cause = "the moon\\nis full"\nshown = "Look up."'
+        (docs / REASONS).write_text(f'[[reason]]\nverdicts = ["level", "{verdict}"]\n{why}\ncovers = {covers}\n')
+        LINES.clear()
+        pages = published(session.records, docs, ("lvspec-2",))
+        paragraph = "**Why** (position shifts accept more): the moon is full. Look up."
+        assert (pages["lvspec-2.md"].split("\n\n")[2] == paragraph) == is_shown
+        row, other = (line for line in pages[INDEX].splitlines() if "(lvspec-2.md): " in line)
+        assert row.endswith("| [the moon is full](lvspec-2.md) |") == is_shown
+        assert other.endswith("| not measured |  |"), "a claim that it does not cover"
+        assert any("'position shifts accept more', is left out" in line for line in LINES) != is_shown
+        assert REASONS in pages, "it outlasts the pages"
+    (docs / REASONS).write_text("[[reason]]\nbecause = 1\n")
+    with pytest.raises(SaccadeError, match=r"reasons\.toml, reason 1: unknown key 'because'"):
+        published(session.records, docs, ("lvspec-2",))
+
+
+def test_every_reason_covers_claims_that_there_are() -> None:
+    claims = {m.name: {claim["says"] for claim in m.suite.claims} for m in measurements()}
+    for reason in reasons(RESULTS):
+        assert set(reason.verdicts) <= {"level", "undecided", "does not"}
+        for page, says in reason.covers.items():
+            assert set(says) <= claims[page], page
+
+
+def test_a_figure_s_page_has_its_most_telling_drawing(setup: Setup, tmp_path: Path) -> None:
     names = ("tabed-figure-3",)
     session, (measurement,) = Session(setup, LINES.append), measurements(names)
     small = measurement.short().suite
     small = small.with_(trace=1, tasks=small.tasks[:1], methods=(small.methods[0], *small.methods[-2:]))
-    pages = published(session, session.run([replace(measurement, suite=small)]), tmp_path / "docs", names)
-    shown = re.findall(r"!\[.*\]\((.*)\)", pages["tabed-figure-3.md"])
-    assert len(shown) >= 2
-    assert "![Weights of the views](tabed-figure-3-" in pages["tabed-figure-3.md"]
-    assert all(pages[file].startswith('<svg xmlns="http://www.w3.org/2000/svg" ') for file in shown)
+    assert session.run([replace(measurement, suite=small)]).measured
+    pages = published(session.records, tmp_path / "docs", names)
+    assert re.findall(r"!\[.*\]\(.*\)", pages["tabed-figure-3.md"]) == ["![Weights of the views](tabed-figure-3.svg)"]
+    assert pages["tabed-figure-3.svg"].startswith('<svg xmlns="http://www.w3.org/2000/svg" ')
+    assert "\nweight of the first view,scene,TABED-MT,1/5," in pages["tabed-figure-3.csv"]
 
 
 def test_a_stopped_run_resumes_without_repeating_an_answer(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +240,6 @@ def test_a_suite_without_its_heads_names_the_command_and_the_rest_runs(over: Set
     assert report.measured == ["quick"]
     command = f"`python -m tools.heads hivis pictures-alone -t {setup.target} -d {setup.drafter} --out {setup.models}`"
     assert f"[1/2] hivis-figure-7: left out, because 2 heads must be trained first: {command}" in LINES
-    text = published(session, report, tmp_path / "docs", ("hivis-figure-7", "quick", "tabed-1"))["README.md"]
-    assert "- hivis-figure-7: its heads hivis, pictures-alone are not trained; `make heads` trains them." in text
-    assert "- tabed-1: left for later; `python -m tools.results tabed-1` measures it." in text
-    assert str(tmp_path) not in text
     plan = session.plan([m.short() for m in measurements(("quick", "hivis-2"))])
     assert plan.startswith("quick: 10 answers; measured\nhivis-2: 30 answers; left out, because 6 heads")
     assert plan.splitlines()[-1].startswith("0 answers are left; about ")
@@ -230,7 +275,7 @@ def test_pages_of_shipped_heads_take_those_and_all_others_the_trained_ones_with_
 
 def test_a_method_that_loses_exactness_fails_its_suite_alone(over: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(over.out / "quick")
-    (over.out / "pages" / "quick.md").unlink()
+    kept.path_of(over.out / kept.FOLDER, "quick").unlink()
     prepared = Session.prepared
 
     def planted(self: Session, measurement: Any) -> Any:
@@ -244,7 +289,7 @@ def test_a_method_that_loses_exactness_fails_its_suite_alone(over: Setup, monkey
     assert report.measured == ["lvspec-2"]
     assert "chain" in report.failed["quick"]
     assert report.failed["tabed-2"] == "RuntimeError: out of memory"
-    assert not (over.out / "pages" / "quick.md").exists()
+    assert not kept.path_of(over.out / kept.FOLDER, "quick").exists()
 
 
 ONE_PASS = {"peagle", "dflash", "dspark"}
@@ -255,3 +300,23 @@ def test_every_suite_has_a_page_and_every_head_a_recipe() -> None:
     found = measurements()
     assert {m.suite.name for m in found} == set(suite_names())
     assert {head for m in found for head in m.heads} | ONE_PASS == set(read_recipes().heads)
+
+
+def test_a_page_is_measured_again_without_any_flag(setup: Setup) -> None:
+    """The settings of published pages are the defaults, so that a page's command needs no option."""
+    session = Session(replace(setup, target="pocket", drafter=None, **SETTINGS["results"]))
+    session._setup = replace(session._setup, short=False)
+    (measurement,) = measurements(["sage-4"])
+    assert session._command(measurement) == "python -m tools.results sage-4"
+    assert session._command(measurement.with_prompts(3)) == "python -m tools.results sage-4 --per-task 3"
+    vlm = session._setup.load("pocket", {})
+    assert vlm.draft_model is not None
+    models = (vlm.target.model, vlm.draft_model.model)
+    assert {p.dtype for model in models for p in model.parameters()} == {torch.float32}
+    session._setup = replace(session._setup, dtype="bfloat16", threads=2)
+    assert session._command(measurement).endswith(" sage-4 --dtype bfloat16 --threads 2")
+    heads, results = (
+        {p.name: p.default for p in typer.main.get_command(module.app).params} for module in (heads_main, results_main)
+    )
+    assert SETTINGS["heads"].items() <= heads.items()
+    assert SETTINGS["results"].items() <= results.items()

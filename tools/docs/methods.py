@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ def _comparison(name: str, results: Path) -> Iterator[str]:
     """A paper's figures beside those of our page on the same table."""
     content = tomllib.loads(_FIGURES.read_text(encoding="utf-8"))[name]
     page, measure = content["page"], content["measure"]
-    ours = _measured(results / f"{page}.md")
+    ours = _measured(results / f"{page}.csv")
     paper: list[tuple[str, str]] = []  # column, key in a row
     if "paper" in content:
         paper = [("paper, speed-up", "speedup")] * content.get("speedup", True) + [(f"paper, {measure}", "tau")]
@@ -100,15 +101,15 @@ def _comparison(name: str, results: Path) -> Iterator[str]:
         yield "\nModels, prompts and hardware differ: compare orders, not sizes."
 
 
-def _measured(page: Path) -> dict[str, dict[str, str]]:
-    """First table of a page of results: by method, column to value with its interval."""
-    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def _measured(numbers: Path) -> dict[str, dict[str, str]]:
+    """Comparison of all tasks in a page's file of numbers: by method, quantity to value with its interval."""
+    with numbers.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["section"] == "comparison"]
     found: dict[str, dict[str, str]] = {}
-    for row in rows[2:]:
-        if row[0] == "method":  # the next table, of one task
-            break
-        found[row[0].removesuffix(" (lossy)")] = dict(zip(rows[0], row, strict=True))
+    for row in rows:
+        if row["task"] == rows[0]["task"]:
+            interval = f" [{row['low']}, {row['high']}]" if row["low"] else ""
+            found.setdefault(row["method"], {})[row["quantity"]] = row["value"] + interval
     return found
 
 

@@ -11,6 +11,7 @@ from saccade.cli import execute, screen
 from saccade.cli.option_groups import option
 from saccade.errors import InputError
 from saccade.methods.drafters import is_pocket
+from tools import SETTINGS
 
 app = typer.Typer(name="tools.heads", add_completion=False, rich_markup_mode="markdown")
 
@@ -23,14 +24,14 @@ def heads(
     drafter: str | None = option(
         None, "Its draft VLM, which makes answering faster and changes no answer.", "--drafter", "-d"
     ),
-    scale: float = option(1.0, "Multiply all steps and answers; 0.002 tries everything in minutes.", min=0.0001),
-    answers: float | None = option(
-        None, "Multiply answers by this instead: few steps learn more from answers that do not repeat.", min=0.0001
+    scale: float = option(
+        SETTINGS["heads"]["scale"], "Multiply the recipes' steps; 0.002 tries everything in minutes.", min=0.0001
     ),
+    answers: float = option(SETTINGS["heads"]["answers"], "Multiply the recipes' answers.", min=0.0001),
     plan: bool = option(False, "List what is left to do, and stop.", "--plan"),
     commands: bool = option(False, "Print one command per head, and stop.", "--commands"),
-    dtype: str = option("float32", "Of the target."),
-    threads: int = option(1, "CPU threads.", min=1),
+    dtype: str = option(SETTINGS["heads"]["dtype"], "Of the target."),
+    threads: int = option(SETTINGS["heads"]["threads"], "CPU threads.", min=1),
 ) -> None:
     """Let the target answer, then train one head after the other, as `tools/heads/recipes.toml` lists them.
 
@@ -41,7 +42,6 @@ def heads(
     """
     from tools.heads.catalogue import read
 
-    answers = scale if answers is None else answers
     for name, factor in {"--scale": scale, "--answers": answers}.items():
         if not 0 < factor <= 100:
             raise InputError(f"{name} must be above 0 and at most 100, not {factor}.")

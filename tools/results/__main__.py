@@ -11,7 +11,9 @@ import typer
 from saccade.cli import execute, screen
 from saccade.cli.option_groups import option
 from saccade.errors import InputError
+from tools import SETTINGS
 
+PAGES = Path("docs/results")
 app = typer.Typer(name="tools.results", add_completion=False, rich_markup_mode="markdown")
 
 
@@ -23,13 +25,13 @@ def results(
     target: str = option("pocket", "Target: a folder, or `pocket`.", "--target", "-t"),
     drafter: str | None = option(None, "Its draft VLM; with `pocket` the built-in one by default.", "--drafter", "-d"),
     models: Path = option(Path("runs/models"), "Trained heads, as of `python -m tools.heads --out`.", metavar="FOLDER"),
-    out: Path = option(
-        Path("runs/results"), "Records and pages, all of one revision.", "--out", "-o", metavar="FOLDER"
+    out: Path | None = option(
+        None, "Records, all of one revision; runs/results by default.", "--out", "-o", metavar="FOLDER"
     ),
     docs: Path | None = option(
         None,
-        "Where all pages measured so far go; by default docs/results when every suite is measured, of a short run "
-        "OUT/docs.",
+        "Where the pages of all that is measured go; by default docs/results when every suite is measured, else "
+        "OUT/pages.",
         metavar="FOLDER",
     ),
     per_task: int | None = option(None, "Prompts per task; the suites' own by default.", min=1),
@@ -37,37 +39,35 @@ def results(
     plan: bool = option(False, "List pages, answers and missing heads, and stop.", "--plan"),
     render: bool = option(
         False,
-        "Write the pages again from the records in --out by the present sources; measure nothing.",
+        "Write the pages again from the records kept beside them, or in --out, and stop; needs no heads.",
         "--render",
     ),
-    dtype: str = option("auto", "Of the target."),
-    threads: int = option(1, "CPU threads.", min=1),
+    dtype: str = option(SETTINGS["results"]["dtype"], "Of target, draft VLM and heads."),
+    threads: int = option(SETTINGS["results"]["threads"], "CPU threads.", min=1),
 ) -> None:
     """Measure every suite on the checked-out revision, and write one page per suite and their index.
 
     It takes hours. Stop at any moment, also by force: the same command resumes. A suite whose heads are not trained is
-    left out, with the command that trains them. Pages gather in OUT/pages; when nothing failed and no name was given,
-    they replace docs/results as a whole, as they replace the folder of --docs before, which lists what it lacks.
+    left out, with the command that trains them. When nothing failed and no name was given, the pages replace
+    docs/results as a whole, as they replace the folder of --docs before, which lists what it lacks.
 
     Example: `python -m tools.results --target my-pair/target --drafter my-pair/draft`
     """
     from tools.results.catalogue import measurements
+    from tools.results.kept import FOLDER
     from tools.results.measure import Session, Setup
-    from tools.results.pages import Folder
+    from tools.results.pages import publish
 
     screen.quiet_libraries()
     chosen = measurements(names or ())
     if render:
-        if short or plan or per_task is not None:
-            raise InputError("--render writes the pages of what is measured; leave out --short, --plan and --per-task.")
-        if names and docs is not None:
-            raise InputError("An index needs all pages computed by one revision; leave out the names, or --docs.")
-        folder = Folder(out, screen.note)
-        folder.render(chosen)
-        if not names:
-            folder.publish(docs or Path("docs/results"), measurements(()), {})
-        print(f"The pages are in {docs or (out / 'pages' if names else 'docs/results')}.")
+        if names or short or plan or per_task is not None:
+            raise InputError("--render writes all pages of the records that are kept; give it --out or --docs alone.")
+        place = docs or PAGES
+        publish((out or place) / FOLDER, place, chosen, screen.note)
+        print(f"The pages are in {place}.")
         return
+    out = out or Path("runs/results")
     if short and per_task is not None:
         raise InputError("--short has one prompt per task; leave out --per-task.")
     if short:
@@ -84,11 +84,10 @@ def results(
         screen.note("Stopped; the same command resumes.")
         raise
     print(f"{len(report.measured)} measured, {len(report.left_out)} left out, {len(report.failed)} failed.")
-    if names and docs is None:
-        print(f"The pages are in {out}/pages; docs/results is written when every suite is measured.")
-    elif not report.failed:
-        place = docs or (out / "docs" if short else Path("docs/results"))
-        session.folder.publish(place, measurements(()), report.left_out)
+    if report.measured:
+        is_part = names or short or report.failed
+        place = out / "pages" if report.failed else docs or (out / "pages" if is_part else PAGES)
+        publish(session.records, place, measurements(()), screen.note)
         print(f"The pages are in {place}.")
     if report.failed:
         raise typer.Exit(1)

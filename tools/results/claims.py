@@ -1,9 +1,9 @@
-"""Orders of methods that papers report (``claims`` of a suite), judged on a run by paired intervals."""
+"""Claims of papers about orders of methods (``claims`` of a suite), judged on a run by paired intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from statistics import fmean
 from typing import Any, Literal
@@ -13,21 +13,45 @@ import numpy as np
 from saccade.bench import metrics
 from saccade.bench.metrics import Array, Estimate, bootstrap, median_estimate
 from saccade.bench.records import Record, RecordedRun
-from saccade.bench.suites import BASELINE, Suite
+from saccade.bench.suites import Suite
+from saccade.errors import SaccadeError
+from saccade.options import make
+from saccade.wording import count as counted
 
-Judgement = Literal["holds", "reversed", "undecided"]
+Judgement = Literal["holds", "level", "undecided", "does not", "not measured"]
+WORST_FIRST: tuple[Judgement, ...] = ("does not", "undecided", "level", "holds")
+FEWEST = 40
+"""Prompts below which no comparison is decided."""
+LEVEL = (0.97, 1.03)
+"""Ratios between which the whole interval of a level comparison lies."""
 CURVES = "score at equal tokens per pass"
 """The measure that compares curves: a label with ``*`` at its end stands for all that begin so."""
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a paper reports about the order of methods."""
+
+    says: str  # in a few words, unique in its suite
+    paper: str  # its numbers in the order of the claim, `-` without any
+    order: Sequence[Any]  # levels of labels, best first
+    by: str = "block efficiency"  # a name of `MEASURES`
+    least: float = 1.0  # ratio that every comparison must exceed
+    tasks: Sequence[Any] = ()  # that it is about; all without any
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any], where: str) -> Claim:
+        """Read an entry of ``claims``."""
+        claim = make(cls, item, where)
+        return replace(claim, order=[[level] if isinstance(level, str) else [*level] for level in claim.order])
+
+
 def with_claims(suite: Suite) -> Suite:
-    """Return a suite whose claims are complete: levels of labels, the measure, the ratio to exceed, and the tasks."""
-    claims = []
-    for item in suite.claims:
-        order = tuple((level,) if isinstance(level, str) else tuple(level) for level in item["order"])
-        tasks = tuple(item.get("tasks", ()))
-        claims.append({"by": "block efficiency", "least": 1.0, **item, "order": order, "tasks": tasks})
-    return suite.with_(claims=tuple(claims))
+    """Return a suite whose claims are checked and complete."""
+    claims = [Claim.of(item, f"{suite.name}, claims") for item in suite.claims]
+    if len({claim.says for claim in claims}) < len(claims):
+        raise SaccadeError(f"{suite.name}: two claims say the same; give each words of its own.")
+    return suite.with_(claims=tuple(map(asdict, claims)))
 
 
 def _of_curve(label: str, known: Iterable[str]) -> list[str]:
@@ -40,107 +64,78 @@ class OrderComparison:
 
     above: str
     below: str
-    by: str  # a name of `MEASURES`
     ratio: Estimate  # of `above` over `below` with its paired 95 % interval
     least: float  # value that the ratio must exceed
-    tasks: tuple[int, int]  # number of tasks on which the ratio exceeds it, and of all tasks
-    judgement: Judgement  # `holds` when the whole interval exceeds `least`, `reversed` when it lies below
+
+    @property
+    def judgement(self) -> Judgement:
+        """Whether the whole interval exceeds the least ratio, is level although more was claimed, or lies below it."""
+        low, high = self.ratio.low, self.ratio.high
+        if low is None or high is None or self.ratio.prompts < FEWEST:
+            return "undecided"
+        if low > self.least:
+            return "holds"
+        if self.least >= 1 and low >= LEVEL[0] and high <= LEVEL[1]:
+            return "level"
+        return "does not" if high < self.least else "undecided"
 
     def __str__(self) -> str:
-        is_percent = self.least == 1 and self.below != BASELINE
-
-        def form(ratio: float) -> str:
-            return f"{100 * (ratio - 1):+.1f} %" if is_percent else f"{ratio:.3f}"
-
-        interval = " (one prompt)"
-        if self.ratio.low is not None and self.ratio.high is not None:
-            interval = f" [{form(self.ratio.low)}, {form(self.ratio.high)}]"
-        above, count = self.tasks
-        remark = "" if self.judgement == "holds" else f" ({self.judgement})"
-        return f"{self.above} over {self.below} {form(self.ratio.value)}{interval}, {above} of {count} tasks{remark}"
+        interval = f" [{self.ratio.low:.3f}, {self.ratio.high:.3f}]" if self.ratio.low is not None else ""
+        few = f", {counted(self.ratio.prompts or 1, 'prompt')}" if self.ratio.prompts < FEWEST else ""
+        return f"{self.ratio.value:.3f}{interval} ({self.above} / {self.below}{few})"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A paper's order, compared pair by pair."""
+    """A claim, compared pair by pair."""
 
-    claim: Mapping[str, Any]  # as in the run's configuration
+    claim: Claim
     comparisons: tuple[OrderComparison, ...]  # of neighbouring levels
     absent: tuple[str, ...]  # labels of the claim that the run lacks
 
     @property
-    def outcome(self) -> str:
-        """One word or two: ``holds``, ``is reversed``, ``is undecided``, ``holds in 2 of 3 comparisons``."""
-        found = [c.judgement for c in self.comparisons]
-        if not found:
-            return "was not measured"
-        if len(set(found)) == 1:
-            return found[0] if found[0] == "holds" else f"is {found[0]}"
-        if "holds" in found:
-            return f"holds in {found.count('holds')} of {len(found)} comparisons"
-        return "does not hold"
+    def worst(self) -> OrderComparison | None:
+        """The comparison of the worst judgement, of several the one of the least ratio; None without any."""
+        return min(
+            self.comparisons, key=lambda c: (WORST_FIRST.index(c.judgement), c.ratio.value / c.least), default=None
+        )
 
     @property
-    def place(self) -> str:
-        """The tasks of a claim that is not about all of them, as ``" in prose, report"``."""
-        tasks = self.claim.get("tasks") or ()
-        return f" in {', '.join(tasks)}" if tasks else ""
+    def judgement(self) -> Judgement:
+        """That of the worst comparison."""
+        return self.worst.judgement if self.worst else "not measured"
 
-    def sentence(self, paper: str) -> str:
-        """State whether the order holds, by how much, and on how many tasks."""
-        order = " > ".join(", ".join(level) for level in self.claim["order"])
-        least = "" if self.claim["least"] == 1 else f" by a factor of at least {self.claim['least']:g}"
-        lacks = f"; without {', '.join(self.absent)}" if self.absent else ""
-        listed = "; ".join(map(str, self.comparisons))
-        shown, by = f": {listed}" if listed else "", self.claim["by"]
-        return f"The order of {paper}, in {by}{least}, {order}, {self.outcome} on this pair{self.place}{shown}{lacks}."
+    def __str__(self) -> str:
+        """Worst comparison, and of how many."""
+        of = f", worst of {len(self.comparisons)}" if len(self.comparisons) > 1 else ""
+        lacks = f", without {', '.join(self.absent)}" if self.absent else ""
+        return f"{self.worst or '-'}{of}{lacks}"
 
 
 def verdicts(run: RecordedRun) -> list[Verdict]:
     """Judge every claim of the run's suite; none for runs of suites without claims."""
     records = metrics.records_by_method(run.records)
     found = []
-    for claim in run.header.config.get("claims", ()):
-        labels = [label for level in claim["order"] for label in level]
-        tasks = claim.get("tasks") or ()
+    for claim in (Claim.of(item, "claims") for item in run.header.config.get("claims", ())):
+        labels = [label for level in claim.order for label in level]
         of_label = {
-            label: [r for name in _of_curve(label, records) for r in records[name] if not tasks or r.task in tasks]
+            label: [
+                r
+                for name in _of_curve(label, records)
+                for r in records[name]
+                if not claim.tasks or r.task in claim.tasks
+            ]
             for label in labels
         }
-        present = [[label for label in level if of_label[label]] for level in claim["order"]]
+        present = [[label for label in level if of_label[label]] for level in claim.order]
         comparisons = [
-            compare(of_label[better], of_label[other], better, other, claim["by"], claim["least"])
+            OrderComparison(better, other, ratio, claim.least)
             for above, below in pairwise(level for level in present if level)
             for better, other in product(above, below)
+            if (ratio := MEASURES[claim.by](of_label[better], of_label[other])) is not None
         ]
-        absent = tuple(label for label in labels if not of_label[label])
-        found.append(Verdict(claim, tuple(one for one in comparisons if one is not None), absent))
+        found.append(Verdict(claim, tuple(comparisons), tuple(label for label in labels if not of_label[label])))
     return found
-
-
-def sentences(run: RecordedRun) -> Iterator[str]:
-    """Yield one sentence per claim."""
-    paper = run.header.config.get("mirrors") or "the suite"
-    return (verdict.sentence(paper) for verdict in verdicts(run))
-
-
-def compare(
-    ours: Sequence[Record], theirs: Sequence[Record], above: str, below: str, by: str, least: float = 1.0
-) -> OrderComparison | None:
-    """Compare two methods on the prompts that both answered; None when a measure is defined on none of them."""
-    ratio = MEASURES[by](ours, theirs)
-    if ratio is None:
-        return None
-    tasks = [
-        value
-        for task in dict.fromkeys(r.task for r in ours)
-        if (value := MEASURES[by]([r for r in ours if r.task == task], [r for r in theirs if r.task == task]))
-    ]
-    judgement: Judgement = "undecided"
-    if ratio.low is not None and ratio.high is not None:
-        judgement = "holds" if ratio.low > least else "reversed" if ratio.high < least else "undecided"
-    exceeding = sum(value.value > least for value in tasks)
-    return OrderComparison(above, below, by, ratio, least, (exceeding, len(tasks)), judgement)
 
 
 Measure = Callable[[Sequence[Record], Sequence[Record]], Estimate | None]

@@ -22,10 +22,15 @@ from saccade.files import write_file, write_folder
 from saccade.methods.drafters import is_pocket
 from saccade.pocket import head_paths, target_path
 from saccade.wording import count, differences, duration, shortened
+from tools import SETTINGS
 from tools.heads.workshop import steps_of, usable_head
 from tools.pocket.inflate import inflate, inflate_head
+from tools.results import kept
 from tools.results.catalogue import SHAPE, Measurement, load, measurements
-from tools.results.pages import MARK, Folder, Place, facts, prompts, refuse_modified
+from tools.results.pages import facts
+
+MARK = "results.json"
+"""Identity of a results folder: revision, machine and models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,8 @@ class Setup:
     drafter: str | None
     models: Path  # folder of trained heads, as `python -m tools.heads` makes it, and of derived checkpoints
     out: Path  # results folder
-    dtype: str = "auto"  # of the target
-    threads: int = 1  # CPU threads
+    dtype: str = SETTINGS["results"]["dtype"]  # of target, draft model and heads; `auto`: each its own
+    threads: int = SETTINGS["results"]["threads"]  # CPU threads
     short: bool = False  # whether measurements are trials
 
     def load(self, target: str | Path, heads: Mapping[str, Path]) -> saccade.VLM:
@@ -46,14 +51,15 @@ class Setup:
         drafter = self.drafter or ("pocket" if pocket else None)
         source = str(target_path()) if is_pocket(target) else str(target)
         named = {name: str(path) for name, path in heads.items()}
-        return saccade.load(source, drafter, heads=named, dtype=self.dtype, threads=self.threads)
+        of_drafts = None if self.dtype == "auto" else self.dtype
+        return saccade.load(source, drafter, heads=named, dtype=self.dtype, draft_dtype=of_drafts, threads=self.threads)
 
 
 @dataclass(slots=True)
 class Report:
     """What became of the measurements."""
 
-    measured: list[str] = field(default_factory=list)  # names with a page
+    measured: list[str] = field(default_factory=list)  # names with kept records
     left_out: dict[str, str] = field(default_factory=dict)  # name -> reason
     failed: dict[str, str] = field(default_factory=dict)  # name -> error
 
@@ -63,12 +69,16 @@ class Session:
 
     def __init__(self, setup: Setup, say: Callable[[str], None] = print) -> None:
         self._setup, self._say = setup, say
-        self.folder = Folder(setup.out, say)
+        self.records = setup.out / kept.FOLDER
         vlm = setup.load(setup.target, {})
         self._target = fingerprint(vlm.target.model)
         self._environment = environment(vlm.target.device)
-        if not setup.short:
-            refuse_modified(self._environment["revision"])
+        revision = self._environment["revision"]
+        if not setup.short and (revision is None or revision.endswith("+")):
+            raise SaccadeError(
+                "The sources have changes that are not committed, so that no revision would name what is measured; "
+                "commit them first."
+            )
         self._claim()
 
     def _claim(self) -> None:
@@ -125,19 +135,20 @@ class Session:
         return "\n".join([*lines, f"{total:,} answers are left; about {duration(total * seconds)}."])
 
     def is_measured(self, measurement: Measurement) -> bool:
-        """Whether a page was made with the present heads."""
-        if not self.folder.page(measurement.name).is_file():
+        """Whether records were kept of a run with the present heads."""
+        path = kept.path_of(self.records, measurement.name)
+        if not path.is_file():
             return False
-        suite, done = measurement.suite, self.folder.done(measurement.name)
-        wanted = prompts(suite.per_task, {task.name: task.count for task in suite.tasks})
-        pairs = {"head": (done["heads"], self._digests(measurement)), "prompts": (done.get("prompts", wanted), wanted)}
-        for what, (there, now) in pairs.items():
-            for name, old, new in differences(there, now):
+        header = kept.header(path)
+        there = _prompts(header.config["per_task"], {task["name"]: task["count"] for task in header.config["tasks"]})
+        wanted = _prompts(measurement.suite.per_task, {task.name: task.count for task in measurement.suite.tasks})
+        pairs = {"head": (header.places["heads"], self._digests(measurement)), "prompts": (there, wanted)}
+        for what, (old_all, new_all) in pairs.items():
+            for name, old, new in differences(old_all, new_all):
                 raise SaccadeError(
                     f"{self._setup.out} holds {measurement.name} measured otherwise ({what} of {name}: "
                     f"{shortened(old)} there, {shortened(new)} now); give the same --per-task and heads, another "
-                    f"folder with --out, or remove {self.folder.page(measurement.name)} and "
-                    f"{self._setup.out / measurement.name} to measure it again."
+                    f"folder with --out, or remove {path} and {self._setup.out / measurement.name} to measure it again."
                 )
         return True
 
@@ -151,8 +162,13 @@ class Session:
                 self._say(f"    {progress.done} of {count(progress.total, 'answer')}")
 
         run = Runner(self.prepared(measurement), self._setup.out / measurement.name, progress).run()
-        place = Place(self._command(measurement), facts(run.header.environment), self._models(measurement, run))
-        self.folder.write(measurement, run, place, self._digests(measurement))
+        places = {
+            "command": self._command(measurement),
+            "machine": facts(run.header.environment),
+            "models": self._models(measurement, run),
+            "heads": self._digests(measurement),
+        }
+        kept.keep(kept.path_of(self.records, measurement.name), run, places)
 
     def prepared(self, measurement: Measurement) -> Prepared:
         """Load the models of a measurement and draw its prompts."""
@@ -207,15 +223,15 @@ class Session:
 
     def _command(self, measurement: Measurement) -> str:
         """Command that measures the same again, without folders of this machine."""
-        setup, per_task = self._setup, measurement.suite.per_task
-        words = ["-t", setup.target if is_pocket(setup.target) else "TARGET"]
+        setup, per_task, usual = self._setup, measurement.suite.per_task, SETTINGS["results"]
+        words = [] if is_pocket(setup.target) else ["-t", "TARGET"]
         words += ["-d", "DRAFT"] if setup.drafter else []
         if setup.short:
             words.append("--short")
         elif per_task != load(measurement.suite.name).per_task:
             words += ["--per-task", str(per_task)]
-        words += [] if setup.dtype == "auto" else ["--dtype", setup.dtype]
-        words += [] if setup.threads == 1 else ["--threads", str(setup.threads)]
+        words += [] if setup.dtype == usual["dtype"] else ["--dtype", setup.dtype]
+        words += [] if setup.threads == usual["threads"] else ["--threads", str(setup.threads)]
         return shlex.join(["python", "-m", "tools.results", measurement.name, *words])
 
     def _models(self, measurement: Measurement, run: RecordedRun) -> str:
@@ -244,6 +260,11 @@ class Session:
 _EVERY = 60.0
 """Seconds between lines of progress."""
 _INFLATED = ", which is the pair's inflated to 1024 x 24"
+
+
+def _prompts(per_task: int, counts: Mapping[str, int | None]) -> dict[str, int]:
+    """Number of prompts that every task asks for."""
+    return {task: count or per_task for task, count in counts.items()}
 
 
 def _digest(head: Path) -> str:

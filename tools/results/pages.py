@@ -1,277 +1,266 @@
-"""Pages of docs/results, each made of one run, their index, and the folder that gathers them."""
+"""Pages of docs/results: of every run one page, a figure and a file of all numbers; their index; the records kept."""
 
 from __future__ import annotations
 
-import json
+import csv
+import io
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saccade import cpu, environment
-from saccade.bench import records
+from saccade import cpu
 from saccade.bench.records import RecordedRun
 from saccade.bench.report import tables
 from saccade.bench.report.figures import Plot, draw, standalone
-from saccade.bench.report.tables import contents, escape
+from saccade.bench.report.tables import EMPTY, Cell, Content, Table, contents, escape
 from saccade.errors import SaccadeError
-from saccade.files import write_file, write_folder
+from saccade.files import write_folder
 from saccade.options import make
 from saccade.wording import count
-from tools.results import claims, paper_tables
+from tools.results import kept, paper_tables
 from tools.results.catalogue import Measurement
-from tools.results.paper_tables import drawn_signals
+from tools.results.claims import Verdict, verdicts
 
 INDEX = "README.md"
 REASONS = "reasons.toml"
 """Beside the pages, and kept when they are replaced."""
-MARK = "results.json"
-"""Identity of a results folder: revision, machine and models."""
-_DONE = "done.json"
-"""Beside a run's records: what its page was made of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run was measured, as a page states it."""
-
-    command: str  # that measures it again
-    machine: str  # see `facts`
-    models: str  # target and heads in words
-
-
-def page(measurement: Measurement, run: RecordedRun, place: Place, drawings: Mapping[str, Plot]) -> str:
-    """Markdown of one run: verdict on the paper's order, facts, tables, figures by file name."""
-    (content,) = contents([run])
-    everything, config = content.groups[0], run.header.config
-    mirrors = [f"Mirrors {config['mirrors']}."] if config.get("mirrors") else []
-    shown = [
-        *map(tables.comparison, content.groups),
-        *(paper_tables.persistence(run), paper_tables.view_weights(run)),
-        *(tables.scores(everything), tables.depths(everything)),
-        *(paper_tables.predicted(run), paper_tables.step_times(run), tables.stages(everything)),
-    ]
-    parts = [
-        f"# {measurement.name}: {escape(config['title'])}",
-        *map(escape, sentences(run)),
-        escape(" ".join([*mirrors, config["note"]])).strip(),
-        f"`{place.command}`; {escape(place.machine)} {escape(place.models)}"
-        f"{computed_by(run.header.environment['revision'])}",
-        *(escape(f"Left out: {reason}") for reason in config["missing"]),
-        *(f"![{escape(plot.title)}]({file})\n\n{escape(plot.caption)}" for file, plot in drawings.items()),
-        *(tables.markdown(table) for table in shown if table is not None),
-        tables.meanings([everything]),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def figures_of(measurement: Measurement, run: RecordedRun) -> dict[str, Plot]:
-    """Figures of a page that mirrors a paper's figure, by file name."""
-    if "figure" not in measurement.name:
-        return {}
-    (content,) = contents([run])
-    plots = [*draw(content.groups[0], measurement.name), *drawn_signals(run, measurement.name)]
-    return {f"{measurement.name}-{number}.svg": plot for number, plot in enumerate(plots, 1)}
-
-
-def sentences(run: RecordedRun) -> list[str]:
-    """Sentences on the suite's claims; without any, one on the fastest row."""
-    if judged := list(claims.sentences(run)):
-        return judged
-    (content,) = contents([run])
-    speeds = {m: r.speedup for m, r in content.groups[0].results.items() if r.speedup is not None and m != "plain"}
-    if not speeds:
-        return ["Only plain decoding was measured."]
-    best = max(speeds, key=lambda method: speeds[method].value)
-    return [f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."]
+COLUMNS = {
+    "method": "method",
+    "block efficiency": "tokens/pass",
+    "decoding only": "decoding speed-up",
+    "speed-up": "end-to-end speed-up",
+    "score kept": "score kept",
+    "equal": "equal",
+}
+"""Columns of a page's table by those of a report; all others are in its file of numbers."""
+_INTRODUCTION = Path(__file__).with_name("index.md").read_text(encoding="utf-8")
+PAPERS = ("TABED", "HiViS", "DREAM", "LVSpec", "SAGE", "Others")
 
 
 def facts(environment: Mapping[str, Any]) -> str:
-    """Revision, machine and versions in one sentence."""
+    """Revision, machine and versions in words; of the machine that measures."""
     bf16 = "with" if cpu.has_instructions(torch.bfloat16) else "without"
     return (
         f"revision {environment['revision']}; {environment['processor']}, {environment['device']}, {bf16} bfloat16 "
         f"instructions, {count(environment['threads'], 'thread')}; torch {environment['torch']}, transformers "
-        f"{environment['transformers']}."
+        f"{environment['transformers']}"
     )
-
-
-def computed_by(measured: str | None) -> str:
-    """Sentence on the revision that computes a page from records of another one; empty where it is the same."""
-    present = environment.revision()
-    return "" if present == measured else f" Computed from the records by revision {present}."
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Line of the index."""
-
-    name: str  # of the page
-    mirrors: str  # the paper's table or figure
-    title: str  # of the suite
-    outcome: str  # of its claims in a few words
-    first: str  # of its first claim alone
-
-    @classmethod
-    def of(cls, name: str, run: RecordedRun) -> Entry:
-        """The line of a run's page."""
-        verdicts, config = claims.verdicts(run), run.header.config
-        outcomes = [
-            f"{v.claim['by']}: {' > '.join(', '.join(level) for level in v.claim['order'])} {v.outcome}{v.place}"
-            for v in verdicts
-        ]
-        first = verdicts[0].outcome if verdicts else ""
-        return cls(name, config["mirrors"], config["title"], "; ".join(outcomes or sentences(run)), first)
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why an order does not hold, written by hand after a measurement that shows it."""
+    """Why a claim does not hold, written by hand after a measurement that shows it."""
 
-    outcome: str  # of the page's first claim, as the page states it; with another one the reason is left out
-    why: str  # Markdown, with the command of that measurement
-
-
-_INTRODUCTION = """# Results
-
-One page per suite, written by `make results`, which measures all of them on one revision; none is edited by hand. Each
-opens with a verdict that is computed from its data: does the paper's order of methods hold on this pair, and by how
-much. Intervals are paired bootstrap intervals of 95 % over prompts; a comparison is undecided where its interval
-contains the boundary. Trees that are compared have equally many nodes where the paper's have, and beside every tree is
-a chain as deep. Why an order does not hold, where a measurement shows it, is taken from `reasons.toml` beside the
-pages.
-
-```
-make heads     # trains every head that the suites name, by tools/heads/recipes.toml; the same command resumes
-make results   # measures every suite and writes these pages; stop at any moment, the same command resumes
-```
-
-`python -m tools.results --render` writes the pages anew from records of an earlier revision; then they name both.
-"""
+    covers: Mapping[str, Any]  # claims by page, as their suites say them
+    verdicts: Sequence[Any]  # that it explains; of a claim with another one the reason is left out
+    cause: str  # a clause
+    shown: str  # Markdown: the measurement that shows it
 
 
-def index(entries: Sequence[Entry], facts_of_all: str, left_out: Mapping[str, str]) -> str:
-    """Markdown of the index."""
-    lines = [
-        _INTRODUCTION,
-        f"All of {escape(facts_of_all)}",
-        "",
-        "| page | of | compares | the order of |",
-        "|---|---|---|---|",
-    ]
-    for entry in entries:
-        cells = (escape(entry.mirrors or "no paper"), escape(entry.title), escape(entry.outcome))
-        lines.append(f"| [{entry.name}]({entry.name}.md) | {' | '.join(cells)} |")
-    if left_out:
-        lines += ["", "Not measured:", "", *(f"- {name}: {reason}" for name, reason in left_out.items())]
-    return "\n".join(lines) + "\n"
-
-
-def reasons(docs: Path) -> dict[str, Reason]:
-    """Reasons by page, of the file in a folder of pages; none without it."""
+def reasons(docs: Path) -> list[Reason]:
+    """Reasons of the file in a folder of pages; none without it."""
     path = docs / REASONS
     if not path.is_file():
-        return {}
+        return []
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise SaccadeError(f"{path} is not valid TOML: {problem}.") from problem
-    return {name: make(Reason, table, f"{path}, {name}") for name, table in content.items()}
+    return [make(Reason, table, f"{path}, reason {n}") for n, table in enumerate(content.get("reason", ()), 1)]
 
 
-class Folder:
-    """Records and pages of one revision."""
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One run with its verdicts, and the reasons of those that do not hold."""
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self._say = path, say
-        self._pages = path / "pages"
+    measurement: Measurement
+    content: Content
+    verdicts: list[Verdict]
+    reasons: Mapping[str, Reason]  # by claim
 
-    def page(self, name: str) -> Path:
-        """Page of a measurement, which exists when all its answers do."""
-        return self._pages / f"{name}.md"
+    @classmethod
+    def of(
+        cls, measurement: Measurement, run: RecordedRun, known: Sequence[Reason], say: Callable[[str], None]
+    ) -> Page:
+        """Judge a run by the suite's present claims; say which reasons do not fit any more."""
+        suite, name = measurement.suite, measurement.name
+        words = {"title": suite.title, "note": suite.note, "mirrors": suite.mirrors, "claims": suite.claims}
+        run = replace(run, header=replace(run.header, config={**run.header.config, **words}))
+        judged, fitting = verdicts(run), {}
+        for verdict in judged:
+            says = verdict.claim.says
+            for reason in (one for one in known if says in one.covers.get(name, ())):
+                if verdict.judgement in reason.verdicts:
+                    fitting[says] = reason
+                else:
+                    say(f"{REASONS}: the reason of {name}, {says!r}, is left out, for it is {verdict.judgement}")
+        return cls(measurement, contents([run])[0], judged, fitting)
 
-    def done(self, name: str) -> dict[str, Any]:
-        """What a page was made of."""
-        done: dict[str, Any] = json.loads((self.path / name / _DONE).read_text(encoding="utf-8"))
-        return done
+    def files(self) -> dict[str, bytes]:
+        """The page, its numbers and its figure, by file name."""
+        name, plot = self.measurement.name, self._figure()
+        drawing = {f"{name}.svg": standalone(plot.drawing)} if plot else {}
+        texts = {f"{name}.md": self._markdown(plot), f"{name}.csv": self._numbers(), **drawing}
+        return {file: text.encode() for file, text in texts.items()}
 
-    def write(self, measurement: Measurement, run: RecordedRun, place: Place, heads: Mapping[str, str]) -> None:
-        """Write the page of a complete run."""
-        name, config = measurement.name, run.header.config
-        drawings = figures_of(measurement, run)
-        text = page(measurement, run, place, drawings)
-        done = {
-            "heads": dict(heads),
-            "prompts": prompts(config["per_task"], {task["name"]: task["count"] for task in config["tasks"]}),
-            "figures": list(drawings),
-            "entry": asdict(Entry.of(name, run)),
-            "place": asdict(place),
-        }
-        write_file(self.path / name / _DONE, json.dumps(done, indent=1) + "\n")
-        for file, plot in drawings.items():
-            write_file(self._pages / file, standalone(plot.drawing))
-        write_file(self.page(name), text)
-
-    def render(self, chosen: Sequence[Measurement]) -> None:
-        """Write the pages of all that is measured anew from the records, by the present sources."""
-        if not (self.path / MARK).is_file():
-            raise SaccadeError(
-                f"{self.path} holds no {MARK}, so nothing was measured there; give the --out of `make results`."
-            )
-        refuse_modified(environment.revision())
-        measured = [measurement for measurement in chosen if self.page(measurement.name).is_file()]
-        for number, measurement in enumerate(measured, 1):
-            self._say(f"[{number}/{len(measured)}] {measurement.name}")
-            done, run = self.done(measurement.name), records.read(self.path / measurement.name)
-            self.write(measurement, run, Place(**done["place"]), done["heads"])
-
-    def publish(self, docs: Path, known: Sequence[Measurement], left_out: Mapping[str, str]) -> None:
-        """Replace the pages of a folder by those measured, with their index."""
-        names = [m.name for m in known if self.page(m.name).is_file()]
-        done = {name: self.done(name) for name in names}
-        files = [file for name in names for file in (f"{name}.md", *done[name]["figures"])]
-        pages = {file: (self._pages / file).read_text(encoding="utf-8") for file in files}
-        entries = [Entry(**made["entry"]) for made in done.values()]
-        absent = {
-            m.name: left_out.get(m.name, f"left for later; `python -m tools.results {m.name}` measures it.")
-            for m in known
-            if m.name not in names
-        }
-        known_reasons = reasons(docs)
-        for entry in entries:
-            reason = known_reasons.get(entry.name)
-            if reason is not None and reason.outcome == entry.first:  # it goes behind the first verdict
-                title, first, rest = pages[f"{entry.name}.md"].split("\n\n", 2)
-                pages[f"{entry.name}.md"] = "\n\n".join([title, first, " ".join(reason.why.split()), rest])
-            elif reason is not None:
-                self._say(
-                    f"{docs / REASONS} explains why {entry.name} {reason.outcome}, but it {entry.first}: left out"
-                )
-        if known_reasons:
-            pages[REASONS] = (docs / REASONS).read_text(encoding="utf-8")
-        measured = json.loads((self.path / MARK).read_text(encoding="utf-8"))["environment"]
-        machine = next((made["place"]["machine"] for made in done.values()), facts(measured))
-        pages[INDEX] = index(entries, machine + computed_by(measured["revision"]), absent)
-
-        def write(part: Path) -> None:
-            for name, text in pages.items():
-                (part / name).write_text(text, encoding="utf-8")
-
-        write_folder(docs, write)
-
-
-def prompts(per_task: int, counts: Mapping[str, int | None]) -> dict[str, int]:
-    """Number of prompts that every task asks for."""
-    return {task: count or per_task for task, count in counts.items()}
-
-
-def refuse_modified(revision: str | None) -> None:
-    """Refuse sources that no revision names."""
-    if revision is None or revision.endswith("+"):
-        raise SaccadeError(
-            "The sources have changes that are not committed, so that no revision would name what is measured; "
-            "commit them first."
+    def _markdown(self, plot: Plot | None) -> str:
+        name, run = self.measurement.name, self.content.run
+        header, config = run.header, run.header.config
+        covered: dict[int, list[str]] = {}
+        for says, reason in self.reasons.items():
+            covered.setdefault(id(reason), []).append(says)
+        causes = {id(reason): reason for reason in self.reasons.values()}
+        mirrors = [f"Mirrors {config['mirrors']}."] if config["mirrors"] else []
+        settings = (
+            f"{count(len({r.prompt_id for r in run.records}), 'prompt')}, answers of at most "
+            f"{config['max_new_tokens']} tokens, seed {config['seed']}"
         )
+        parts = [
+            f"# {name}: {escape(config['title'])}",
+            escape(self.sentence()),
+            *(
+                f"**Why** ({escape('; '.join(covered[n]))}): {_line(r.cause)}. {_line(r.shown)}"
+                for n, r in causes.items()
+            ),
+            escape(" ".join([*mirrors, config["note"]])).strip(),
+            f"`{header.places['command']}`: {escape(settings)}; {escape(header.places['machine'])}. "
+            f"{escape(header.places['models'])} All numbers, also by task: [{name}.csv]({name}.csv).",
+            *(escape(f"Left out: {reason}") for reason in config["missing"]),
+            tables.markdown(_summary(self.content)),
+            f"![{escape(plot.title)}]({name}.svg)\n\n{escape(plot.caption)}" if plot else "",
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def sentence(self) -> str:
+        """The verdicts; without any claim, the fastest row."""
+        if self.verdicts:
+            text = "; ".join(f"{v.claim.says}: {v.judgement}, {v}" for v in self.verdicts)
+            return f"{text[:1].upper()}{text[1:]}."
+        results = self.content.groups[0].results
+        speeds = {m: r.speedup for m, r in results.items() if r.speedup is not None and m != "plain"}
+        if not speeds:
+            return "Only plain decoding was measured."
+        best = max(speeds, key=lambda method: speeds[method].value)
+        return f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."
+
+    def _figure(self) -> Plot | None:
+        """The most telling figure of a page that mirrors a paper's: signals, quality of loose rules, or acceptance."""
+        name, run, everything = self.measurement.name, self.content.run, self.content.groups[0]
+        if "figure" not in name:
+            return None
+        quality_first = draw(everything, name)
+        lossless = all(result.lossless for result in everything.results.values())
+        return next(iter([*paper_tables.drawn_signals(run, name), *quality_first[:: -1 if lossless else 1]]), None)
+
+    def _numbers(self) -> str:
+        """Every number of a report, one a line."""
+        run, (everything, *_) = self.content.run, self.content.groups
+        shown = {
+            "scores": tables.scores(everything),
+            "acceptance by depth": tables.depths(everything),
+            "milliseconds by stage": tables.stages(everything),
+            "predicted": paper_tables.predicted(run),
+            "step times": paper_tables.step_times(run),
+            "persistence": paper_tables.persistence(run),
+            "weight of the first view": paper_tables.view_weights(run),
+        }
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        lines.writerow(["section", "task", "method", "quantity", "value", "low", "high"])
+        for verdict in self.verdicts:
+            for c in verdict.comparisons:
+                numbers = [f"{x:.3f}" if x is not None else "" for x in (c.ratio.value, c.ratio.low, c.ratio.high)]
+                judged = f"{verdict.claim.by}, at least {c.least:g}: {c.judgement}"
+                tasks = " ".join(verdict.claim.tasks) or everything.name
+                lines.writerow([f"claim: {verdict.claim.says}", tasks, f"{c.above} / {c.below}", judged, *numbers])
+        for group in self.content.groups:
+            lines.writerows(_tidy("comparison", group.name, tables.comparison(group)))
+        for section, table in shown.items():
+            lines.writerows(_tidy(section, everything.name, table) if table else ())
+        return text.getvalue()
+
+
+def _tidy(section: str, task: str, table: Table) -> Iterator[list[str]]:
+    """Rows of a table, a number a line."""
+    for row in table.rows:
+        for column, cell in zip(table.columns[1:], row.cells[1:], strict=True):
+            if cell.text != EMPTY:
+                interval = cell.detail[1:-1].split(", ") if cell.detail.startswith("[") else ["", ""]
+                percent = " %" if cell.text.endswith("%") else ""
+                yield [section, task, row.cells[0].text, column.name + percent, cell.text.rstrip("%"), *interval]
+
+
+def _summary(content: Content) -> Table:
+    """The columns that a page shows of all tasks together."""
+    table = tables.comparison(content.groups[0])
+    named = {column.name: place for place, column in enumerate(table.columns)}
+    if not any(row.lossy for row in table.rows):
+        named.pop("score kept", None)
+    places = [(named[name], heading) for name, heading in COLUMNS.items() if name in named]
+    columns = [replace(table.columns[place], name=heading) for place, heading in places]
+    rows = [replace(row, cells=[_brief(name, row.cells[place]) for place, name in places]) for row in table.rows]
+    return Table(table.caption, columns, rows)
+
+
+def _brief(column: str, cell: Cell) -> Cell:
+    if column == "equal":
+        return Cell(cell.detail[1:-1] or EMPTY)
+    return Cell(cell.text) if column == COLUMNS["speed-up"] else cell
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
+    """Markdown of the index: for every paper a table of its claims."""
+    machines = dict.fromkeys(page.content.run.header.places["machine"] for page in pages)
+    lines = [_INTRODUCTION, *(f"Measured: {escape(machine)}." for machine in machines)]
+    of_paper: dict[str, list[Page]] = {paper: [] for paper in PAPERS}
+    for page in pages:
+        of_paper[page.measurement.suite.mirrors.partition(",")[0] or PAPERS[-1]].append(page)
+    for paper, found in of_paper.items():
+        if found:
+            lines += ["", f"## {paper}", "", "| claim | paper | ours | verdict | cause |", "|---|---|---|---|---|"]
+        for page in found:
+            name, rows = page.measurement.name, page.verdicts
+            link = f"[{escape(page.measurement.suite.mirrors.partition(', ')[2] or name)}]({name}.md)"
+            if not rows:
+                lines.append(f"| {link}: {escape(page.sentence())} | - | - | - | |")
+            for verdict in rows:
+                reason = page.reasons.get(verdict.claim.says)
+                cause = f"[{_line(reason.cause)}]({name}.md)" if reason else ""
+                cells = (f"{link}: {escape(verdict.claim.says)}", escape(verdict.claim.paper), escape(str(verdict)))
+                lines.append(f"| {' | '.join(cells)} | {verdict.judgement} | {cause} |")
+    if absent:
+        advice = "`python -m tools.results NAME` measures one, or says which heads it lacks"
+        lines += ["", f"Not measured: {', '.join(absent)}; {advice}."]
+    return "\n".join(lines) + "\n"
+
+
+def publish(records: Path, docs: Path, known: Sequence[Measurement], say: Callable[[str], None]) -> None:
+    """Replace a folder by the pages of the kept records in another, their index, and the records themselves."""
+    measured = [m for m in known if kept.path_of(records, m.name).is_file()]
+    if not measured:
+        raise SaccadeError(f"{records} holds no records of pages; measure some with `python -m tools.results` first.")
+    files: dict[str, bytes] = {}
+    pages, by_hand = [], reasons(docs)
+    for number, measurement in enumerate(measured, 1):
+        say(f"[{number}/{len(measured)}] {measurement.name}")
+        path = kept.path_of(records, measurement.name)
+        pages.append(Page.of(measurement, kept.read(path), by_hand, say))
+        files |= {**pages[-1].files(), f"{kept.FOLDER}/{path.name}": path.read_bytes()}
+    if by_hand:
+        files[REASONS] = (docs / REASONS).read_bytes()
+    files[INDEX] = index(pages, [m.name for m in known if m not in measured]).encode()
+
+    def write(part: Path) -> None:
+        (part / kept.FOLDER).mkdir()
+        for name, content in files.items():
+            (part / name).write_bytes(content)
+
+    write_folder(docs, write)

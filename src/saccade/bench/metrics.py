@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
@@ -32,6 +32,7 @@ class Estimate:
     value: float  # on the prompts of the run
     low: float | None = None
     high: float | None = None
+    prompts: int = field(default=0, compare=False)  # that were resampled; 0 where nothing was
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -45,9 +46,8 @@ def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0) ->
     if count < 2:
         return Estimate(value)
     drawn = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    tail = (1 - LEVEL) / 2
-    low, high = np.nanquantile(statistic(drawn), [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
+    low, high = np.nanquantile(statistic(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high), count)
 
 
 def median_estimate(values: Sequence[float]) -> Estimate | None:
