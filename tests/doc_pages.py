@@ -19,6 +19,8 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+_MADE = re.compile(r"<!-- generated: .*?<!-- end -->|^```text\n.*?^```", re.DOTALL | re.MULTILINE)
+"""Parts of pages that `python -m tools.docs` writes, or that a command printed."""
 PROGRAMS = ("saccade", "python", "make", "pip", "torchrun", "docker", "sudo")
 """First words of lines that are commands."""
 
@@ -28,6 +30,16 @@ def blocks(page: str, language: str) -> list[str]:
     return [
         code for name, code in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if name == language
     ]
+
+
+def word_count(page: Path, by_hand: bool = False) -> int:
+    """Words of a page as `wc -w` counts them; ``by_hand``: without those that a program wrote."""
+    text = page.read_text(encoding="utf-8")
+    if by_hand and {page.parent.name, page.name} & {"results", "reference"}:
+        return 0
+    if by_hand and page.name == "architectures.md":
+        text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    return len((_MADE.sub("", text) if by_hand else text).split())
 
 
 def commands(page: Path) -> list[list[str]]:

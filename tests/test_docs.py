@@ -18,7 +18,7 @@ import pytest
 import typer
 
 import saccade
-from doc_pages import PAGES, README, ROOT, blocks, commands, load, media
+from doc_pages import PAGES, README, ROOT, blocks, commands, load, media, word_count
 from processes import exit_code_of, run_anew
 from saccade.cli import app, main
 from saccade.cli.option_groups import with_local_ray
@@ -33,6 +33,8 @@ HOW_TO = [
     for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
     if "```python" in page.read_text()
 ]
+BY_HAND = 39_500
+"""Most words of all pages together that are written by hand."""
 WALK = ROOT / "docs" / "walk-through.md"
 
 
@@ -63,6 +65,11 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
         if heading:
             titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}, link
+
+
+def test_pages_stay_short() -> None:
+    """Measure again, replace what is older, or cut elsewhere before these numbers are raised."""
+    assert sum(word_count(page, by_hand=True) for page in PAGES) <= BY_HAND
 
 
 @pytest.fixture
