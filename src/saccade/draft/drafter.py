@@ -106,6 +106,11 @@ class Drafter:
         self.max_nodes, self.max_depth = policy.max_nodes, policy.max_depth
         self.max_children, self.draws = policy.max_children, policy.can_sample
 
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes that it holds of every token of a row."""
+        return 0 if self.model is None else self.num_views * self.model.entry_bytes
+
     def open(self, rows: int, target: Context) -> DraftSession:
         """Start a session; a drafter that reads states of the target requests them here (``target.requirements``)."""
         raise NotImplementedError  # every drafter defines it

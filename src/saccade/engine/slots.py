@@ -145,11 +145,12 @@ class SlotAllocator:
 
 
 def _entry_bytes(target: Target, drafter: Drafter | None) -> tuple[int, int]:
-    """Bytes of an entry and of a row's recurrent states, in the target and in every view of the draft model."""
-    if drafter is None or drafter.model is None:
-        return target.entry_bytes, target.row_bytes
-    model, views = drafter.model, drafter.num_views
-    return target.entry_bytes + views * model.entry_bytes, target.row_bytes + views * model.row_bytes
+    """Bytes of an entry and of a row's recurrent states, in the target and in the drafter."""
+    entry, row = target.entry_bytes, target.row_bytes
+    if drafter is not None:
+        entry += drafter.entry_bytes
+        row += drafter.num_views * drafter.model.row_bytes if drafter.model is not None else 0
+    return entry, row
 
 
 def free_memory(device: torch.device) -> int:

@@ -469,6 +469,18 @@ def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monk
     assert own.cache.capacity(0) == own.memory.capacity(0) - (len(prompt) - words - kept)
 
 
+@pytest.mark.parametrize("kind", [*DRAFTING, "dream", "medusa", "kangaroo", "dflash"])
+def test_a_drafter_counts_the_bytes_that_it_holds_of_a_token(kind: str) -> None:
+    under = engine("llava", random_head("llava", kind), POLICIES["chain"])
+    session = under.open(1)
+    (prompt,) = prompts(FAMILIES["llava"], FAMILIES["llava"].row_inputs("image", 0))
+    under.generate([Request(prompt)], max_new_tokens=2, session=session)
+    own = drafting(session)
+    held = [cache.nbytes / cache.slots for cache in own._caches if cache.slots]
+    features = own._features[0]
+    assert own._drafter.entry_bytes == sum(held) + features.nbytes / len(features)
+
+
 def test_pending_entries_of_the_target_are_gone_before_it_verifies(monkeypatch: Patch) -> None:
     pending: list[int] = []
 

@@ -64,6 +64,7 @@ class Dream(Head):
             CrossBlock(config, options["gate"], i, options["rotary"], not self.is_released)
             for i in range(options["cross"])
         )
+        self.memories = len(self.cross)
         self.last = Block(config, int(options["initial"])) if options["final"] else None
         if self.is_released:
             self.norm = RMSNorm(width, config.norm_eps)

@@ -205,6 +205,7 @@ class Head(nn.Module, ABC):
 
     # What a head is like, by its class or by its options.
     blocks: int = 1  # layers of its KV cache; 0 if entries do not attend to each other
+    memories: int = 0  # layers of its caches beside that one
     hides_visual: bool = False  # visual tokens have no entries
     is_shown_visual: bool = True  # entries of visual tokens get the visual features that the target's decoder gets
     # of entries: ``entries``, their number; ``tokens``, or ``target`` with M-RoPE: those of the token before

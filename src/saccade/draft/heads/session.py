@@ -57,6 +57,12 @@ class HeadDrafter(Drafter):
         self._accepted: Tensor | int = 0  # tokens of those
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
 
+    @property
+    def entry_bytes(self) -> int:
+        head, config = self.head, self.head.config
+        numbers = 2 * (head.blocks + head.memories) * config.kv_heads * config.head_dim + config.hidden_size
+        return numbers * next(head.parameters()).element_size()
+
     def open(self, rows: int, target: Context) -> DraftSession:
         session: DraftSession = part_of(self.head.kind, "session")(self, rows, target)
         return session
