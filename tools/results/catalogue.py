@@ -69,7 +69,7 @@ _SHIPPED = ("heads-long", "small-trees")
 """Suites of the heads that come with the target; all others compare heads of equal training."""
 _EXTRA: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("quick-1024", "quick", True, {}),
-    ("small-trees-1024", "small-trees", True, {"per_task": 3}),
+    ("small-trees-1024", "small-trees", True, {}),
     ("sage-figure-3-64", "sage-figure-3", False, {"max_new_tokens": 64}),
     ("sage-figure-3-128", "sage-figure-3", False, {"max_new_tokens": 128}),
 )
