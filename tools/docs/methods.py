@@ -12,7 +12,7 @@ from typing import Any
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import SaccadeError
 from saccade.methods import METHODS
-from saccade.methods.settings import about, table
+from saccade.methods.settings import table
 
 _BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FIGURES = Path(__file__).parent / "figures.toml"
@@ -57,12 +57,6 @@ def _facts(name: str) -> Iterator[str]:
     yield f'| use | `saccade generate -t TARGET {use} "..."`; `vlm.using("{name}")` |'
 
 
-def _in_brackets(text: str) -> str:
-    """The first sentence without its full stop, its first letter small except in names such as SAGE."""
-    sentence = re.split(r"\.(?=\s|$)", text, maxsplit=1)[0]
-    return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
-
-
 def _options(name: str) -> Iterator[str]:
     for brings, rows in table(METHODS[name].settings):
         if brings:
@@ -70,9 +64,8 @@ def _options(name: str) -> Iterator[str]:
         yield "| option | default | | values |\n|---|---|---|---|"
         for option, default, limits in rows:
             yield f"| `{option}` | {_value(default)} | {_cell(limits.meaning)} | {_cell(limits.range)} |"
-    choices = [f"`{b}` ({_in_brackets(about(b))})" for b, _ in table(METHODS[name].settings) if b and about(b)]
-    if choices:
-        yield f"\nOther choices bring options of their own, which `saccade methods {name}` lists: {'; '.join(choices)}."
+    if any(brings for brings, _ in table(METHODS[name].settings)):
+        yield f"\nOther choices bring options of their own, which `saccade methods {name}` lists."
 
 
 def _comparison(name: str, results: Path) -> Iterator[str]:
