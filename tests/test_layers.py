@@ -78,7 +78,7 @@ PARTS = {
     "cli": (("cli",), 2_002),
     "serve": (("serve",), 3_500),
     "training": (("train", "distill"), 4_871),
-    "measuring": (("bench", "theory", "memory_plan"), 3_811),
+    "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
     "checkpoints": (("checkpoints", "evaluators"), 1_230),
     "pocket": (("pocket",), 1_440),

@@ -54,7 +54,8 @@ def with_claims(suite: Suite) -> Suite:
     return suite.with_(claims=tuple(map(asdict, claims)))
 
 
-def _of_curve(label: str, known: Iterable[str]) -> list[str]:
+def of_curve(label: str, known: Iterable[str]) -> list[str]:
+    """Return the labels that one of a claim stands for."""
     return [name for name in known if (name.startswith(label[:-1]) if label.endswith("*") else name == label)]
 
 
@@ -121,7 +122,7 @@ def verdicts(run: RecordedRun) -> list[Verdict]:
         of_label = {
             label: [
                 r
-                for name in _of_curve(label, records)
+                for name in of_curve(label, records)
                 for r in records[name]
                 if not claim.tasks or r.task in claim.tasks
             ]

@@ -16,14 +16,15 @@ from saccade import cpu
 from saccade.bench.records import RecordedRun
 from saccade.bench.report import tables
 from saccade.bench.report.figures import Plot, draw, standalone
-from saccade.bench.report.tables import EMPTY, Cell, Content, Table, contents, escape
+from saccade.bench.report.tables import EMPTY, Cell, Content, Group, Table, contents, escape
+from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
 from saccade.files import write_folder
 from saccade.options import make
 from saccade.wording import count
 from tools.results import kept, paper_tables
 from tools.results.catalogue import Measurement
-from tools.results.claims import Verdict, verdicts
+from tools.results.claims import Verdict, of_curve, verdicts
 
 INDEX = "README.md"
 REASONS = "reasons.toml"
@@ -148,13 +149,15 @@ class Page:
         return f"The fastest row is {best}, at {speeds[best]} times plain decoding end to end."
 
     def _figure(self) -> Plot | None:
-        """The most telling figure of a page that mirrors a paper's: signals, quality of loose rules, or acceptance."""
-        name, run, everything = self.measurement.name, self.content.run, self.content.groups[0]
+        """Of a page that mirrors a figure: signals, quality of loose rules, or acceptance of the rows in its claims."""
+        name, run, results = self.measurement.name, self.content.run, self.content.groups[0].results
         if "figure" not in name:
             return None
-        quality_first = draw(everything, name)
-        lossless = all(result.lossless for result in everything.results.values())
-        return next(iter([*paper_tables.drawn_signals(run, name), *quality_first[:: -1 if lossless else 1]]), None)
+        labels = [label for verdict in self.verdicts for level in verdict.claim.order for label in level]
+        claimed = {row for label in labels for row in of_curve(label, results)}
+        plots = draw(Group(name, {m: r for m, r in results.items() if m in claimed or m == BASELINE}), name)
+        lossless = all(result.lossless for result in results.values())
+        return next(iter([*paper_tables.drawn_signals(run, name), *plots[:: -1 if lossless else 1]]), None)
 
     def _numbers(self) -> str:
         """Every number of a report, one a line."""
@@ -227,8 +230,9 @@ def index(pages: Sequence[Page], absent: Sequence[str]) -> str:
         if found:
             lines += ["", f"## {paper}", "", "| claim | paper | ours | verdict | cause |", "|---|---|---|---|---|"]
         for page in found:
-            name, rows = page.measurement.name, page.verdicts
-            link = f"[{escape(page.measurement.suite.mirrors.partition(', ')[2] or name)}]({name}.md)"
+            name, suite, rows = page.measurement.name, page.measurement.suite, page.verdicts
+            place = suite.mirrors.partition(", ")[2]
+            link = f"[{escape(place if place and name == suite.name else name)}]({name}.md)"
             if not rows:
                 lines.append(f"| {link}: {escape(page.sentence())} | - | - | - | |")
             for verdict in rows:
