@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def premises(
             name: {**dict(zip(keys, PAPERS[name], strict=True)), "expected": expected, "measured": numbers}
             for name, (numbers, expected) in found.items()
         }
-        line = json.dumps({"answers": answers, "methods": methods}, default=astuple)  # estimates: value, low, high
+        line = json.dumps({"answers": answers, "methods": methods}, default=lambda e: [e.value, e.low, e.high])
         screen.show(re.sub(r"\bNaN\b", "null", line))
         return
     for name, (numbers, expected) in found.items():
