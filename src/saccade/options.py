@@ -246,6 +246,10 @@ class PruningOptions(Checked):
     mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
 
 
+SIGNALS: dict[str, Callable[[Any], Any]] = {}
+"""Relevances of one's own for LVSpec, by name: functions of a `DraftTree` that return a number per node, ``[B, N]``."""
+
+
 @dataclass(frozen=True)
 class LVSpecOptions(Checked):
     """LOSSY: loose acceptance of the least visual draft tokens (LVSpec, Section 3)."""
@@ -260,6 +264,15 @@ class LVSpecOptions(Checked):
         choices=("verifying", "own"),
     )
     entropy: float = option(0.0, "least entropy of the target at a loosened token, as in fly; 0: none", 0, 1)
+    odds: float = option(
+        0.0, "least probability of a loosened token as a share of that of the target's own token; 0: none", 0, 1
+    )
+    signal: str = option(
+        "states",
+        "relevance: similarity of states, or one's own by its name in saccade.options.SIGNALS",
+        choices=("states",),
+        takes=lambda value: isinstance(value, str) and value in SIGNALS,
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tools.results.catalogue import load, suite_names
 from tools.results.claims import MEASURES
 
 MIRRORED = suite_names()
-OF_NO_PAPER = ("heads-long", "lvspec-entropy", "quick", "small-trees")
+OF_NO_PAPER = ("heads-long", "lvspec-entropy", "lvspec-front", "quick", "small-trees")
 
 
 @pytest.mark.parametrize("name", MIRRORED)
@@ -120,3 +120,14 @@ def test_a_setting_without_a_released_draft_model_asks_for_one_and_an_unknown_on
         papers.command("lvspec/qwen-32b")
     text = Path("tools/results/papers.toml").read_text(encoding="utf-8")
     assert len(tomllib.loads(text)) == text.count("\nsource = ")
+
+
+def test_the_oracle_of_lvspec_ranks_the_words_that_answers_are_scored_by() -> None:
+    from tools.results.lexicon import is_scored
+
+    tokenizer = saccade.load("pocket").processor.tokenizer
+    ids = tokenizer.encode("A small red cross near the middle left, as you can see.", add_special_tokens=False)
+    assert [tokenizer.decode([i]).strip() for i in ids if is_scored()[i]] == ["small", "red", "cross", "middle", "left"]
+    assert saccade.methods.options("lvspec", {"signal": "lexicon"})["signal"] == "lexicon"
+    with pytest.raises(saccade.errors.MethodError, match="signal of method lvspec must be one of states"):
+        saccade.methods.options("lvspec", {"signal": "dictionary"})

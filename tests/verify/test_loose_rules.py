@@ -21,6 +21,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.families import split, visual_mask
 from saccade.inputs.families.family import Prompt
+from saccade.options import SIGNALS
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, Requirements
@@ -112,7 +113,10 @@ RULES = st.builds(
     special_ids=st.just((EOS,)),
     position=st.sampled_from(["verifying", "own"]),
     entropy=st.sampled_from([0.0, 0.5, 0.8]),
+    odds=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+    signal=st.sampled_from(["states", "states", "tokens"]),
 )
+SIGNALS["tokens"] = lambda tree: tree.tokens.float()
 
 
 def entropies(scores: torch.Tensor) -> list[float]:
@@ -136,6 +140,7 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
             judging = nodes[index, row.parents[n] if rule.position == "verifying" else n]
             similar = F.cosine_similarity(judging[None], visual[index]).sort(descending=True).values
             relevance[n] = float(similar[: rule.nearest].mean()) if len(similar) else 0.0
+            relevance[n] = row.tokens[n] if rule.signal == "tokens" else relevance[n]
 
         marked: dict[int, int | None] = {}
         for node in guesses:
@@ -143,6 +148,8 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
             line = [n for n in guesses if n in row.path(node) or node in row.path(n)]
             guarded = EOS in (row.tokens[node], wanted) or not len(visual[index])
             guarded = guarded or 0 < rule.entropy >= unsure[row.parents[node]]
+            p = scores[index, row.parents[node]].softmax(-1)
+            guarded = guarded or float(p[row.tokens[node]] / p.max()) < rule.odds
             least = sorted(line, key=relevance.__getitem__)[: int(rule.share * len(line) + 1e-6)]
             marked[node] = None
             if row.tokens[node] == wanted:
@@ -216,6 +223,21 @@ def test_lvspec_accepts_more_and_marks_what_it_loosened(space: Any, policy: Any)
         assert output.stats.loosened_tokens == marked
         assert output.stats.accepted_tokens == sum(m != "target" for m in output.marks)
     assert any(o.stats.loosened_tokens for o in after)
+
+
+def test_lvspec_loosens_only_tokens_near_the_target_s_own_and_a_row_among_others_as_alone() -> None:
+    under_test, requests = engine("llava", LVSpec(1.0, shift=False, odds=0.4))
+    together = under_test.generate(requests, max_new_tokens=24)
+    alone = [under_test.generate([request], max_new_tokens=24)[0] for request in requests]
+    assert [o.tokens for o in together] == [o.tokens for o in alone]
+    loose = [o.stats.loosened_tokens for o in together]
+    without, _ = engine("llava", LVSpec(1.0, shift=False))
+    most = [o.stats.loosened_tokens for o in without.generate(requests, max_new_tokens=24)]
+    assert 0 < sum(loose) < sum(most)
+    at_one, _ = engine("llava", LVSpec(1.0, shift=False, odds=1.0))
+    strict, _ = engine("llava", None)
+    answers = [[o.tokens for o in under.generate(requests, max_new_tokens=24)] for under in (at_one, strict)]
+    assert answers[0] == answers[1]
 
 
 def test_lvspec_reads_the_visual_tokens_of_every_turn_once() -> None:

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
-from saccade.options import FLyOptions, LVSpecOptions, RandomOptions
+from saccade.options import SIGNALS, FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, Rows
@@ -49,15 +49,20 @@ class TreeComparison:
         ids = _on_device(tuple(special_ids), scores.device)
         rows = torch.arange(len(scores), device=scores.device)[:, None]
         last = scores.shape[-1] - 1
-        forbidden = scores[rows, parents, tree.tokens.clamp(max=last)].isneginf()
+        self._drafted = scores[rows, parents, tree.tokens.clamp(max=last)]  # of every node's token, in its place
         special = torch.isin(tree.tokens, ids) | torch.isin(self.wanted, ids)
-        self.may_loosen = self.is_draft & ~(special | forbidden | (tree.tokens > last))
+        self.may_loosen = self.is_draft & ~(special | self._drafted.isneginf() | (tree.tokens > last))
 
     def unsure(self, least: float) -> Tensor:
         """Nodes in whose place the target's entropy exceeds a share of the largest possible (FLy)."""
         p = self.scores.float().log_softmax(-1).exp()
         entropy: Tensor = torch.special.entr(p).sum(-1) / math.log(p.shape[-1])  # after each node
         return entropy.gather(1, self.tree.parents.expand_as(entropy)) > least
+
+    def likely(self, least: float) -> Tensor:
+        """Nodes that the target finds at least ``least`` times as probable as its own token in their place."""
+        best = self.scores.amax(-1).gather(1, self.tree.parents.expand_as(self.choice))
+        return self._drafted.float() - best.float() >= math.log(least)
 
     def lowest_share(self, values: Tensor, share: float) -> Tensor:
         """Nodes among the floor(share * K) lowest of the K draft tokens on their branches."""
@@ -189,6 +194,8 @@ class LVSpecJudge:
         may_loosen = compared.may_loosen & has_visual
         if self._rule.entropy > 0:
             may_loosen &= compared.unsure(self._rule.entropy)
+        if self._rule.odds > 0:
+            may_loosen &= compared.likely(self._rule.odds)
         loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.share) & may_loosen
         if not self._rule.shift:
             return compared.longest_path(loose)
@@ -198,6 +205,9 @@ class LVSpecJudge:
 
     def relevance(self, rows: Rows, tree: DraftTree, output: ForwardOutput) -> Tensor:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
+        if self._rule.signal in SIGNALS:
+            own: Tensor = SIGNALS[self._rule.signal](tree)
+            return own
         visual, real = self._gather(rows)
         nodes = F.normalize(output.hidden[self._layer].float(), dim=-1)
         similarity = nodes @ visual.transpose(1, 2)  # [A, N, V]
