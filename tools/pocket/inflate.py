@@ -323,7 +323,8 @@ def checked(folder: Path, like: str) -> tuple[HeadConfig, Shape, Shape]:
     if config.kind not in INFLATABLE:
         raise ModelError(f"{folder} holds a {config.kind} head; only {' and '.join(INFLATABLE)} heads can be inflated.")
     odd = config.qk_norm or config.qkv_bias or config.layers != (config.target_layers,)
-    if odd or config.options.get("norms", "all") != "all" or config.options.get("features", "target") != "target":
+    norms = ("block", "all") if config.kind == "hivis" else ("all",)
+    if odd or config.options["norms"] not in norms or config.options.get("features", "target") != "target":
         raise ModelError(
             f"{folder} holds a head with norms, biases or inputs of its own; only heads in the form that `saccade "
             "train` gives them for the pocket target can be inflated."

@@ -106,10 +106,11 @@ def test_the_folder_is_whole(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["256x5x8", "128x3x4"])
-@pytest.mark.parametrize("kind", ["eagle2", "hivis"])
-def test_an_inflated_head_computes_the_small_ones_states(kind: str, shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "norms"), [("eagle2", "all"), ("hivis", "block"), ("hivis", "all")])
+def test_an_inflated_head_computes_the_small_ones_states(kind: str, norms: str, shape: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    small = HeadConfig(kind, 64, 96, 2, 2, 32, 448, (3,), "Any", 3, steps=4, options=dict(head_class(kind).defaults))
+    options = {**head_class(kind).defaults, "norms": norms}
+    small = HeadConfig(kind, 64, 96, 2, 2, 32, 448, (3,), "Any", 3, steps=4, options=options)
     head = build_head(small).eval()
     for weight in head.parameters():
         weight.data = torch.randn_like(weight) * 0.2 + (weight.dim() == 1)
