@@ -114,7 +114,7 @@ RULES = st.builds(
     position=st.sampled_from(["verifying", "own"]),
     entropy=st.sampled_from([0.0, 0.5, 0.8]),
     odds=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
-    signal=st.sampled_from(["states", "states", "tokens"]),
+    signal=st.sampled_from(["states", "tokens"]),
 )
 SIGNALS["tokens"] = lambda tree: tree.tokens.float()
 
@@ -166,6 +166,15 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
         assert verdict.marks is not None
         assert verdict.marks[index, 1 : len(best) + 1].tolist() == [marked[n] for n in best]
         assert int(verdict.token[index]) == choice[best[-1] if best else 0]
+
+
+def test_a_signal_of_one_s_own_ranks_the_draft_token_that_it_is_given_for() -> None:
+    tree = chain_of([[1, 5, 2, 4, 3]])  # the target wants another everywhere
+    scores = F.one_hot(torch.full(tree.tokens.shape, 7), VOCAB).float()
+    context = Still(torch.randn(1, 6, 5), [torch.randn(3, 5)])
+    for share, count in ((0.0, 0), (0.4, 1), (0.8, 1), (1.0, 5)):
+        verdict = context.judge(LVSpec(share, shift=False, signal="tokens"), tree, scores)
+        assert int(verdict.count[0]) == count
 
 
 @given(ROWS, SEEDS, st.sampled_from([0.0, 0.3, 0.8]), st.integers(0, 3))
