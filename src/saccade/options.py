@@ -267,6 +267,7 @@ class LVSpecOptions(Checked):
     odds: float = option(
         0.0, "least probability of a loosened token as a share of that of the target's own token; 0: none", 0, 1
     )
+    free: float = option(0.0, "share of that probability from which a token is loose at any relevance; 0: none", 0, 1)
     signal: str = option(
         "states",
         "relevance: similarity of states, or one's own by its name in saccade.options.SIGNALS",

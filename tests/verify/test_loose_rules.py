@@ -114,6 +114,7 @@ RULES = st.builds(
     position=st.sampled_from(["verifying", "own"]),
     entropy=st.sampled_from([0.0, 0.5, 0.8]),
     odds=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+    free=st.sampled_from([0.0, 0.3]),
     signal=st.sampled_from(["states", "tokens"]),
 )
 SIGNALS["tokens"] = lambda tree: tree.tokens.float()
@@ -149,12 +150,13 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
             guarded = EOS in (row.tokens[node], wanted) or not len(visual[index])
             guarded = guarded or 0 < rule.entropy >= unsure[row.parents[node]]
             p = scores[index, row.parents[node]].softmax(-1)
-            guarded = guarded or float(p[row.tokens[node]] / p.max()) < rule.odds
+            odds = float(p[row.tokens[node]] / p.max())
+            guarded = guarded or odds < rule.odds
             least = sorted(line, key=relevance.__getitem__)[: int(rule.share * len(line) + 1e-6)]
             marked[node] = None
             if row.tokens[node] == wanted:
                 marked[node] = STRICT
-            elif node in least and not guarded:
+            elif (node in least or 0 < rule.free <= odds) and not guarded:
                 marked[node] = LOOSE
             elif rule.shift and wanted in [row.tokens[n] for n in line] and not guarded:
                 marked[node] = SHIFTED

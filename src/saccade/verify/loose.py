@@ -196,7 +196,10 @@ class LVSpecJudge:
             may_loosen &= compared.unsure(self._rule.entropy)
         if self._rule.odds > 0:
             may_loosen &= compared.likely(self._rule.odds)
-        loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.share) & may_loosen
+        loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.share)
+        if self._rule.free > 0:
+            loose |= compared.likely(self._rule.free)
+        loose &= may_loosen
         if not self._rule.shift:
             return compared.longest_path(loose)
         same = compared.wanted[:, :, None] == tree.tokens[:, None, :]
