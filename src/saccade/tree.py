@@ -65,6 +65,12 @@ class DraftTree:
                 cut[entry.name] = value[start:stop]
         return replace(self, **cut)
 
+    def cut(self, rows: Sequence[int], size: int) -> DraftTree:
+        """Return the first ``size`` nodes of some rows' chains, whose shape all rows share."""
+        shared = {name: getattr(self, name)[:, :size] for name in ("parents", "depth", "valid")}
+        ancestors = self.ancestors[:, :size, :size]
+        return replace(self, tokens=self.tokens[rows, :size], ancestors=ancestors, max_depth=size - 1, **shared)
+
     @classmethod
     def of_nodes(
         cls, tokens: Tensor, parents: Tensor, order: Tensor, valid: Tensor, max_depth: int, max_children: int

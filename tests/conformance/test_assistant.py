@@ -21,7 +21,7 @@ from saccade.draft.merged import MergedDrafter
 from saccade.draft.trees.dynamic import DynamicTree
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine
-from saccade.engine.costs import Pacer
+from saccade.engine.costs import Pacer, Trials
 from saccade.errors import ModelError
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
@@ -178,9 +178,9 @@ class Seldom(Pacer):
 
     _turn = 0
 
-    def lengths(self, rows: int, others: int = 0) -> list[int]:
+    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
         self._turn += 1
-        return [GAMMA * (self._turn % 2)] * rows
+        return [GAMMA * (self._turn % 2)] * len(rows)
 
 
 def test_turn_that_are_not_drafted_are_followed() -> None:

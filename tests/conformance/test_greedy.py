@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
 
@@ -24,7 +26,7 @@ from harness import (
 from saccade.draft.model import ModelDrafter
 from saccade.draft.suffix import SuffixDrafter
 from saccade.engine import Engine, Request
-from saccade.engine.costs import Pacer
+from saccade.engine.costs import Drafts, Pacer, Trials
 from saccade.inputs.families.family import Prompt
 from saccade.options import SuffixOptions
 from saccade.target_model.adapter import Target
@@ -47,6 +49,17 @@ def test_tokens_equal_generate(name: str, kind: str, method: str, rows: int) -> 
         assert_partly_accepted(outputs)
 
 
+class Whims(Drafts):
+    """Drafts that end, and are cut row by row, whatever the drafter's confidence is."""
+
+    chance = random.Random(1)
+
+    def add(self, confidences: Sequence[float]) -> bool:
+        super().add(confidences)
+        self.lengths = self.chance.choices(range(5), k=len(self.rows))
+        return bool(self.rates) and self.chance.random() < 0.7
+
+
 class Wilful(Pacer):
     """Drafts as it likes, row by row and step by step, and joins some rows late."""
 
@@ -61,8 +74,12 @@ class Wilful(Pacer):
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         return self._chance.random() < 0.5
 
-    def lengths(self, rows: int, others: int = 0) -> list[int]:
-        return self._chance.choices((0, 0, 1, 2, 4), k=rows)
+    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
+        return self._chance.choices((0, 0, 1, 2, 4), k=len(rows))
+
+    def begin(self, rows: Sequence[Trials], others: int, levels: int | None = None) -> Drafts:
+        drafts = super().begin(rows, others, levels)
+        return Whims(*(getattr(drafts, field.name) for field in fields(Drafts)))
 
 
 @pytest.mark.some_families

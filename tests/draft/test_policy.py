@@ -13,7 +13,16 @@ from transformers.generation import TopKLogitsWarper
 
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.oneshot import OneShotTree
-from saccade.draft.trees.policy import SPECVLM_TREE, ConfidentChain, DrawProposer, StaticTree, TopProposer, TreePolicy
+from saccade.draft.trees.policy import (
+    SPECVLM_TREE,
+    Chain,
+    ConfidentChain,
+    DrawProposer,
+    PacedProposer,
+    StaticTree,
+    TopProposer,
+    TreePolicy,
+)
 from saccade.draft.trees.sage import SageTree
 from saccade.tree import TreeShape, ancestors_of
 from saccade.verify.rule import RowProcessing, Uniforms, draw
@@ -184,6 +193,8 @@ def test_every_row_ends_behind_its_own_first_unsure_guess(seed: int, gamma: int,
 class Drawing:
     """Gives the likeliest token as if drawn, with the distribution."""
 
+    ended = False
+
     def children(self, logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         return logits.argmax(-1, keepdim=True), logits.softmax(-1)
 
@@ -287,3 +298,29 @@ def test_more_numbers_than_planned_are_an_error_not_a_repetition() -> None:
     numbers.take(2)
     with pytest.raises(IndexError, match="Only 3 uniform numbers per row"):
         numbers.take(2)
+
+
+def test_chains_that_are_cut_are_their_rows_own() -> None:
+    growth = Chain(3).begin([0, 1, 2], torch.arange(3), TopProposer())
+    for level in range(3):
+        growth.expand(torch.eye(9)[torch.arange(3) + 3 * (level % 2)][:, None])
+    tree = growth.tree().cut([2, 0], 3)
+    assert tree.tokens.tolist() == [[2, 2, 5], [0, 0, 3]]
+    assert tree.depth.tolist() == [[0, 1, 2]]
+    assert torch.equal(tree.ancestors[0], torch.ones(3, 3, dtype=torch.bool).tril())
+    assert (tree.max_depth, tree.size) == (2, 3)
+
+
+def test_a_paced_chain_ends_when_it_is_told_to() -> None:
+    read: list[list[float]] = []
+
+    def goes_on(confidences: list[float]) -> bool:
+        read.append(confidences)
+        return len(read) < 2
+
+    growth = Chain(5).begin([0, 1], torch.arange(2), PacedProposer(goes_on))
+    logits = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.1, 0.7]]).log()[:, None]
+    assert growth.expand(logits) is not None
+    assert growth.expand(logits) is None
+    assert growth.tree().tokens.tolist() == [[0, 0, 0], [1, 2, 2]]
+    torch.testing.assert_close(torch.tensor(read), torch.tensor([[0.6, 0.7]] * 2))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf, sqrt
+from operator import mul
 from statistics import median, median_low
 from typing import Any
 
@@ -26,11 +28,15 @@ START, MOST = 3.0, 10.0
 """Credit at first, and the most that gains save, in forwards of plain decoding."""
 EXPLORED = 0.004
 """Share of plain decoding's time that is added to the credit."""
-EARLY, REFRESH = (1, 8, 32), 128
+EARLY, REFRESH = (1, 2, 8, 32), 128
 """First undrafted steps, which are measured, and the number of steps after which another one is."""
 PRIOR, PRIOR_TRIALS, MEMORY = 0.75, 2.0, 0.97
 """Acceptance rate before any trial, how many trials it counts for, and how much less a trial counts after the next."""
-SLOPE, PREFILL, ANSWER = 0.1, 0.05, 100
+RECENT = 0.1
+"""Share of a step in the speed of the last ones."""
+ROW_TRIALS = 4.0
+"""How many of a row's trials the rate of all rows counts for, and of a depth's the one's before it."""
+SLOPE, PREFILL, ANSWER = 0.05, 0.05, 100
 """Until they are measured: time of a forward's further tokens and of a prompt's over one token's, length of answers."""
 CAUTION = 0.7
 """Share of the expected gain that counts when a drafter is to be prefilled."""
@@ -95,13 +101,13 @@ class Typical:
     """Lower median of the last values; the first is an expected one, so that one that is far off counts for nothing."""
 
     def __init__(self, expected: float) -> None:
-        self._values = deque([expected], maxlen=9)
+        self.values = deque([expected], maxlen=15)
         self.value = expected
 
     def add(self, value: float) -> None:
         """Add a value."""
-        self._values.append(value)
-        self.value = median_low(self._values)
+        self.values.append(value)
+        self.value = median_low(self.values)
 
 
 class CostsByTokens:
@@ -113,40 +119,49 @@ class CostsByTokens:
         self._costs: dict[int, float] = {}
 
     def add(self, tokens: int, cost: float) -> None:
-        """Record a measured cost."""
-        if tokens not in self._measured:
-            self._measured[tokens] = Typical(self(tokens))
-        self._measured[tokens].add(cost)
-        self._costs = {number: typical.value for number, typical in self._measured.items()}
+        """Record a cost, joined with those of about as many tokens: else numbers that were lucky once are chosen."""
+        step = 1 << max(0, tokens.bit_length() - 3)
+        near = (tokens + step // 2) // step * step
+        expected, known = self(near), self(tokens)
+        self._measured.setdefault(near, Typical(expected)).add(cost + expected - known)
+        self._costs.clear()
 
     def __call__(self, tokens: int) -> float:
         if tokens not in self._costs:
-            near = min(self._measured, key=lambda number: abs(number - tokens), default=tokens)
-            scale = self._measured[near].value / self._guess(near) if self._measured else 1.0
-            self._costs[tokens] = scale * self._guess(tokens)
+            near = min(self._measured, key=lambda number: abs(number - tokens), default=0)
+            scale = self._measured[near].value / self._guess(near) if near else 1.0
+            # More tokens take no less, once measured values outnumber the expected one.
+            more = [each.value for n, each in self._measured.items() if n > tokens and len(each.values) > 2]
+            self._costs[tokens] = min([scale * self._guess(tokens), *more])
         return self._costs[tokens]
 
 
 @dataclass(slots=True)
 class Trials:
-    """Acceptance rate of draft tokens, recent ones counted most."""
+    """Acceptance of draft tokens, recent ones counted most, and the drafter's confidence in them."""
 
     accepted: float = 0.0
     count: float = 0.0
+    surplus: float = 0.0  # accepted ones less the confidences in all
+    steps: int = 0  # drafts that were verified
+    last: list[float] = field(default_factory=list)  # confidences in the tokens of a draft that is not verified yet
 
-    def add(self, accepted: bool) -> None:
+    def add(self, accepted: bool, confidence: float) -> None:
         """Count a verified token."""
-        self.accepted = self.accepted * MEMORY + accepted
-        self.count = self.count * MEMORY + 1
+        self.fade()
+        self.accepted += accepted
+        self.count += 1
+        self.surplus += accepted - confidence
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Count the verified tokens of a chain, each behind accepted ones only."""
-        for depth in range(min(accepted + 1, drafted)):
-            self.add(depth < accepted)
+    def fade(self) -> None:
+        """Count earlier tokens for less: what they say about the next ones is getting old."""
+        self.accepted *= MEMORY
+        self.count *= MEMORY
+        self.surplus *= MEMORY
 
-    def rate(self, prior: float = PRIOR) -> float:
-        """The rate, shrunk towards ``prior``."""
-        return (self.accepted + prior * PRIOR_TRIALS) / (self.count + PRIOR_TRIALS)
+    def rate(self, prior: float = PRIOR, trials: float = PRIOR_TRIALS) -> float:
+        """The rate, shrunk towards ``prior``, which counts for so many trials."""
+        return (self.accepted + prior * trials) / (self.count + trials)
 
 
 def sampled_length(row: Trials) -> int:
@@ -154,59 +169,144 @@ def sampled_length(row: Trials) -> int:
     return SAMPLED if row.rate() >= SAMPLED_RATE else 0
 
 
-class Pacer:
-    """Draft length of every step, and whether a new row's drafter is prefilled at all.
+@dataclass(slots=True)
+class Drafts:
+    """One step's drafts of some rows: whether another level is drafted, and how much of them is verified.
 
-    A step that drafts k tokens for each of R rows emits R E(k) tokens, where E(k) = 1 + a1 + a1 a2 + ... of the rates a
-    at which each depth is accepted, in the time T(R (k + 1)) + k d of the target's forward and the drafter's (Leviathan
-    et al. 2023, Section 3.3). The best k has the largest E(k) / T(k). Times are in units, the time of a forward of one
-    token at that moment, measured by pairs of steps that follow each other: a machine that gets slower changes none.
-
-    A credit limits losses: it gets a share of plain decoding's time and what drafting gains, and pays what it loses. A
-    step may risk half of it. Where nothing pays, a single token is drafted for one row as soon as the credit has its
-    cost.
+    A token's chance is the product of the drafter's confidences down to it, each moved by what the row's acceptance
+    rate is above them. Tokens are verified, and levels drafted, that bring more than their time does elsewhere.
     """
 
-    def __init__(self, max_length: int, draft_cost: float) -> None:
+    rows: Sequence[Trials]
+    rates: Sequence[float]  # acceptance by depth of the levels that are left
+    token: float  # what the time of a token's verification brings elsewhere, in tokens
+    level: float  # the same of a level
+    surplus: float  # of all rows, as of `Trials`
+    count: float
+    lengths: list[int]  # tokens of each row that are verified
+    chances: list[float]  # of every row's last token
+
+    @property
+    def expected(self) -> list[float]:
+        """Rates at which the next level's tokens are accepted behind accepted ones."""
+        return [row.rate(self.rates[0], ROW_TRIALS) for row in self.rows]
+
+    @property
+    def go_on(self) -> bool:
+        """Whether another level is worth drafting."""
+        if not self.rates:
+            return False
+        chances: Iterator[float] = map(mul, self.chances, self.expected)
+        return sum(max(chance - self.token, 0.0) for chance in chances) > self.level
+
+    def take(self, rates: Sequence[float]) -> None:
+        """Add a level whose tokens are accepted at these rates."""
+        self.chances = list(map(mul, self.chances, rates))
+        self.lengths = [n + (chance > self.token) for n, chance in zip(self.lengths, self.chances, strict=True)]
+        self.rates = self.rates[1:]
+
+    def add(self, confidences: Sequence[float]) -> bool:
+        """Add a level by the drafter's confidences in every row's token; return whether to draft another one."""
+        expected = PRIOR_TRIALS * (self.rates[0] - sum(confidences) / len(confidences))
+        change = (self.surplus + expected) / (self.count + PRIOR_TRIALS)
+        rates = []
+        for row, confidence in zip(self.rows, confidences, strict=True):
+            row.last.append(confidence)
+            moved = confidence + (row.surplus + ROW_TRIALS * change) / (row.count + ROW_TRIALS)
+            rates.append(min(max(moved, 0.0), 1.0))
+        self.take(rates)
+        if not any(self.lengths):  # something is verified, once it is drafted
+            self.lengths[self.chances.index(max(self.chances))] = 1
+        return self.go_on
+
+
+class Pacer:
+    """Draft lengths of every step's rows, and whether a new row's drafter is prefilled at all.
+
+    A step that verifies n draft tokens of R rows emits R tokens and each draft token's chance: the product of the rates
+    at which it and those before it are accepted. It takes T(R + n) of the target's forward and d(r) for every level
+    that r of the rows draft, or once with ``one_pass``. Chains of the best chances with the largest quotient of both
+    are drafted (Leviathan et al. 2023, Section 3.3, over the rows of a step), so that rows whose drafts are accepted
+    draw the tokens to them. A rate is a row's and a depth's so far; what is drafted is judged by the drafter's
+    confidence (`Drafts`). Times are in units, about the time of a forward of one token at that moment: a machine that
+    gets slower changes none.
+
+    A credit limits losses: it gets a share of plain decoding's time and what drafting gains, and pays what it loses. A
+    step may risk half of it. Where nothing pays, a single token is drafted as soon as the credit has its cost, for a
+    row of which little is known.
+    """
+
+    def __init__(self, max_length: int, draft_cost: float, *, one_pass: bool = False) -> None:
         self.max_length = max_length  # most draft tokens of a row and step
         self.draft_cost = draft_cost  # guess of the time of a drafter's forward in units
+        self._passes = 1 if one_pass else max_length  # most of them in a step; one drafts all levels, or each its own
         self.credit = START
-        self.forward = CostsByTokens(lambda tokens: 1 + SLOPE * (tokens - 1))  # units of a step by its tokens
+        self.plain = CostsByTokens(lambda rows: 1 + SLOPE * (rows - 1))  # units of a step without drafts by rows
+        self.extra = CostsByTokens(lambda tokens: SLOPE * tokens)  # that draft tokens add
         self.draft = CostsByTokens(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # of one level by rows
-        self._unit: float | None = None  # seconds
-        self._run: tuple[int, deque[float]] = (0, deque(maxlen=5))  # tokens of the last steps, and their seconds
-        self._anchor = 0  # tokens of the first step, whose units are fixed
+        self._plain: deque[tuple[int, float]] = deque(maxlen=9)  # rows and seconds of the last of these steps
         self._depths = [Trials() for _ in range(max_length)]
         self._steps: defaultdict[int, int] = defaultdict(int)
+        self._speed = 1.0  # of the last steps over plain decoding's, and by rows
+        self._speeds: dict[int, float] = {}
         self._goal = 0.0  # cost of a trial that is saved for
         self._answers = Typical(ANSWER)
         self._prefill = Typical(PREFILL * draft_cost)  # units of a prompt's token in the drafter
 
-    def lengths(self, rows: int, others: int = 0) -> list[int]:
-        """Return the number of tokens to draft for each of some rows in this step, next to others without a drafter."""
-        together = rows + others
+    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
+        """Return the number of tokens to draft for each of some rows in this step, next to others without a draft."""
+        together = len(rows) + others
         self._steps[together] += 1
         if self._steps[together] in EARLY or self._steps[together] % REFRESH == 0:
-            return [0] * rows  # measures what drafting has to beat
-        best, _ = self._best(rows, others, self.credit / 2)
-        if best:
-            return [best] * rows
-        is_tried = self._run[0] == together and self._may_pay(together) and self._trial_cost(together) <= self.credit
-        return [int(is_tried), *[0] * (rows - 1)]
+            return [0] * len(rows)  # measures what drafting has to beat
+        lengths, _ = self._plan(rows, others, self.credit / 2)
+        if not any(lengths) and self._may_pay(together) and self._trial_cost() <= self.credit:
+            place, row = min(enumerate(rows), key=lambda each: each[1].count)
+            lengths[place] = int(row.steps < ROW_TRIALS or row.count < 1)  # its trials are few or old
+        for row, length in zip(rows, lengths, strict=True):
+            if not length:
+                row.fade()
+        return lengths
+
+    def _plan(self, rows: Sequence[Trials], others: int, risk: float) -> tuple[list[int], float]:
+        """The best lengths that lose no more than ``risk`` with bad luck, and their speed over plain decoding's."""
+        drafts, whole, lengths = self.begin(rows, others), self.plain(len(rows) + others), [0] * len(rows)
+        plain, speed = whole / (len(rows) + others), 1.0
+        gained = spread = 0.0
+        while drafts.go_on:
+            drafts.take(drafts.expected)
+            taken = [chance for chance in drafts.chances if chance > drafts.token]
+            gained += sum(taken)
+            spread += sum(chance * (1 - chance) for chance in taken)
+            cost = self.extra(sum(drafts.lengths)) + min(max(drafts.lengths), self._passes) * self.draft(len(rows))
+            if cost - plain * max(0.0, gained - 2 * sqrt(spread)) <= risk:
+                lengths, speed = drafts.lengths, (whole + plain * gained) / (whole + cost)
+        return (lengths, speed) if speed > MARGIN else ([0] * len(rows), 1.0)
+
+    def begin(self, rows: Sequence[Trials], others: int, levels: int | None = None) -> Drafts:
+        """Start the drafts of some rows, next to others without, of at most some levels."""
+        count, together = len(rows) * self.max_length, len(rows) + others
+        speed = max(MARGIN, self._speeds.get(together, self._speed))
+        worth = speed * together / self.plain(together)  # tokens per unit
+        for row in rows:
+            row.last.clear()
+        token, level = worth * self.extra(count) / count, worth * self.draft(len(rows)) * (self._passes > 1)
+        known = sum(trials.surplus for trials in self._depths), sum(trials.count for trials in self._depths)
+        return Drafts(rows, self._by_depth()[:levels], token, level, *known, [0] * len(rows), [1.0] * len(rows))
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         """Whether a row's drafter is to be prefilled: its expected gain exceeds the time that takes."""
         rows = others + 1
         cost = prompt * self._prefill.value
         risk = min(cost, START)
-        _, speedup = self._best(rows, 0, inf)
-        saved = (1 - 1 / speedup) * self.forward(rows) / rows
+        _, expected = self._plan([Trials() for _ in range(rows)], 0, inf)
+        saved = (1 - 1 / max(expected, self._speeds.get(rows, self._speed))) * self.plain(rows) / rows
         gained = CAUTION * (min(remaining, self._answers.value) - 1) * saved
-        if self.is_proven and gained > cost and risk <= self.credit:
+        if self.is_proven and gained > cost and risk + 2 * self._trial_cost() <= self.credit:
             if not others:  # rows that begin together join together
                 self.credit -= risk
             return True
-        self._goal = cost + self._trial_cost(rows)
+        self._goal = cost + 2 * self._trial_cost()
         if self._goal > self.credit or not self._may_pay(rows):
             return False
         self.credit -= cost
@@ -218,77 +318,71 @@ class Pacer:
         """Whether the acceptance rate rests on verified draft tokens."""
         return self._depths[0].count > PRIOR_TRIALS
 
-    def _best(self, rows: int, others: int, risk: float) -> tuple[int, float]:
-        """The best length that loses no more than ``risk`` with bad luck, and its speed over plain decoding's."""
-        plain = self.forward(rows + others) / (rows + others)
-        emitted = least = float(rows + others)
-        reached = bad = float(rows)
-        rate, best, speed = PRIOR, 0, MARGIN
-        for length, trials in enumerate(self._depths, 1):
-            rate = trials.rate(rate)
-            reached *= rate
-            bad *= max(0.0, rate - 2 * sqrt(rate * (1 - rate) / rows))
-            emitted += reached
-            least += bad
-            units = self.forward(rows * (length + 1) + others) + length * self.draft(rows)
-            if units - least * plain > risk:
-                break
-            if emitted * plain / units > speed:
-                best, speed = length, emitted * plain / units
-        return best, speed if best else 1.0
+    @property
+    def _unit(self) -> float:
+        """Seconds of a unit."""
+        return median_low(spent / self.plain(rows) for rows, spent in self._plain)
+
+    def _by_depth(self) -> list[float]:
+        """Rates at which tokens of each depth are accepted behind accepted ones."""
+        deeper = accumulate(self._depths[1:], lambda rate, trials: trials.rate(rate, ROW_TRIALS), initial=PRIOR)
+        return [self._depths[0].rate(), *list(deeper)[1:]]  # deeper ones are of better rows
 
     def _may_pay(self, rows: int) -> bool:
         """Whether drafting pays if every token is accepted."""
-        tokens = self.max_length + 1
-        units = self.forward(rows * tokens) + self.max_length * self.draft(rows)
-        return tokens * self.forward(rows) > MARGIN * units
+        tokens, plain = self.max_length, self.plain(rows)
+        units = plain + self.extra(rows * tokens) + self._passes * self.draft(rows)
+        return (tokens + 1) * plain > MARGIN * units
 
-    def _trial_cost(self, rows: int) -> float:
+    def _trial_cost(self) -> float:
         """Units that a single draft token of one row loses if it is rejected."""
-        return self.forward(rows + 1) + self.draft(1) - self.forward(rows)
+        return self.extra(1) + self.draft(1)
 
     def _earn(self, units: float, rows: int) -> None:
-        self.credit = min(self.credit + units, max(MOST * self.forward(rows), self._goal))
+        self.credit = min(self.credit + units, max(MOST * self.plain(rows), self._goal))
 
     def observe_step(
         self, tokens: int, forward: float, rows: int, emitted: int, drafting: int = 0, length: int = 0, draft: float = 0
     ) -> None:
         """Record a step without prefill: seconds of the target's part and of the draft, and its emitted tokens."""
-        before, run = self._run
-        if not before:
-            self._anchor = tokens
-            self.forward.add(tokens, self.forward(tokens))
-        if before and tokens != before:
-            ratio = forward / median(run)
-            if tokens != self._anchor:
-                self.forward.add(tokens, self.forward(before) * ratio)
-            elif len(run) > 1:  # a single step has been counted
-                self.forward.add(before, self.forward(tokens) / ratio)
-        if tokens != before:
-            run = deque(maxlen=5)
-            self._run = tokens, run
-        run.append(forward)
-        self._unit = median(run) / self.forward(tokens)
-        plain = emitted * self.forward(rows) / rows
-        gain = EXPLORED * plain
+        whole, drafts = self.plain(rows), tokens - rows
+        gain = EXPLORED * emitted * whole / rows
+        others = [spent / self.plain(n) for n, spent in self._plain if n != rows]
+        if not drafts:
+            if others or not self._plain:  # the first one's units are as guessed
+                self.plain.add(rows, forward / median(others) if others else whole)
+            self._plain.append((rows, forward))
+        elif self._plain:
+            self.extra.add(drafts, max(0.0, forward / self._unit - whole))
         if length:
-            self.draft.add(drafting, draft / length / self._unit)
-            gain += plain - self.forward(tokens) - length * self.draft(drafting)
+            passes = min(length, self._passes)
+            if self._plain:
+                self.draft.add(drafting, draft / passes / self._unit)
+            cost = whole + self.extra(drafts) + passes * self.draft(drafting)
+            gain += emitted * whole / rows - cost
+        speed, before = emitted * whole / rows / cost if length else 1.0, self._speeds.get(rows, self._speed)
+        self._speed = self._speeds[rows] = before + RECENT * (speed - before)
         self._earn(gain, rows)
 
     def observe_prefill_step(self, seconds: float, rows: int) -> None:
         """Record the target's seconds in a step with prefill, which plain decoding takes as well."""
-        if self._unit is not None:
+        if self._plain:
             self._earn(EXPLORED * seconds / self._unit, rows)
 
-    def observe_acceptance(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of a row's chain."""
+    def observe_acceptance(self, row: Trials, drafted: int, accepted: int) -> None:
+        """Record the outcome of a row's chain, whose tokens are tried behind accepted ones only."""
+        row.steps += 1
+        is_new = row.steps <= ROW_TRIALS  # rows count alike, however long a useless drafter makes them
         for depth in range(min(accepted + 1, drafted)):
-            self._depths[depth].add(depth < accepted)
+            outcome = depth < accepted, row.last[depth] if depth < len(row.last) else PRIOR
+            row.add(*outcome)
+            if depth or is_new:
+                self._depths[depth].add(*outcome)
+        row.last.clear()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Record the time of a drafter's prefill."""
-        if self._unit is not None:
+        if self._plain:
             self._prefill.add(seconds / self._unit / tokens)
 
     def observe_end(self, tokens: int) -> None:

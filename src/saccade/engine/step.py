@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.trees.policy import DrawProposer, Proposer, TopProposer
+from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
 from saccade.engine.costs import ChunkSizes, Clock, sampled_length
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, PrefillChunk, PromptRunner
@@ -89,6 +89,7 @@ class VerificationGroup:
     processing: Processing
     uniforms: Uniforms | None
     drafted: bool  # whether a drafter proposed the trees and observes the outcome
+    levels: int = 0  # that it ran, of which the trees may have fewer
     output: ForwardOutput | None = None  # logits `[A, N, V]` and hidden states `[A, N, d]` of the trees' nodes
     scores: Tensor | None = None
     verdict: Verdict | None = None
@@ -98,6 +99,12 @@ class VerificationGroup:
     def slots(self) -> list[int]:
         """Cache slots of the rows."""
         return [slot for row in self.rows if (slot := row.slot) is not None]
+
+    def part(self, places: Sequence[int], size: int) -> VerificationGroup:
+        """Some of the rows, which are not sampled, with the first ``size`` nodes of their chains."""
+        rows = [self.rows[place] for place in places]
+        processing = Processing([row.processing for row in rows])
+        return replace(self, rows=rows, tree=self.tree.cut(places, size), processing=processing, failed={})
 
     def decide(self, ranks: Ranks | None = None) -> Tensor:
         """Process the logits and judge the trees; return the packed verdict (`pack`), that of rank 0."""
@@ -253,11 +260,11 @@ class StepRunner:
             new = [row for row in beginning if row.do_sample == do_sample]
             joined = [row for row in decoding if row.drafts is not False]
             lengths = self._draft_lengths([*joined, *new], do_sample, len(decoding) - len(joined))
-            longest = max([1, *lengths.values()])
             drafting = [row for row in joined if lengths[id(row)]]
             plain = [row for row in decoding if not lengths.get(id(row))]
             if drafting or new:
-                groups.append(self._propose_group([*drafting, *new], do_sample, longest))
+                planned = [max(1, lengths[id(row)]) for row in (*drafting, *new)]
+                groups += self._propose_groups([*drafting, *new], do_sample, planned, len(plain))
             if plain:
                 groups.append(self._root_group(plain, do_sample))
         return groups
@@ -274,10 +281,13 @@ class StepRunner:
         elif do_sample:
             lengths = [sampled_length(row.trials) for row in rows]
         else:
-            lengths = pacer.lengths(len(rows), others)
-        if pacer is not None and self._target.ranks is not None:  # times differ from rank to rank
-            lengths = self._target.ranks.numbers(lengths)
-        return {id(row): length for row, length in zip(rows, lengths, strict=True)}
+            lengths = pacer.lengths([row.trials for row in rows], others)
+        return {id(row): length for row, length in zip(rows, self._agreed(lengths), strict=True)}
+
+    def _agreed(self, lengths: list[int]) -> list[int]:
+        """Rank 0's lengths: times differ from rank to rank."""
+        ranks = self._target.ranks
+        return lengths if self._state.pacer is None or ranks is None else ranks.numbers(lengths)
 
     def _observe_costs(
         self, groups: Sequence[VerificationGroup], chunks: Sequence[PrefillChunk], emitted: int, seconds: float
@@ -298,12 +308,15 @@ class StepRunner:
             rows=rows,
             emitted=emitted,
             drafting=sum(len(group.rows) for group in drafted),
-            length=max((group.tree.size - 1 for group in drafted), default=0),
+            length=max((group.levels for group in drafted), default=0),
             draft=draft,
         )
 
-    def _propose_group(self, rows: list[Row], do_sample: bool, length: int) -> VerificationGroup:
-        drafter, drafting = self._state.drafter, self._state.drafting
+    def _propose_groups(
+        self, rows: list[Row], do_sample: bool, lengths: list[int], others: int
+    ) -> list[VerificationGroup]:
+        """Draft for some rows, at most as planned or as their pacer decides, next to others; groups of equal size."""
+        drafter, drafting, pacer = self._state.drafter, self._state.drafting, self._state.pacer
         assert drafter is not None
         assert drafting is not None
         rule, judge = self._state.judge(do_sample)
@@ -313,16 +326,27 @@ class StepRunner:
         if draws:
             assert uniforms is not None
             proposer = DrawProposer(processing.warp, uniforms)
+        longest, drafts = max(lengths), None
+        if pacer is not None and not do_sample:
+            drafts = pacer.begin([row.trials for row in rows], others, None if longest > 1 else 1)
+            longest, add = pacer.max_length, drafts.add
+            proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]))
         # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
         remaining = max(row.remaining for row in rows)
-        limit = min(remaining, length) if rule.lossless else drafter.max_depth
+        limit = min(remaining, longest) if rule.lossless else drafter.max_depth
         slots = [row.slot for row in rows if row.slot is not None]
         with self._clock.stage("draft"):
             tree = drafting.propose(slots, [row.pop_new_tokens() for row in rows], proposer, limit)
             tree = tree.to(self._target.device)
             if self._target.ranks is not None:
                 tree = self._target.ranks.tree(tree)
-        return VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=True)
+        group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=True, levels=tree.size - 1)
+        if drafts is None or self._target.graphs is not None:  # captured graphs take rows of one size
+            return [group]
+        places: dict[int, list[int]] = {}
+        for place, length in enumerate(self._agreed(drafts.lengths)):
+            places.setdefault(min(length, group.levels), []).append(place)
+        return [group.part(own, length + 1) for length, own in sorted(places.items())]
 
     def _root_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
         """A group with plain decoding's trees, of the last tokens alone."""
@@ -472,8 +496,7 @@ class StepRunner:
         if not first:
             row.record_pass(min(count, row.remaining))
         if self._state.pacer is not None and drafted:
-            self._state.pacer.observe_acceptance(drafted, min(count, drafted))
-            row.trials.observe(drafted, min(count, drafted))
+            self._state.pacer.observe_acceptance(row.trials, drafted, min(count, drafted))
         marks = [DRAFTED[code] for code in codes[1:]]
         emitted = row.emit([*path_tokens[1:], token], [*marks, "target"])
         if barred and len(emitted) > count:

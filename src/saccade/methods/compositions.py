@@ -64,7 +64,8 @@ def _pacer(parts: Models, values: Values) -> Pacer | None:
         raise ValueError(
             f"tree=paced may skip drafting at any step, which needs {wrong}={others[wrong][0]}; choose tree=chain"
         )
-    return Pacer(values["gamma"], _relative_cost(parts))
+    one_pass = parts.head is not None and parts.head.drafts_in_one_pass
+    return Pacer(values["gamma"], _relative_cost(parts), one_pass=one_pass)
 
 
 def within_reach(parts: Models, values: Values, chosen: Iterable[str]) -> Values:

@@ -19,7 +19,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
-from saccade.engine.costs import Pacer
+from saccade.engine.costs import Pacer, Trials
 from saccade.errors import MethodError
 from saccade.methods import drafters
 from saccade.output import Output
@@ -32,8 +32,8 @@ class Planned(Pacer):
         super().__init__(8, 0.1)
         self._planned, self._admitted = cycle(lengths), cycle(admitted)
 
-    def lengths(self, rows: int, others: int = 0) -> list[int]:
-        return [next(self._planned) for _ in range(rows)]
+    def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
+        return [next(self._planned) for _ in rows]
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         return next(self._admitted)
@@ -111,6 +111,19 @@ def test_auto_drafts_with_the_head_that_is_given(kind: str) -> None:
     assert 0 < pacer.draft_cost <= 2  # four blocks on a target of two layers
     for question in ("What is it?", "Why?"):
         assert vlm.generate(question, max_new_tokens=12).tokens == plain.generate(question, max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_heads_say_whether_one_pass_drafts_all_levels(kind: str) -> None:
+    case, head, calls = FAMILIES["llava"], random_head("llava", kind), []
+    head.register_forward_hook(lambda *given: calls.append(1))
+    (prompt,) = prompts(case, case.row_inputs("text", 0))
+    for levels in (1, 3):
+        engine = Engine(target("llava"), HeadDrafter(head, target("llava"), Chain(levels)))
+        engine.generate([Request(prompt)], max_new_tokens=LENGTH)
+        calls.append(0)
+    counts = calls.index(0), len(calls) - calls.index(0) - 2
+    assert head.drafts_in_one_pass == (counts[1] <= counts[0])
 
 
 class Timed(Pacer):

@@ -83,7 +83,7 @@ class DFlash(Head):
         "ahead",
         "embedding_scale",
     )
-    is_shown_visual = False
+    is_shown_visual, drafts_in_one_pass = False, True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

@@ -212,6 +212,7 @@ class Head(nn.Module, ABC):
     positions: str = "entries"
     window: int | None = None  # positions up to which an entry attends back; None for all
     reach: int | None = None  # most tokens that it can draft after the last emitted one; None for no limit
+    drafts_in_one_pass: bool = False  # all tokens, rather than level by level
     has_lm_head: bool = False  # has its own LM head, with logits on their own scale
     token_ids: Tensor | None  # `[N]` the target's ids of the only tokens that its LM head knows; None for all
 

@@ -40,6 +40,7 @@ class PEagle(Eagle3):
     }
     loaded_only: ClassVar[tuple[str, ...]] = ("residual", "state_norms", "embedding")
     default_steps: ClassVar[int] = 8
+    drafts_in_one_pass = True
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

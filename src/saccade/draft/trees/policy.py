@@ -126,6 +126,8 @@ def extend_mask(mask: Tensor, above: Tensor) -> Tensor:
 class Proposer(Protocol):
     """Turns logits into child tokens."""
 
+    ended: bool  # whether chains end with the last children
+
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         """Return children ``[B, W, width]`` of ``[B, W, V]`` logits, and the q ``[B, W, V]`` of drawn ones."""
 
@@ -133,14 +135,32 @@ class Proposer(Protocol):
 class TopProposer:
     """The likeliest tokens, each verified as a point mass."""
 
+    ended = False
+
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         if width == 1:
             return logits.argmax(-1, keepdim=True), None
         return logits.topk(width, -1).indices, None
 
 
+class PacedProposer(TopProposer):
+    """The likeliest tokens, until ``goes_on`` is False, given the drafter's largest probability for every row.
+
+    One host sync per level: drafting no further saves forwards. It never draws, so that the form may depend on tokens.
+    """
+
+    def __init__(self, goes_on: Callable[[list[float]], bool]) -> None:
+        self._goes_on = goes_on
+
+    def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+        self.ended = not self._goes_on(logits[:, 0].softmax(-1, torch.float32).amax(-1).tolist())
+        return super().children(logits, width)
+
+
 class DrawProposer:
     """Draws without replacement from the warped draft distribution (recursive rejection verifies them)."""
+
+    ended = False
 
     def __init__(self, warp: Warp, uniforms: Uniforms) -> None:
         self._warp = warp
@@ -298,7 +318,7 @@ class _StaticGrowth:
         is_chain = level.width == 1 and len(level.pick) == 1
         new = candidates[:, 0] if is_chain else candidates.flatten(1)[:, level.pick]
         self._tokens.append(new)
-        if not len(level.run):
+        if not len(level.run) or self._proposer.ended:
             return None
         self._expanding = level.run_nodes
         tokens = new if len(level.run) == new.shape[1] else new[:, level.run]
