@@ -20,7 +20,7 @@ from tools.results.catalogue import load, suite_names
 from tools.results.claims import MEASURES
 
 MIRRORED = suite_names()
-OF_NO_PAPER = ("heads-long", "hivis-parts", "lvspec-entropy", "lvspec-front", "quick", "small-trees")
+OF_NO_PAPER = ("heads-long", "hivis-parts", "lvspec-front", "quick", "small-trees")
 
 
 @pytest.mark.parametrize("name", MIRRORED)
