@@ -246,7 +246,7 @@ class PruningOptions(Checked):
     mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
 
 
-SIGNALS: dict[str, Callable[[Any], Any]] = {}
+RELEVANCES: dict[str, Callable[[Any], Any]] = {}
 """Relevances of one's own for LVSpec, by name: functions of a `DraftTree` that return a number per node, ``[B, N]``."""
 
 
@@ -268,11 +268,11 @@ class LVSpecOptions(Checked):
         0.0, "least probability of a loosened token as a share of that of the target's own token; 0: none", 0, 1
     )
     free: float = option(0.0, "share of that probability from which a token is loose at any relevance; 0: none", 0, 1)
-    signal: str = option(
+    relevance: str = option(
         "states",
-        "relevance: similarity of states, or one's own by its name in saccade.options.SIGNALS",
+        "similarity of states, or one's own by its name in saccade.options.RELEVANCES",
         choices=("states",),
-        takes=lambda value: isinstance(value, str) and value in SIGNALS,
+        takes=lambda value: isinstance(value, str) and value in RELEVANCES,
     )
 
 

@@ -128,6 +128,6 @@ def test_the_oracle_of_lvspec_ranks_the_words_that_answers_are_scored_by() -> No
     tokenizer = saccade.load("pocket").processor.tokenizer
     ids = tokenizer.encode("A small red cross near the middle left, as you can see.", add_special_tokens=False)
     assert [tokenizer.decode([i]).strip() for i in ids if is_scored()[i]] == ["small", "red", "cross", "middle", "left"]
-    assert saccade.methods.options("lvspec", {"signal": "lexicon"})["signal"] == "lexicon"
-    with pytest.raises(saccade.errors.MethodError, match="signal of method lvspec must be one of states"):
-        saccade.methods.options("lvspec", {"signal": "dictionary"})
+    assert saccade.methods.options("lvspec", {"relevance": "lexicon"})["relevance"] == "lexicon"
+    with pytest.raises(saccade.errors.MethodError, match="relevance of method lvspec must be one of states"):
+        saccade.methods.options("lvspec", {"relevance": "dictionary"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from pairs import course
 
 from checkpoints import picture, ready, vlm
 from families import FAMILIES
-from saccade import InputError, MethodError
+from saccade import InputError, MethodError, options
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.trees.policy import Chain, branches_of
 from saccade.draft.trees.sage import SageTree
@@ -17,6 +18,7 @@ from saccade.engine import Request
 from saccade.hf import speculate
 from saccade.methods import build
 from saccade.methods.compositions import Models
+from saccade.options import Checked, FLyOptions, LVSpecOptions, RandomOptions
 
 IMAGES = [picture(3)]
 QUESTION = "What is it, and what was it?"
@@ -38,6 +40,18 @@ def test_spd_drafts_what_the_draft_model_guesses_from_the_words(target: str, dra
     assert course(blind.generate(QUESTION, IMAGES)) == course(expected)
     (direct,) = blind.engine.generate([Request(prompt)], max_new_tokens=24)  # the target's prompt for both
     assert course(direct) == course(expected)
+
+
+def test_no_option_of_a_tree_is_one_of_a_rule() -> None:
+    """They are given side by side, by name alone."""
+    rules = (LVSpecOptions, FLyOptions, RandomOptions)
+    trees = [
+        kind
+        for kind in vars(options).values()
+        if isinstance(kind, type) and issubclass(kind, Checked) and kind is not Checked
+    ]
+    of_rules = {field.name for rule in rules for field in fields(rule)}
+    assert of_rules.isdisjoint(field.name for tree in set(trees).difference(rules) for field in fields(tree))
 
 
 def test_trees_are_put_where_the_options_say() -> None:

@@ -21,7 +21,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs.families import split, visual_mask
 from saccade.inputs.families.family import Prompt
-from saccade.options import SIGNALS
+from saccade.options import RELEVANCES
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, Requirements
@@ -115,9 +115,9 @@ RULES = st.builds(
     entropy=st.sampled_from([0.0, 0.5, 0.8]),
     odds=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
     free=st.sampled_from([0.0, 0.3]),
-    signal=st.sampled_from(["states", "tokens"]),
+    relevance=st.sampled_from(["states", "tokens"]),
 )
-SIGNALS["tokens"] = lambda tree: tree.tokens.float()
+RELEVANCES["tokens"] = lambda tree: tree.tokens.float()
 
 
 def entropies(scores: torch.Tensor) -> list[float]:
@@ -141,7 +141,7 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
             judging = nodes[index, row.parents[n] if rule.position == "verifying" else n]
             similar = F.cosine_similarity(judging[None], visual[index]).sort(descending=True).values
             relevance[n] = float(similar[: rule.nearest].mean()) if len(similar) else 0.0
-            relevance[n] = row.tokens[n] if rule.signal == "tokens" else relevance[n]
+            relevance[n] = row.tokens[n] if rule.relevance == "tokens" else relevance[n]
 
         marked: dict[int, int | None] = {}
         for node in guesses:
@@ -170,12 +170,12 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
         assert int(verdict.token[index]) == choice[best[-1] if best else 0]
 
 
-def test_a_signal_of_one_s_own_ranks_the_draft_token_that_it_is_given_for() -> None:
+def test_a_relevance_of_one_s_own_ranks_the_draft_token_that_it_is_given_for() -> None:
     tree = chain_of([[1, 5, 2, 4, 3]])  # the target wants another everywhere
     scores = F.one_hot(torch.full(tree.tokens.shape, 7), VOCAB).float()
     context = Still(torch.randn(1, 6, 5), [torch.randn(3, 5)])
     for share, count in ((0.0, 0), (0.4, 1), (0.8, 1), (1.0, 5)):
-        verdict = context.judge(LVSpec(share, shift=False, signal="tokens"), tree, scores)
+        verdict = context.judge(LVSpec(share, shift=False, relevance="tokens"), tree, scores)
         assert int(verdict.count[0]) == count
 
 

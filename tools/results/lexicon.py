@@ -1,4 +1,4 @@
-"""The signal `lexicon` of LVSpec: an oracle that knows the words of the pocket world that answers are scored by.
+"""The relevance `lexicon` of LVSpec: an oracle that knows the words of the pocket world that answers are scored by.
 
 It says how much a better relevance could win on the built-in pair, and is no method: no other model has such a list.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.inputs.processor import InputProcessor
-from saccade.options import SIGNALS
+from saccade.options import RELEVANCES
 from saccade.pocket import target_path
 from saccade.pocket.film import WHATS
 from saccade.pocket.words import COLOURS, COLUMNS, DAYS, GOODS, NAMES, NUMBERS, ORDINALS, ROWS, SHAPES, SIZES, TOWNS
@@ -38,4 +38,4 @@ def relevance(tree: DraftTree) -> Tensor:
     return found
 
 
-SIGNALS["lexicon"] = relevance
+RELEVANCES["lexicon"] = relevance

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
-from saccade.options import SIGNALS, FLyOptions, LVSpecOptions, RandomOptions
+from saccade.options import RELEVANCES, FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, Rows
@@ -208,8 +208,8 @@ class LVSpecJudge:
 
     def relevance(self, rows: Rows, tree: DraftTree, output: ForwardOutput) -> Tensor:
         """``[A, N]`` mean of the largest cosine similarities of each node with its row's visual tokens (Eq. 7)."""
-        if self._rule.signal in SIGNALS:
-            own: Tensor = SIGNALS[self._rule.signal](tree)
+        if self._rule.relevance in RELEVANCES:
+            own: Tensor = RELEVANCES[self._rule.relevance](tree)
             return own
         visual, real = self._gather(rows)
         nodes = F.normalize(output.hidden[self._layer].float(), dim=-1)
