@@ -1,4 +1,4 @@
-"""Costs: the stages of a step, how many tokens are worth drafting, and how long a prompt's chunk may be."""
+"""Costs of a step's stages, and draft lengths and chunks of prompts paced by them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ class Eagle2Objective(FormedObjective):
     TERMS: ClassVar[tuple[str, ...]] = ("states", "distribution")
 
     noise: float = 0.0  # largest value added to or taken from each element of a feature, drawn evenly
-
     states: float = 1.0  # weight of SmoothL1
     distribution: float = 0.1  # weight of the cross entropy
 
