@@ -327,7 +327,8 @@ class StepRunner:
             assert uniforms is not None
             proposer = DrawProposer(processing.warp, uniforms)
         longest, drafts = max(lengths), None
-        if pacer is not None and not do_sample:
+        # Elsewhere every level would wait for its confidences: all rows draft the longest planned length.
+        if pacer is not None and not do_sample and self._target.device.type == "cpu":
             drafts = pacer.begin([row.trials for row in rows], others, None if longest > 1 else 1)
             longest, add = pacer.max_length, drafts.add
             proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]))
