@@ -13,6 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from heads_kit import KINDS, random_head, target
+from saccade.draft.heads import block
 from saccade.draft.heads.block import Block
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import HeadConfig, Placement, build_head
@@ -190,3 +191,19 @@ def test_a_narrower_mlp_makes_a_lighter_head() -> None:
 )
 def test_eagle3_reads_low_middle_and_high_layers(layers: int, read: tuple[int, ...]) -> None:
     assert Eagle3.reads(layers) == read
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_training_in_bfloat16_has_the_gradients_of_the_fused_attention(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 4, 8, dtype=torch.bfloat16, requires_grad=True) for n in (5, 9, 9))
+    seen = torch.ones(2, 5, 9, dtype=torch.bool).tril(3) if masked else None
+    over, gradients = Placement(torch.zeros(1, 9), seen), []
+    for most in (block._MAX_SCORES, 0):
+        monkeypatch.setattr(block, "_MAX_SCORES", most)
+        mixed = block._attend(q, k, v, over, 0, "all")
+        gradients.append(torch.autograd.grad(mixed.float().square().sum(), (q, k, v)))
+    for ours, fused in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, fused, rtol=0.05, atol=0.02)

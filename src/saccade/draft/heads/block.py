@@ -266,6 +266,10 @@ class Attention(Fusable):
         over.cache.layers[place].write(*(part.flatten(0, 1).transpose(0, 1) for part in (k, v)))
 
 
+_MAX_SCORES = 2**25
+"""Most attention scores that training holds at a time on a CPU."""
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int, kind: str) -> Tensor:
     """Attention ``[B, N, H * D]`` of queries ``[B, N, H, D]`` to cached keys and these ``[B, M, K, D]``."""
     batch, count, heads, dim = q.shape
@@ -280,6 +284,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, over: Placement, place: int, kind: 
     if heads != k.shape[1]:  # fused kernels on a GPU take no mask together with grouped heads
         k, v = (part.repeat_interleave(heads // k.shape[1], 1) for part in (k, v))
     mask = None if over.attention_mask is None else over.attention_mask[:, None]
+    # On a CPU, the fused kernel's bfloat16 backward pass sets up a oneDNN primitive for every block.
+    is_slow = torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if is_slow and batch * heads * count * k.shape[2] <= _MAX_SCORES:
+        scores: Tensor = (q @ k.mT) * dim**-0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        mixed = scores.softmax(-1).to(v.dtype) @ v
+        return mixed.transpose(1, 2).flatten(2)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
