@@ -83,17 +83,19 @@ def test_a_measured_speed_is_a_ratio_of_times() -> None:
 
 @pytest.mark.parametrize(
     ("threads", "variable", "parameters", "expected"),
-    [(3, "2", 10, 3), (None, "2", 10**10, 7), (None, "", 10, 1), (None, "", 10**10, 5)],
+    [(3, "2", 10, [3]), (None, "2", 10**10, [7]), (None, "", 10, [1, 2, 4]), (None, "", 10**10, [5])],
 )
 def test_threads_are_those_requested_or_of_the_environment_or_one_for_a_small_model_or_the_idle_cores(
-    threads: int | None, variable: str, parameters: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    threads: int | None, variable: str, parameters: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [7]
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(cpu, "idle_cores", lambda: 5)
-    assert cpu.use_threads(threads, parameters) == chosen[-1] == expected
+    monkeypatch.setattr(cpu, "usable_cores", lambda: 6)
+    assert cpu.use_threads(threads, parameters) == expected
+    assert chosen[-1] == expected[0]
 
 
 def test_cores_that_others_use_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:

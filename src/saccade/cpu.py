@@ -102,20 +102,22 @@ def check_threads(threads: int | None) -> None:
         raise InputError(f"The number of threads must be at least 1, not {threads}.")
 
 
-def use_threads(threads: int | None, parameters: int) -> int:
-    """Set the number of CPU threads of this process, and return it.
+def use_threads(threads: int | None, parameters: int) -> list[int]:
+    """Set the number of CPU threads of this process; return the numbers between which its steps may choose.
 
-    None is `OMP_NUM_THREADS` where set, else one for a model below `SMALL_MODEL`, else as many as cores are idle: a
-    thread that shares its core with another program is waited for at every product, which can cost a hundredfold.
+    None is `OMP_NUM_THREADS` where set, else as many as cores are idle: a thread that shares its core with another
+    program is waited for at every product, which can cost a hundredfold. For a model below `SMALL_MODEL` it is one,
+    and every step may choose more.
     """
     check_threads(threads)
     if threads is None and os.environ.get("OMP_NUM_THREADS"):
-        return torch.get_num_threads()
+        return [torch.get_num_threads()]
+    is_open = threads is None and parameters < SMALL_MODEL
     if threads is None:
-        threads = 1 if parameters < SMALL_MODEL else idle_cores()
+        threads = 1 if is_open else idle_cores()
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    return threads
+    return [1 << power for power in range(usable_cores().bit_length())] if is_open else [threads]
 
 
 def idle_cores() -> int:

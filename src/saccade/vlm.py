@@ -55,6 +55,7 @@ from saccade.output import Output
 from saccade.running_batch import Batch
 from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
+from saccade.target_model.linear import StepThreads
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.target_model.sharding import check_processes
 
@@ -97,8 +98,8 @@ def load(
             a CPU.
         device_map: of the target, as in `from_pretrained`, or ``tp`` (split over `torchrun`'s processes); by default a
             CUDA GPU if there is one, except for ``pocket``. The drafter follows, loaded models stay where they are.
-        threads: CPU threads of this process where the target is on the CPU; None: as `saccade.cpu.use_threads`
-            chooses, one for a small model, the idle cores for others.
+        threads: CPU threads of this process where the target is on the CPU; None: the idle cores, and for a
+            small model as many as each step is fastest with.
         exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
             16-bit formats (`saccade.target_model.lean`); costs time.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
@@ -170,15 +171,16 @@ def check(
     def read() -> VLM:
         model = _model(target, dtype, device_map)
         draft_model = None
-        if model.device.type == "cpu":
-            cpu.use_threads(threads, model.num_parameters())
+        counts = cpu.use_threads(threads, model.num_parameters()) if model.device.type == "cpu" else []
         if draft is not None:
             place = model.get_input_embeddings().weight.device
             draft_model = _model(draft, draft_dtype or "auto", None if place.type == "cpu" else place)
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
         parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
-        return VLM(model, processor, **parts, heads=all_heads, head=head, method=name, exact=exact, **options)
+        vlm = VLM(model, processor, **parts, heads=all_heads, head=head, method=name, exact=exact, **options)
+        vlm.target.threads = StepThreads([] if exact else counts)
+        return vlm
 
     return read
 

@@ -17,7 +17,7 @@ from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
 from saccade.target_model import linear
 from saccade.target_model.adapter import Target
-from saccade.target_model.linear import Linear, pack_where_faster, packed_rows
+from saccade.target_model.linear import Linear, StepThreads, pack_where_faster, packed_rows
 
 
 @pytest.fixture
@@ -162,3 +162,46 @@ def test_weights_of_a_format_that_the_processor_cannot_pack_stay_as_they_are(mon
         assert packed_rows(torch.zeros(1024, 1024)) == range(0)
     finally:
         linear._can_pack.cache_clear()
+
+
+class Machine:
+    """Steps whose seconds depend on the number of threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+        self.now, self.set, self.used = 0.0, 1, list[int]()
+        self.threads = StepThreads(counts, lambda: self.now)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: self.set)
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: setattr(self, "set", number))
+
+    def run(self, seconds: dict[int, float], steps: int, tokens: int = 8, stage: str = "forward") -> list[int]:
+        """Numbers of threads of some steps."""
+        used = []
+        for _ in range(steps):
+            with self.threads.on(stage, tokens):
+                used.append(self.set)
+                self.now += seconds[self.set]
+            assert self.set == 1
+        return used
+
+
+def test_steps_take_the_fastest_number_of_threads_and_larger_ones_begin_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, [1, 2, 4])
+    used = machine.run({1: 1.0, 2: 0.6, 4: 0.4}, 40)
+    assert used[-20:].count(4) >= 18
+    assert machine.run({1: 8.0, 2: 4.0, 4: 2.0}, 1, tokens=100) == [4]
+    assert machine.run({1: 8.0, 2: 4.0, 4: 2.0}, 1, tokens=100, stage="draft") == [1]
+
+
+def test_threads_that_share_their_cores_are_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, [1, 2])
+    assert machine.run({1: 1.0, 2: 50.0}, 6000).count(2) == 2
+    assert machine.run({1: 1.0, 2: 0.5}, 4000)[-10:].count(2) >= 9  # once they have the cores alone
+    used = Machine(monkeypatch, [1, 2]).run({1: 1.0, 2: 1.05}, 1000)
+    assert 0.1 < used.count(2) / len(used) < 0.25  # each loses a twentieth
+
+
+def test_a_number_of_threads_that_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, [3])
+    assert machine.run({1: 1.0}, 5) == [1] * 5

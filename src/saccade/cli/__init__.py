@@ -13,7 +13,7 @@ from saccade.cli import batch, bench, chat, generate, methods, serve, train
 from saccade.cli.option_groups import option, spread, with_local_ray
 from saccade.errors import SaccadeError
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep; spinning ones starve on busy cores
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # threads wait for the next product, and sleep where a core is busy
 app = typer.Typer(
     name="saccade",
     help="Speculative decoding for vision-language models: several times faster, with the same answers.",

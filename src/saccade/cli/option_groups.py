@@ -132,7 +132,7 @@ class TargetOptions:
     target: str | None = option(None, "Folder, hub id, profile of `saccade tune`, or `pocket`.", "-t", metavar="PATH")
     dtype: str = option("auto", "float32, bfloat16, float16 or auto: as stored, or float32 where that is as fast.")
     device: str | None = option(None, "cpu, cuda:1, auto, or tp, fsdp: split over processes.", callback=_device)
-    threads: int | None = option(None, "CPU threads; by default one, or the idle cores for a large target.")
+    threads: int | None = option(None, "CPU threads; by default the idle cores, where steps are faster by them.")
 
     def named(self) -> str:
         """Return the target, which must be named."""

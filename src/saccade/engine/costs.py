@@ -56,16 +56,22 @@ class Clock:
         self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
         self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage, as of the last `read`
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._spans: list[tuple[str, Any, Any]] = []  # stages since the last `read`, with their begin and end
+        self._open: list[str] = []  # stages under way, each within the one before
+        # since the last `read`, 1 for a stage's time or -1 for another one's within it, with their begin and end
+        self._spans: list[tuple[str, int, Any, Any]] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time until the context closes to stage ``name``."""
+        """Add the time until the context closes to stage ``name``, and to no stage around it."""
         start = self._now()
+        self._open.append(name)
         try:
             yield
         finally:
-            self._spans.append((name, start, self._now()))
+            self._open.pop()
+            stop = self._now()
+            self._spans.append((name, 1, start, stop))
+            self._spans += [(around, -1, start, stop) for around in self._open[-1:]]
 
     def _now(self) -> Any:
         """An event on a GPU, else the wall time and the cost so far."""
@@ -81,13 +87,13 @@ class Clock:
 
     def read(self) -> dict[str, float]:
         """Return seconds per stage, once the step's results are on the host."""
-        for name, start, stop in self._spans:
+        for name, sign, start, stop in self._spans:
             if self._device.type == "cuda":
                 stop.synchronize()  # returns at once: the transfer of the results ran behind it
-                self._seconds[name] += start.elapsed_time(stop) / 1000
+                self._seconds[name] += sign * start.elapsed_time(stop) / 1000
             else:
-                self._seconds[name] += stop[0] - start[0]
-                self.costs[name] += stop[1] - start[1]
+                self._seconds[name] += sign * (stop[0] - start[0])
+                self.costs[name] += sign * (stop[1] - start[1])
         self._spans.clear()
         if self._device.type == "cuda":
             self.costs = self._seconds

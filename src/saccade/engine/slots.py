@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -257,6 +257,7 @@ class PromptRunner:
         self._state, self._target, self._clock = state, state.target, clock
         self._sizes, self._draft_sizes = sizes
         self._rows, self._tokens = len(state.decoding), 0
+        state.context.media.timed = partial(clock.stage, "vision")
         self._budgets = [each.size(self._rows) for each in sizes]
         if self._target.ranks is not None:  # times differ from rank to rank
             self._budgets = self._target.ranks.numbers(self._budgets)
@@ -285,11 +286,10 @@ class PromptRunner:
             self._tokens += size
             try:  # errors of a row's media surface before anything is drafted
                 if prefill.runs_alone:
-                    with self._clock.stage("prefill"), self._vision_time("prefill"):
+                    with self._clock.stage("prefill"), self._target.threads.on("forward", size):
                         prefill.run(stop)
                 else:
-                    with self._vision_time():
-                        chunk.block = prefill.block(stop, final=chunk.is_last)
+                    chunk.block = prefill.block(stop, final=chunk.is_last)
             except Exception as error:
                 self._state.fail(row, error)
                 chunks.pop()
@@ -302,8 +302,7 @@ class PromptRunner:
         row, prefill = chunk.row, chunk.prefill
         try:
             if prefill.num_unencoded(chunk.stop) > self._sizes.most // 4:
-                with self._vision_time():
-                    prefill.encode_media(chunk.stop)
+                prefill.encode_media(chunk.stop)
                 return True
         except Exception as error:
             self._state.fail(row, error)
@@ -369,7 +368,7 @@ class PromptRunner:
         assert row.slot is not None
         started = self._clock.timer()
         try:
-            with self._clock.stage("draft_prefill"):
+            with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", budget):
                 tokens = drafting.load_part(row.slot, replace(prompt, ids=prompt.ids[:-1]), budget)
         except Exception:  # which it raises again
             tokens = 0
@@ -392,7 +391,7 @@ class PromptRunner:
         row.drafter_lacks_end = result is None
         started = self._clock.timer()
         try:
-            with self._clock.stage("draft_prefill"):
+            with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", len(prompt)):
                 drafting.load(row.slot, prompt, result)
         except ContextError as problem:
             if row.output:  # it was to join late; the answer goes on without it
@@ -414,15 +413,3 @@ class PromptRunner:
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)
         return True
-
-    @contextmanager
-    def _vision_time(self, within: str | None = None) -> Iterator[None]:
-        """Count the vision tower's time as a stage of its own, not as part of the stage ``within``."""
-        before, started = self._state.context.media.seconds, self._clock.timer()
-        yield
-        spent = self._state.context.media.seconds - before
-        self._clock.add("vision", spent)
-        if within is not None:
-            self._clock.add(within, -spent)
-        elif spent:
-            self._clock.costs["vision"] += self._clock.timer() - started

@@ -200,7 +200,8 @@ class StepRunner:
         groups = self._propose(chunks)
         blocks = self._blocks(chunks, groups)
         decoding = any(not self._state.is_prefilling(row) for group in groups for row in group.rows)
-        with self._clock.stage("verify" if decoding else "prefill"):
+        tokens = sum(block.tokens.numel() for block, _ in blocks)
+        with self._clock.stage("verify" if decoding else "prefill"), self._target.threads.on("forward", tokens):
             outputs = self._context.run([block for block, _ in blocks]) if blocks else []
             for (_, owner), output in zip(blocks, outputs, strict=True):
                 if isinstance(owner, PrefillChunk):
@@ -336,7 +337,7 @@ class StepRunner:
         remaining = max(row.remaining for row in rows)
         limit = min(remaining, longest) if rule.lossless else drafter.max_depth
         slots = [row.slot for row in rows if row.slot is not None]
-        with self._clock.stage("draft"):
+        with self._clock.stage("draft"), self._target.threads.on("draft", len(rows)):
             tree = drafting.propose(slots, [row.pop_new_tokens() for row in rows], proposer, limit)
             tree = tree.to(self._target.device)
             if self._target.ranks is not None:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from saccade.errors import InputError, ModelError
 from saccade.inputs.families import arguments, visual_mask
 from saccade.inputs.families.family import Prompt
-from saccade.target_model.cache import Carried, RowCache
+from saccade.target_model.cache import Carried, RowCache, to_device
 from saccade.target_model.forward import (
     ALL,
     ForwardOutput,
@@ -30,7 +30,7 @@ from saccade.target_model.forward import (
 )
 from saccade.target_model.graphs import GraphPool
 from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
-from saccade.target_model.linear import PackedModules
+from saccade.target_model.linear import PackedModules, StepThreads
 from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, UNMASKED_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
 from saccade.target_model.stock import (
@@ -127,6 +127,7 @@ class Target:
         self._shares_entries = "reuse" in sharing_modes(self.text_config)
         if self._shares_entries:  # entries that another device attends to are copied row by row
             self._packs &= len(set(map(str, self.layer_devices))) == 1
+        self.threads = StepThreads(())  # of its forwards; none to choose from
         self._stock_contexts = 0
         self._pinned: bool | None = None  # `is_lean` in the context `pinned`
         self._lean: LeanDecoder | None = None
@@ -263,7 +264,7 @@ class Target:
     def media_inputs(self, prompt: Prompt) -> dict[str, Any]:
         """Arguments of the stock model for a row's media and token types, on its device and in its dtype."""
         return {
-            name: value.to(device=self.device, dtype=self.dtype if value.is_floating_point() else None)
+            name: to_device(value.to(self.dtype) if value.is_floating_point() else value, self.device)
             for name, value in arguments(self.config, prompt).items()
         }
 

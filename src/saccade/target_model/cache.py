@@ -491,9 +491,9 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device from pinned memory, without blocking the host."""
-    if device.type == "cpu":
+    """Copy a tensor to a device, from the host by way of pinned memory, without blocking the host."""
+    if device == tensor.device:
         return tensor
-    if device.type != "mps":  # which shares the host's memory
+    if tensor.device.type == "cpu" and device.type != "mps":  # which shares the host's memory
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

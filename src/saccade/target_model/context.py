@@ -245,7 +245,7 @@ class Prefill:
         self.num_computed = len(content.ids)  # prompt ids whose entries are committed
         self.result = PrefillResult(prompt, self.num_computed)  # outputs so far
         self._spans, self._dropped = spans, dropped
-        self._ids = torch.tensor([prompt.ids], device=self._target.device)
+        self._ids = on_device([prompt.ids], self._target.device)
         self._positions, self._rope_delta = self._target.positions(self._ids, prompt)
         self._hidden: list[dict[int, Tensor]] = []
         self._embeddings: list[Tensor] = []

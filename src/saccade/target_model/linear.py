@@ -1,16 +1,20 @@
-"""Products with weights in the memory layout that is fastest on this CPU for each number of rows.
+"""Products with weights in the memory layout, and steps with the threads, that are fastest on this CPU.
 
 A forward of speculative decoding multiplies every weight with a few rows. torch's own product packs the weight again at
 every call there, which takes longer than the product; a weight that was packed once, by oneDNN, saves that. One row,
 and the many rows of prefill, are as fast or faster with the weight as it is. Which layout wins from how many rows on
-depends on the processor and on the shape, so it is measured, once per machine.
+depends on the processor and on the shape, so it is measured, once per machine. How many threads are fastest depends on
+what else runs, too, and is measured all the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +28,8 @@ SMALLEST = 1 << 16  # elements below which a weight stays as it is: entering one
 SHARE = 0.5  # most of the free memory that packed copies may take
 _GAIN = 0.9  # share of the time of the weight as it is, below which a packed copy is used
 _SAMPLES = 16
+LOST = 0.01  # share of the time that trials of another number of threads may lose
+GAIN = 0.9  # share of the usual time that a trial must take at most to change the number
 
 
 class Linear:
@@ -165,3 +171,75 @@ def _measure(out: int, width: int, dtype: torch.dtype) -> Sequence[int]:
             elif index + 1 - first > len(best):
                 best = range(first, index + 1)
     return (ROWS[best[0]], 2 * ROWS[best[-1]]) if best else (0, 0)
+
+
+class _Runs:
+    """Runs of one stage at about one size."""
+
+    def __init__(self, counts: Sequence[int], best: int) -> None:
+        self.best = best
+        self._counts = counts
+        self._recent: deque[float] = deque(maxlen=5)  # seconds with the best number
+        self._ratios: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=3))  # of trials to them
+        self._total = 0.0  # seconds
+        self._lost = defaultdict[int, float](float)  # by trials
+
+    def next(self) -> int:
+        """Threads of the next run: the best number, or its double or half where the time of a trial is saved."""
+        near = [count for count in (2 * self.best, self.best // 2) if count in self._counts]
+        saved = [count for count in near if self._lost[count] <= LOST * self._total]
+        if not saved or not self._recent:
+            return self.best
+        return min(saved, key=lambda count: len(self._ratios[count]))
+
+    def add(self, threads: int, seconds: float) -> None:
+        """Record a run."""
+        self._total += seconds
+        if threads == self.best:
+            self._recent.append(seconds)
+            return
+        usual, ratios = median(self._recent), self._ratios[threads]
+        self._lost[threads] += max(0.0, seconds - usual)
+        ratios.append(seconds / usual)
+        if len(ratios) > 1 and median(ratios) < GAIN:
+            self.best = threads
+            self._recent.clear()
+            self._ratios.clear()
+
+
+class StepThreads:
+    """Numbers of threads of a step's stages by size: the fastest as measured, also while other programs come and go.
+
+    Trials of another number lose at most `LOST` of the time, on average.
+    """
+
+    def __init__(self, counts: Sequence[int], timer: Callable[[], float] = time.perf_counter) -> None:
+        self._counts, self._timer = counts, timer
+        self._runs: dict[tuple[str, int], _Runs] = {}
+
+    @contextmanager
+    def on(self, stage: str, tokens: int) -> Iterator[None]:
+        """Run a stage of so many tokens with the number of threads that it is fastest with, or a trial of another."""
+        if len(self._counts) < 2:
+            yield
+            return
+        before = torch.get_num_threads()
+        runs = self._of(stage, tokens.bit_length())
+        threads = runs.next()
+        started = self._timer()
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+        runs.add(threads, self._timer() - started)
+
+    def _of(self, stage: str, size: int) -> _Runs:
+        runs = self._runs.get((stage, size))
+        if runs is None:
+            smaller = [n for name, n in self._runs if name == stage and n < size]
+            best = self._counts[0]
+            if smaller:
+                best = self._runs[stage, max(smaller)].best
+            runs = self._runs[stage, size] = _Runs(self._counts, best)
+        return runs

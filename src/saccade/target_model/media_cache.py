@@ -1,12 +1,11 @@
-"""Features of images and videos, cached by digest, and the time spent in the vision tower."""
+"""Features of images and videos, cached by digest."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,33 +16,10 @@ from transformers.utils import ModelOutput
 
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target, ending_at
+from saccade.target_model.cache import on_device
 
 MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
 TOWERS = ("vision_tower", "vision_model", "visual")  # attribute names of vision towers in models of transformers
-
-
-@contextmanager
-def _vision_timer(model: Any) -> Iterator[list[float]]:
-    """Seconds of each part of a model's vision tower and projector that runs while the context is open."""
-    base = getattr(model, "base_model", model)
-    modules = [getattr(base, name, None) for name in (*TOWERS, "multi_modal_projector", "connector")]
-    starts: list[float] = []
-    seconds: list[float] = []
-
-    def clock(module: nn.Module) -> float:
-        parameter = next(module.parameters(), None)
-        if parameter is not None and parameter.is_cuda:
-            torch.cuda.synchronize(parameter.device)
-        return time.perf_counter()
-
-    with ExitStack() as hooks:
-        for module in modules:
-            if isinstance(module, nn.Module):
-                before = module.register_forward_pre_hook(lambda module, *_: starts.append(clock(module)))
-                after = module.register_forward_hook(lambda module, *_: seconds.append(clock(module) - starts[-1]))
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-        yield seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +42,7 @@ class MediaCache:
         self.limit = limit  # bytes; 0 caches only the medium that was encoded last
         self.hits = self.misses = 0
         self.counted: Target | None = None  # the target; None: every model's look-ups count
-        self.seconds = 0.0  # spent in vision towers and projectors so far
+        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext  # around what encodes the target's media
         self._entries: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
         self._sharing: list[Target] = []
 
@@ -82,7 +58,8 @@ class MediaCache:
     @torch.inference_mode()
     def features(self, model: Target, medium: Medium, ids: Sequence[int], again: bool = False) -> MediaFeatures:
         """Return a medium's features, encoding it if needed."""
-        counts = not again and (self.counted is None or self.counted is model)
+        is_target = self.counted is None or self.counted is model
+        counts = is_target and not again
         key = ("features", id(model.model), medium.digest, tuple(ids))
         features: MediaFeatures | None = self._find(key)
         if features is not None:
@@ -92,11 +69,11 @@ class MediaCache:
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
         tower_key = ("tower", medium.digest)
         outputs = None if tower is None else self._find(tower_key)
-        with _vision_timer(model.model) as seconds, _remembering(tower, outputs) as recorded:
+        stage = self.timed() if is_target else nullcontext()
+        with stage, model.threads.on("vision", len(ids)), _remembering(tower, outputs) as recorded:
             features = encode(model, medium, ids)
         if tower is not None and outputs is None:
             self._store(tower_key, recorded, sum(t.nbytes for t in _tensors(recorded)))
-        self.seconds += sum(seconds)
         tensors = features.embeddings, *features.deepstack
         self._store(key, features, sum(t.nbytes for t in tensors))
         return features
@@ -120,7 +97,7 @@ class MediaCache:
 
 def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
     """Run a stock model up to its decoder on one medium's placeholders."""
-    row = torch.tensor([list(ids)], device=model.device)
+    row = on_device([list(ids)], model.device)
     places = torch.arange(len(ids), device=model.device)[None]
     inputs = {
         **model.media_inputs(Prompt(tuple(ids), (medium,))),

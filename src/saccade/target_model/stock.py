@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from saccade.errors import ModelError
-from saccade.target_model.cache import RowCache
+from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.forward import ALL, replaced
 from saccade.target_model.recurrent import UNMASKED_TYPES
 from saccade.target_model.traits import layer_types
@@ -249,7 +249,7 @@ class AttentionProbe:
         """Sum up ``attention(rows)``, which returns ``[B, H, R, K]`` of some queries in fp32."""
         columns, entropies = [], []
         queries = range(query.shape[2]) if self._queries is None else self._queries
-        rows = torch.tensor(queries, device=query.device)
+        rows = on_device(queries, query.device)
         for part in rows.split(ROWS_AT_ONCE):
             weights = attention(part)
             columns.append(weights.mean(1).sum(1))
