@@ -75,7 +75,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_002),
+    "cli": (("cli",), 2_003),
     "serve": (("serve",), 3_500),
     "training": (("train", "distill"), 4_871),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
@@ -86,7 +86,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 23_419
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 44_325, 8_154
+TESTS, TOOLS = 44_330, 8_154
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

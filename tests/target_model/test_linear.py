@@ -205,3 +205,8 @@ def test_threads_that_share_their_cores_are_tried_ever_more_rarely(monkeypatch: 
 def test_a_number_of_threads_that_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, [3])
     assert machine.run({1: 1.0}, 5) == [1] * 5
+
+
+def test_steps_without_tokens_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, [1, 2])
+    assert machine.run({1: 0.0, 2: 0.0}, 5, tokens=0) == [1] * 5

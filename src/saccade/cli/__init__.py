@@ -13,7 +13,8 @@ from saccade.cli import batch, bench, chat, generate, methods, serve, train
 from saccade.cli.option_groups import option, spread, with_local_ray
 from saccade.errors import SaccadeError
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # threads wait for the next product, and sleep where a core is busy
+if "OMP_WAIT_POLICY" not in os.environ:  # which the count would override
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # threads wait for the next product, then sleep
 app = typer.Typer(
     name="saccade",
     help="Speculative decoding for vision-language models: several times faster, with the same answers.",

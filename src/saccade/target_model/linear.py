@@ -220,7 +220,7 @@ class StepThreads:
     @contextmanager
     def on(self, stage: str, tokens: int) -> Iterator[None]:
         """Run a stage of so many tokens with the number of threads that it is fastest with, or a trial of another."""
-        if len(self._counts) < 2:
+        if len(self._counts) < 2 or not tokens:
             yield
             return
         before = torch.get_num_threads()
