@@ -210,3 +210,9 @@ def test_a_number_of_threads_that_was_given_stays(monkeypatch: pytest.MonkeyPatc
 def test_steps_without_tokens_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, [1, 2])
     assert machine.run({1: 0.0, 2: 0.0}, 5, tokens=0) == [1] * 5
+
+
+def test_a_forked_process_takes_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, [1, 2])
+    monkeypatch.setattr(linear, "_PROCESS", 0)
+    assert machine.run({1: 1.0, 2: 0.5}, 9) == [1] * 9

@@ -9,6 +9,7 @@ what else runs, too, and is measured all the time.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ SHARE = 0.5  # most of the free memory that packed copies may take
 _GAIN = 0.9  # share of the time of the weight as it is, below which a packed copy is used
 _SAMPLES = 16
 LOST = 0.01  # share of the time that trials of another number of threads may lose
+_PROCESS = os.getpid()  # in its forks, OpenMP waits for threads that only it has
 GAIN = 0.9  # share of the usual time that a trial must take at most to change the number
 
 
@@ -220,7 +222,7 @@ class StepThreads:
     @contextmanager
     def on(self, stage: str, tokens: int) -> Iterator[None]:
         """Run a stage of so many tokens with the number of threads that it is fastest with, or a trial of another."""
-        if len(self._counts) < 2 or not tokens:
+        if len(self._counts) < 2 or not tokens or os.getpid() != _PROCESS:
             yield
             return
         before = torch.get_num_threads()
