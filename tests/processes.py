@@ -55,10 +55,12 @@ def forked(work: Callable[[], object]) -> multiprocessing.process.BaseProcess:
 def settle() -> None:
     """Make a forked process ready to work.
 
-    Torch's thread pool is renewed before several threads that load weights do so at once. Inherited objects are left
-    out of garbage collections, which would copy their pages.
+    Torch's thread pool is renewed before several threads that load weights do so at once; models loaded from here on
+    try no other number of threads, which OpenMP does not survive in a fork. Inherited objects are left out of garbage
+    collections, which would copy their pages.
     """
     gc.freeze()
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     torch.set_num_threads(torch.get_num_threads())
 
 
