@@ -26,6 +26,7 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.pruning import Pruning
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
+from saccade.engine.costs import Pacer
 from saccade.engine.row import plan
 from saccade.inputs.families import split
 from saccade.methods import build, get
@@ -162,6 +163,18 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevi
     for counts in ran.prefill:
         assert sum(counts.waits.values()) <= PREFILL_WAITS, counts.waits
         assert not any("target_model" in place for place in counts.blocking), counts.blocking
+
+
+@pytest.mark.parametrize("method", ["chain", "specvlm"])
+def test_paced_drafts_wait_once_a_step(device: PretendDevice, method: str) -> None:
+    paced = engine(method, NAME)
+    paced.pacer = Pacer(3, 0.1)
+    ran = run(paced, False, device, new=12)
+    assert ran.tokens == run(engine(method, "cpu"), False, new=12).tokens
+    assert any(counts.launches for counts in ran.steps)
+    for counts in ran.steps:
+        assert sum(counts.waits.values()) <= 1, counts.waits
+        assert not counts.blocking
 
 
 def _captured_on(device: PretendDevice) -> Any:
