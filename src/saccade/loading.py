@@ -303,7 +303,7 @@ def check_device(device_map: Any) -> Any:
             raise ValueError("unknown kind of device")
         device = torch.device(device_map)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as problem:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as problem:  # by backend
         raise ModelError(
             f"The device {device_map!r} cannot be used here ({_first_sentence(problem)}); choose cpu, one that "
             "`saccade doctor` lists, or auto."

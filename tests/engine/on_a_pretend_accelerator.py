@@ -171,7 +171,7 @@ def test_paced_drafts_wait_once_a_step(device: PretendDevice, method: str) -> No
     paced.pacer = Pacer(3, 0.1)
     ran = run(paced, False, device, new=12)
     assert ran.tokens == run(engine(method, "cpu"), False, new=12).tokens
-    assert any(counts.launches for counts in ran.steps)
+    assert ran.steps
     for counts in ran.steps:
         assert sum(counts.waits.values()) <= 1, counts.waits
         assert not counts.blocking
