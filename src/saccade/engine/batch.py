@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.engine.costs import LONGEST_STEP, ChunkSizes, Pacer
+from saccade.engine.costs import LONGEST_STEP, Pacer, StepSizes
 from saccade.engine.row import Request, Row, RowPlan, plan
 from saccade.engine.slots import BatchState
 from saccade.engine.step import StepRunner
@@ -25,10 +25,8 @@ from saccade.target_model.context import Context
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.verify.rule import Greedy, Rule, Sampling
 
-PREFILL_CHUNK = 256
+PREFILL_CHUNK = 512
 """Default number of prompt tokens per step."""
-DRAFT_CHUNK = 2048
-"""Tokens of a draft model's prompt per step."""
 
 
 class RunningBatch:
@@ -56,7 +54,7 @@ class RunningBatch:
         if kv_memory is not None and self.target.ranks is not None:
             kv_memory = self.target.ranks.numbers([kv_memory])[0]
         self._max_rows, self._kv_memory = max_rows, kv_memory
-        self._sizes = ChunkSizes(prefill_chunk, longest_step), ChunkSizes(DRAFT_CHUNK, longest_step)
+        self._sizes = StepSizes(prefill_chunk, longest_step)
         self._media_cache = media_cache
         self._waiting: deque[Row] = deque()
         self._dropped: deque[Row] = deque()

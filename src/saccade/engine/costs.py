@@ -19,7 +19,7 @@ LONGEST_STEP = 3.0
 """Default length of a step with a part of a prompt, over one without."""
 _SAFE = 0.75
 """Share of it that is aimed at."""
-_FEWEST = 16
+FEWEST = 16
 """Tokens of a chunk however long they take: on a CPU half of them take hardly less."""
 
 MARGIN = 1.03
@@ -40,6 +40,8 @@ SLOPE, PREFILL, ANSWER = 0.05, 0.05, 100
 """Until they are measured: time of a forward's further tokens and of a prompt's over one token's, length of answers."""
 CAUTION = 0.7
 """Share of the expected gain that counts when a drafter is to be prefilled."""
+DRAFT_CHUNK = 2048
+"""Most tokens of media, and of a draft model's prompt, in a step."""
 SAMPLED, SAMPLED_RATE = 5, 0.3
 """Draft tokens of rows that sample, and the acceptance rate below which there are none."""
 
@@ -413,15 +415,19 @@ class ChunkSizes:
         self._costs: deque[float] = deque(maxlen=3)  # they grow with the position in the prompt
         self._last = self._offered = 0
 
-    def size(self, rows: int) -> int:
-        """Return the tokens of a chunk next to some decoding rows; 0 where a step without one is measured first."""
+    def size(self, rows: int, waiting: int = 1) -> int:
+        """Return the tokens of a chunk next to some decoding rows; 0 where a step without one is measured first.
+
+        Where more prompts wait than rows decode, as much more is spent on them.
+        """
         if not rows or self._extra == inf:
             return self.most
         step = self._step(rows)
         if step is None:
             return 0
-        tokens = int(self._extra * step / median(self._costs)) if self._last else 0
-        self._offered = min(max(_FEWEST, min(tokens, 2 * self._last)), self.most)
+        extra = self._extra * max(1.0, waiting / rows)
+        tokens = int(extra * step / median(self._costs)) if self._last else 0
+        self._offered = min(max(FEWEST, min(tokens, 2 * self._last)), self.most)
         return self._offered
 
     def observe_step(self, rows: int, seconds: float) -> None:
@@ -433,7 +439,7 @@ class ChunkSizes:
 
         The short end of a prompt tells little.
         """
-        if 2 * tokens < self._offered:
+        if 2 * tokens < self._offered or (self._last and tokens < FEWEST):
             return
         alone = seconds - (self._step(rows) or 0.0)
         self._costs.append(max(alone, 0.01 * seconds, 1e-9) / tokens)
@@ -443,3 +449,12 @@ class ChunkSizes:
         """Seconds of a step of so many rows, or of the most that were measured; None where only more were."""
         known = max((n for n in self._steps if n <= rows), default=None)
         return None if known is None else median(self._steps[known])
+
+
+class StepSizes:
+    """Sizes of what may lengthen a step: chunks of prompts, media, and chunks of draft prompts."""
+
+    def __init__(self, prefill_chunk: int, longest: float) -> None:
+        self.prompts = ChunkSizes(prefill_chunk, longest)
+        self.media = ChunkSizes(DRAFT_CHUNK, longest)
+        self.drafts = ChunkSizes(DRAFT_CHUNK, longest)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.engine.costs import ChunkSizes, Clock, Pacer
+from saccade.engine.costs import FEWEST, Clock, Pacer, StepSizes
 from saccade.engine.row import Row
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
@@ -253,14 +253,16 @@ class PrefillChunk:
 class PromptRunner:
     """Prefill of one step."""
 
-    def __init__(self, state: BatchState, clock: Clock, sizes: tuple[ChunkSizes, ChunkSizes]) -> None:
+    def __init__(self, state: BatchState, clock: Clock, sizes: StepSizes) -> None:
         self._state, self._target, self._clock = state, state.target, clock
-        self._sizes, self._draft_sizes = sizes
-        self._rows, self._tokens = len(state.decoding), 0
+        self._sizes = sizes
+        self._rows, self._tokens, self._media_tokens = len(state.decoding), 0, 0
         state.context.media.timed = partial(clock.stage, "vision")
-        self._budgets = [each.size(self._rows) for each in sizes]
+        waiting = len(state.prefills)
+        budgets = [each.size(self._rows, waiting) for each in (sizes.prompts, sizes.media, sizes.drafts)]
         if self._target.ranks is not None:  # times differ from rank to rank
-            self._budgets = self._target.ranks.numbers(self._budgets)
+            budgets = self._target.ranks.numbers(budgets)
+        self._budget, self._media_budget, self._draft_budget = budgets
 
     def chunks(self) -> list[PrefillChunk]:
         """This step's parts of prompts, each with its block of the joint forward.
@@ -269,27 +271,34 @@ class PromptRunner:
         takes the step's whole budget.
         """
         chunks: list[PrefillChunk] = []
-        whole = budget = self._budgets[0]
+        left = 1.0  # share of the time by which this step may be longer
         for row in list(self._state.active):
-            if row.slot is None or not self._state.is_prefilling(row) or budget <= 0:
+            budget = int(left * self._budget)
+            if row.slot is None or not self._state.is_prefilling(row) or budget < min(self._budget, FEWEST):
                 continue
-            prefill = self._state.prefills[row.slot]
-            stop = prefill.chunk_end(budget)
-            size = stop - prefill.num_computed
-            if size > budget < whole:
-                continue  # an image that fits a later step
-            chunk = PrefillChunk(row, prefill, stop)
-            chunks.append(chunk)
-            if self._rows and self._run_ahead(chunk):
+            if not budget:
                 break
-            budget -= size
+            prefill = self._state.prefills[row.slot]
+            chunk = PrefillChunk(row, prefill, prefill.chunk_end(budget))
+            if len(prefill.prompt) - chunk.stop <= self._sizes.prompts.most // 32:
+                chunk.stop = len(prefill.prompt)
+            size = chunk.stop - prefill.num_computed
+            media, draft = self._costs(chunk)
+            cost = size / self._budget + media + draft
+            if cost > left < 1:
+                continue  # fits a later step
+            chunks.append(chunk)
+            if cost > 1 and self._run_ahead(chunk, media > cost / 2, draft > cost / 2):
+                break
+            left -= cost
             self._tokens += size
+            self._media_tokens += prefill.num_unencoded(chunk.stop)
             try:  # errors of a row's media surface before anything is drafted
                 if prefill.runs_alone:
                     with self._clock.stage("prefill"), self._target.threads.on("forward", size):
-                        prefill.run(stop)
+                        prefill.run(chunk.stop)
                 else:
-                    chunk.block = prefill.block(stop, final=chunk.is_last)
+                    chunk.block = prefill.block(chunk.stop, final=chunk.is_last)
             except Exception as error:
                 self._state.fail(row, error)
                 chunks.pop()
@@ -297,31 +306,44 @@ class PromptRunner:
             chunk.has_tree = chunk.block is not None and chunk.is_last and self._drafts_early(row)
         return chunks
 
-    def _run_ahead(self, chunk: PrefillChunk) -> bool:
-        """Run the large part of a chunk before its own step, so that decoding rows never wait for all of it."""
+    def _costs(self, chunk: PrefillChunk) -> tuple[float, float]:
+        """Shares of the time by which this step may be longer of a chunk's media and of its draft prompt; 0 where no
+        row waits for them."""
+        row, tokens = chunk.row, 0
+        if not self._rows:
+            return 0.0, 0.0
+        if chunk.is_last and not row.drafter_prefilled and self._drafts_early(row):
+            tokens = len(row.request.drafter_prompt)
+        return chunk.prefill.num_unencoded(chunk.stop) / self._media_budget, tokens / self._draft_budget
+
+    def _run_ahead(self, chunk: PrefillChunk, media: bool, draft: bool) -> bool:
+        """Run the media or the draft prompt, where one is the larger part, before a chunk's own step."""
         row, prefill = chunk.row, chunk.prefill
         try:
-            if prefill.num_unencoded(chunk.stop) > self._sizes.most // 4:
+            if media:
+                self._media_tokens += prefill.num_unencoded(chunk.stop)
                 prefill.encode_media(chunk.stop)
                 return True
         except Exception as error:
             self._state.fail(row, error)
             return True
-        is_long = len(row.request.drafter_prompt) > self._budgets[1] // 4 and not row.drafter_prefilled
-        if chunk.is_last and is_long and self._drafts_early(row):
+        if draft:
             row.drafter_prefilled = self._load_part(row)
             return True
         return False
 
     def observe(self, seconds: float) -> None:
         """Record the time of the whole step."""
-        spent = self._clock.read()
-        if not self._rows or spent.get("vision") or spent.get("draft_prefill"):
+        self._clock.read()
+        media, draft = self._clock.costs["vision"], self._clock.costs["draft_prefill"]
+        if self._media_tokens:
+            self._sizes.media.observe_chunk(self._media_tokens, media)
+        if not self._rows:
             return
         if self._tokens:
-            self._sizes.observe_chunk(self._tokens, seconds, self._rows)
-        else:
-            for sizes in (self._sizes, self._draft_sizes):
+            self._sizes.prompts.observe_chunk(self._tokens, seconds - media - draft, self._rows)
+        elif not media and not draft:
+            for sizes in (self._sizes.prompts, self._sizes.media, self._sizes.drafts):
                 sizes.observe_step(self._rows, seconds)
 
     def _drafts_early(self, row: Row) -> bool:
@@ -360,7 +382,7 @@ class PromptRunner:
 
     def _load_part(self, row: Row) -> bool:
         """Prefill a part of the drafter's prompt ahead of the target's, or the last; whether all of it is done."""
-        drafting, budget, prompt = self._state.drafting, self._budgets[1], row.request.drafter_prompt
+        drafting, budget, prompt = self._state.drafting, self._draft_budget, row.request.drafter_prompt
         row.drafter_begun = True
         if not budget:
             return False
@@ -377,7 +399,7 @@ class PromptRunner:
         row.drafter_begun = tokens > 0
         if not tokens:
             return self.prefill_drafter(row, None)
-        self._draft_sizes.observe_chunk(tokens, spent)
+        self._sizes.drafts.observe_chunk(tokens, spent)
         return False
 
     def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
@@ -407,8 +429,11 @@ class PromptRunner:
         except Exception as error:
             self._state.fail(row, error)
             return False
+        spent = self._clock.timer() - started
+        if not row.drafter_seconds and not row.stats.reused_tokens:
+            self._sizes.drafts.observe_chunk(len(prompt), spent)
         if self._state.pacer is not None:
-            self._state.pacer.observe_prefill(len(prompt), self._clock.timer() - started + row.drafter_seconds)
+            self._state.pacer.observe_prefill(len(prompt), spent + row.drafter_seconds)
         captions = drafting.captioning_seconds
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)

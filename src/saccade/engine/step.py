@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
-from saccade.engine.costs import ChunkSizes, Clock, sampled_length
+from saccade.engine.costs import Clock, StepSizes, sampled_length
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, PrefillChunk, PromptRunner
 from saccade.errors import InputError, ModelError
@@ -185,7 +185,7 @@ Commit = tuple[int, list[int], list[int]]
 class StepRunner:
     """One step of a running batch."""
 
-    def __init__(self, state: BatchState, sizes: tuple[ChunkSizes, ChunkSizes], number: int, trace: bool) -> None:
+    def __init__(self, state: BatchState, sizes: StepSizes, number: int, trace: bool) -> None:
         self._state, self._context, self._target = state, state.context, state.target
         self._number, self._trace = number, trace
         self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
