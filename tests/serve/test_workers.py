@@ -93,6 +93,22 @@ def test_a_failure_is_one_sentence_and_the_next_request_works(
     assert workers.row(asks("Hello", uri(0)), [FAILING], OPTIONS).prompt(FAILING).media
 
 
+def test_a_worker_serves_several_requests_and_another_one_where_it_has_ended(workers: PromptWorkers) -> None:
+    messages = asks("Hello", uri(0))
+    workers.row(messages, SEEN, OPTIONS)
+    (first,) = workers._idle
+    workers.row(messages, SEEN, OPTIONS)
+    assert workers._idle == [first]
+    os.kill(first.pid, signal.SIGKILL)
+    assert workers.row(messages, SEEN, OPTIONS).prompt(SEEN[0]).media
+    (second,) = workers._idle
+    second.left = 1
+    workers.row(messages, SEEN, OPTIONS)
+    assert not workers._idle
+    workers.row(messages, SEEN, OPTIONS)
+    assert workers._idle[0].pid not in (first.pid, second.pid)
+
+
 def test_a_refusal_is_the_sentence_of_this_process(workers: PromptWorkers) -> None:
     messages = asks("Hello", "data:image/png;base64,AAAA")
     with pytest.raises(InputError) as expected:
@@ -129,6 +145,7 @@ def test_a_fork_server_that_has_ended_is_started_again_and_leaves_nothing_behind
     workers._process.kill()
     workers._process.wait()
     assert workers.row(asks("Hello", uri(0)), SEEN, OPTIONS).prompt(SEEN[0]).media
+    workers._forget()
     children = Path(f"/proc/{workers._process.pid}/task/{workers._process.pid}/children")
     ended = {*children.read_text().split()}
     with ThreadPoolExecutor(1) as pool:

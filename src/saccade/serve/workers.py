@@ -1,8 +1,8 @@
-"""Prompts with pictures and films of clients, each made in a process of its own: decoding, resizing, tokenizing.
+"""Prompts with pictures and films of clients, made in processes of their own: decoding, resizing, tokenizing.
 
-A fork server with the models' input processors waits beside the engine. For every request it forks a worker, which
-makes the prompts and ends. A decoder's crash or hang, or memory without end, is the end of that worker alone, and
-none of its work holds the lock of the engine's interpreter.
+A fork server with the models' input processors waits beside the engine. It forks workers, which make one request's
+prompts at a time. A decoder's crash or hang, or memory without end, is the end of that worker alone, and none of its
+work holds the lock of the engine's interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -23,7 +22,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from PIL import Image
@@ -37,9 +36,13 @@ log = logging.getLogger("saccade.serve")
 KEPT = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that workers see; others may hold keys."""
 SET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-POLITE_SECONDS = 0.25  # age from which a worker has a lower priority than the engine
+POLITE_SECONDS = 0.25  # of one request, after which its worker has a lower priority than the engine
+REQUESTS = (
+    32  # that a worker serves, none after one that failed or was slow: a fork costs 5 times a small picture's work
+)
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from saccade.serve.workers import main; main()"
 _MEDIA = "The images and videos of this request"
+_HEAD = 8  # bytes of a message's length, and of a worker's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,22 @@ class MadeInput(RowInput):
         return next(prompt for each, prompt in self.made if each is processor)
 
 
+@dataclass(slots=True)
+class _Worker:
+    """A worker and this process's connection to it."""
+
+    connection: socket.socket
+    pid: int
+    left: int = REQUESTS  # that it may serve
+    is_polite: bool = False  # whether it has a lower priority, which it keeps
+
+    def end(self) -> None:
+        """End it and the decoder of a film that it has started."""
+        self.connection.close()
+        with suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
 class PromptWorkers:
     """Fork server of workers; any thread may use it."""
 
@@ -59,6 +78,7 @@ class PromptWorkers:
         self._processors, self._seconds, self._memory = list(processors), seconds, memory
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._idle: list[_Worker] = []
 
     @staticmethod
     def are_possible() -> bool:
@@ -70,6 +90,7 @@ class PromptWorkers:
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
+            self._forget()
             self._control, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
@@ -78,11 +99,13 @@ class PromptWorkers:
                     env={name: os.environ[name] for name in KEPT if name in os.environ} | SET,
                     process_group=0,  # a Ctrl-C in the terminal is for the server, which drains
                 )
-            with self._open() as connection:
-                _send(connection, (self._processors, self._seconds, self._memory))
+            connection = self._open()
+            with connection, suppress(OSError):
+                connection.sendall(_framed(pickle.dumps((self._processors, self._seconds, self._memory))))
 
     def close(self) -> None:
         """End the fork server and its workers."""
+        self._forget()
         if self._process is not None:
             self._control.close()
             try:
@@ -91,17 +114,48 @@ class PromptWorkers:
                 self._process.kill()
                 self._process.wait()
 
+    def _forget(self) -> None:
+        while self._idle:
+            self._idle.pop().connection.close()  # which ends it
+
     def row(self, messages: Any, readers: Sequence[InputProcessor], options: MediaOptions) -> MadeInput:
         self.start()
         numbers = [next(i for i, other in enumerate(self._processors) if other is each) for each in readers]
-        with self._open() as connection:
-            _send(connection, (messages, numbers, options))
-            answer = self._receive(connection)
+        request = _framed(pickle.dumps((messages, numbers, options)))
+        worker = self._take()
+        try:
+            content = self._ask(worker, request)
+            if content is None and worker.left < REQUESTS:  # it may have ended by what others sent before
+                worker = self._new()
+                content = self._ask(worker, request)
+            answer = _read_answer(content)
+        except BaseException:
+            worker.end()
+            raise
+        worker.left -= 1
+        if worker.left and not worker.is_polite:
+            self._idle.append(worker)
+        else:
+            worker.connection.close()
         prompts = [
             Prompt(tuple(each["ids"].tolist()), tuple(Medium(*medium) for medium in each["media"]))
             for each in answer["prompts"]
         ]
         return MadeInput(messages, (), (), options, list(zip(readers, prompts, strict=True)))
+
+    def _take(self) -> _Worker:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._new()
+
+    def _new(self) -> _Worker:
+        connection, pid = self._open(), b""
+        with suppress(ConnectionResetError):  # by a fork server that was killed
+            pid = connection.recv(_HEAD)
+        if not pid:
+            raise RuntimeError("The fork server that makes prompts of media has failed; its traceback is in the log.")
+        return _Worker(connection, int.from_bytes(pid))
 
     def _open(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -109,40 +163,48 @@ class PromptWorkers:
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
         return ours
 
-    def _receive(self, connection: socket.socket) -> dict[str, Any]:
-        forked = b""
-        with suppress(ConnectionResetError):  # by a fork server that was killed
-            forked = connection.recv(1)
-        if not forked:
-            raise RuntimeError("The fork server that makes prompts of media has failed; its traceback is in the log.")
-        began = time.monotonic()
-        connection.settimeout(self._seconds + 10)  # the fork server ends the worker before
-        content = bytearray()
-        with suppress(OSError):
-            while piece := connection.recv(1 << 20):
-                content += piece
-                if len(content) > self._memory:
-                    break
-        try:
-            answer = torch.load(io.BytesIO(content), weights_only=True)
-        except Exception:  # of a worker that was killed, the end is missing
-            if time.monotonic() - began >= self._seconds:
-                raise InputError(
-                    f"{_MEDIA} take longer than {self._seconds:g} seconds to prepare; send fewer or smaller ones."
-                ) from None
-            raise InputError(f"{_MEDIA} cannot be decoded: the decoder has failed; save them again.") from None
-        if "refused" in answer:
-            raise InputError(answer["refused"])
-        if "prompts" not in answer:
-            raise RuntimeError("A worker has failed; its traceback is in the log.")
-        return dict(answer)
+    def _ask(self, worker: _Worker, request: bytes) -> bytearray | None:
+        """Send a request to a worker and return what it answers; None where it ends before."""
+        began, content = time.monotonic(), bytearray()
+        worker.connection.settimeout(self._seconds)
+        with suppress(OSError):  # a worker that has ended
+            worker.connection.sendall(request)
+        while len(content) < _HEAD or len(content) < _HEAD + int.from_bytes(content[:_HEAD]):
+            wait = (self._seconds if worker.is_polite else POLITE_SECONDS) - time.monotonic() + began
+            worker.connection.settimeout(max(wait, 0.001))
+            try:
+                piece = worker.connection.recv(1 << 20)
+            except TimeoutError:
+                if worker.is_polite:
+                    raise InputError(
+                        f"{_MEDIA} take longer than {self._seconds:g} seconds to prepare; send fewer or smaller ones."
+                    ) from None
+                worker.is_polite = True
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PGRP, worker.pid, 5)
+                continue
+            except OSError:
+                piece = b""
+            content += piece
+            if not piece or len(content) > self._memory:
+                worker.end()
+                return None
+        return content[_HEAD:]
 
 
-def _send(connection: socket.socket, request: Any) -> None:
-    """Send the only message in this direction; where nobody takes it, what comes back says so."""
-    with suppress(OSError):
-        connection.sendall(pickle.dumps(request))
-        connection.shutdown(socket.SHUT_WR)
+def _framed(content: bytes | memoryview) -> bytes:
+    return len(content).to_bytes(_HEAD) + content
+
+
+def _read_answer(content: bytearray | None) -> dict[str, Any]:
+    if content is None:
+        raise InputError(f"{_MEDIA} cannot be decoded: the decoder has failed; save them again.")
+    answer = dict(torch.load(io.BytesIO(content), weights_only=True))
+    if "refused" in answer:
+        raise InputError(answer["refused"])
+    if "prompts" not in answer:
+        raise RuntimeError("A worker has failed; its traceback is in the log.")
+    return answer
 
 
 # -- the fork server and its workers ---------------------------------------------------------------------------
@@ -151,23 +213,25 @@ def _send(connection: socket.socket, request: Any) -> None:
 def main() -> None:
     """Fork a worker for every connection that standard input hands over, until its other end is closed."""
     control = socket.socket(fileno=0)
-    processors, seconds, memory = pickle.loads(_read(_accept(control)))
+    first = _accept(control)
+    if first is None:
+        return
+    with first.makefile("rb") as file:
+        processors, seconds, memory = pickle.loads(_message(file) or b"")
     _warm_up(processors)
-    workers: dict[int, float] = {}
-    while True:
-        ready = select.select([control], [], [], POLITE_SECONDS if workers else None)[0]
-        _tend(workers, seconds)
-        if not ready:
-            continue
-        connection = _accept(control)
-        if connection is None:
-            break
+    workers = set[int]()
+    while (connection := _accept(control)) is not None:
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
         with connection:
             pid = os.fork()
             if not pid:
                 _work(connection, control, processors, seconds, memory)
-        workers[pid] = time.monotonic()
-    _tend(workers, 0)
+        workers.add(pid)
+    for pid in workers:
+        if not os.waitpid(pid, os.WNOHANG)[0]:
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _accept(control: socket.socket) -> socket.socket | None:
@@ -175,26 +239,10 @@ def _accept(control: socket.socket) -> socket.socket | None:
     return socket.socket(fileno=handles[0]) if data else None
 
 
-def _read(connection: socket.socket | None) -> bytes:
-    if connection is None:
-        raise SystemExit
-    with connection.makefile("rb") as file:
-        return file.read()
-
-
-def _tend(workers: dict[int, float], seconds: float) -> None:
-    """Forget the workers that have ended, end those that take too long, and lower the priority of slow ones."""
-    for pid, began in list(workers.items()):
-        age = time.monotonic() - began
-        if age >= seconds:
-            os.kill(pid, signal.SIGKILL)
-        ended = os.waitpid(pid, 0 if age >= seconds else os.WNOHANG)[0]
-        with suppress(OSError):  # the group ends with the worker but for the decoder of a film
-            if ended:
-                del workers[pid]
-                os.killpg(pid, signal.SIGKILL)
-            elif age >= POLITE_SECONDS:
-                os.setpriority(os.PRIO_PGRP, pid, 5)
+def _message(file: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    head = file.read(_HEAD)
+    return file.read(int.from_bytes(head)) if head else None
 
 
 def _warm_up(processors: Sequence[InputProcessor]) -> None:
@@ -216,12 +264,13 @@ def _work(
     try:
         os.setpgid(0, 0)
         control.close()
-        connection.sendall(b"\0")
-        request = _read(connection)
+        connection.sendall(os.getpid().to_bytes(_HEAD))
         confine(memory, seconds, files=True)
-        answer = io.BytesIO()
-        torch.save(_answer(processors, *pickle.loads(request)), answer)
-        connection.sendall(answer.getbuffer())
+        with connection.makefile("rb") as requests:
+            while (request := _message(requests)) is not None:
+                answer = io.BytesIO()
+                torch.save(_answer(processors, *pickle.loads(request)), answer)
+                connection.sendall(_framed(answer.getbuffer()))
     except BaseException:
         traceback.print_exc()
     finally:
