@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade import cpu
 from saccade.errors import InputError, ModelError
 
 
@@ -317,21 +319,37 @@ class Layout:
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, grouped: bool) -> Tensor:
     """Compute attention ``[A, H, n, D_v]`` of queries ``[A, H, n, D]``; ``grouped`` where keys have fewer heads.
 
-    On a CPU, low-precision inputs run in float32 for a single query, for which torch's kernel takes 2 to 9 times as
-    long in bfloat16, and for several while that costs nothing: less rounding, less difference between one query and
-    several.
+    On a CPU whose kernel is slow in 16 bits, such inputs run in float32 for a single query, and for several while that
+    costs nothing: less rounding, less difference between one query and several.
     """
     if grouped and keys.is_cuda:  # its fused kernels take no mask with grouped heads; few queries are folded instead
         times = query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
         grouped = False
     low = query.dtype != torch.float32 and query.device.type == "cpu"
-    if low and (query.shape[2] == 1 or keys.numel() <= _MAX_UPCAST):
+    if low and (query.shape[2] == 1 or keys.numel() <= _MAX_UPCAST) and _is_faster_wide(query.dtype):
         mask = None if mask is None else mask.float()
         wide = query.float(), keys.float(), values.float()
         mixed = F.scaled_dot_product_attention(*wide, mask, scale=scale, enable_gqa=grouped)
         return mixed.to(query.dtype)
     return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
+
+
+@cache
+def _is_faster_wide(dtype: torch.dtype) -> bool:
+    """Whether attention of single queries over entries of a 16-bit format is faster on converted ones on this CPU."""
+
+    def measure() -> list[float]:
+        query, entries = torch.ones(4, 8, 1, 64, dtype=dtype), torch.ones(4, 8, 256, 64, dtype=dtype)
+        with torch.inference_mode():
+            narrow, wide = cpu.shortest_times(
+                lambda: F.scaled_dot_product_attention(query, entries, entries),
+                lambda: F.scaled_dot_product_attention(query.float(), entries.float(), entries.float()).to(dtype),
+            )
+        return [narrow / wide]
+
+    (ratio,) = cpu.remember(f"{str(dtype).removeprefix('torch.')} over float32 attention", measure)
+    return ratio > 1
 
 
 def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
