@@ -16,7 +16,7 @@ from saccade.engine.costs import ChunkSizes
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
-from saccade.target_model.context import Prefill
+from saccade.target_model.context import Context, Prefill
 from saccade.target_model.forward import TokenBlock
 
 NEW = 8
@@ -182,3 +182,31 @@ def test_more_time_goes_to_prompts_where_more_wait_than_decode() -> None:
     sizes.observe_chunk(400, 5.0, 2)
     assert sizes.size(2) == sizes.size(2, waiting=2) == 125
     assert sizes.size(2, waiting=6) == 375
+
+
+def test_draft_prompts_of_rows_that_begin_together_run_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = list[int]()
+    load = Context.load_together
+
+    def counted(context: Context, rows: Sequence[int], given: Sequence[Prompt]) -> bool:
+        is_done = load(context, rows, given)
+        passes.append(len(rows) * is_done)
+        return is_done
+
+    monkeypatch.setattr(Context, "load_together", counted)
+    batch = engine("chain", "llava").open(4)
+    rows = [add(batch, prompt) for prompt in prompts("image", "llava")]
+    drain(batch)
+    assert passes == [4]
+    assert [row.output for row in rows] == [alone("plain", prompt, "llava") for prompt in prompts("image", "llava")]
+
+
+def test_a_draft_prompt_that_fails_among_others_fails_alone() -> None:
+    batch = engine("chain").open(3)
+    limit = engine("chain").drafter.model.config.max_position_embeddings
+    first, bad, last = (
+        add(batch, prompts()[place], draft=Prompt((50,) * (limit + 5)) if place == 1 else None) for place in range(3)
+    )
+    drain(batch)
+    assert f"but that model's context is {limit}" in str(bad.error)
+    assert [first.output, last.output] == [alone("plain", prompts()[place]) for place in (0, 2)]

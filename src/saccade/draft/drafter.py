@@ -85,6 +85,10 @@ class DraftSession:
         """Prefill about ``budget`` more tokens ahead of `load` and return their number; 0 where that does the rest."""
         return 0
 
+    def load_together(self, rows: Rows, prompts: Sequence[Prompt]) -> bool:
+        """`load` several rows ahead of the target's prefill in one pass; False, with nothing done, where it cannot."""
+        return False
+
     def signals(self, rows: Rows) -> list[Signals]:
         """Numbers that shaped the last drafts of these rows, in their order, for traces."""
         return [{} for _ in rows]

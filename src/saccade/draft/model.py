@@ -60,7 +60,7 @@ class ModelDraftSession(DraftSession):
         self.load_pruned(row, prompt)
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
-        own = replace(prompt, ids=tuple(self._embeddable(prompt.ids)))
+        own = self._own(prompt)
         prefill = self._parts.get(row)
         if prefill is None or prefill.prompt != own:
             prefill = self._parts[row] = self.context.prefill(row, own)
@@ -74,10 +74,25 @@ class ModelDraftSession(DraftSession):
     def load_pruned(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
         """Prefill a row; ``dropped`` as in `Context.read`. The policy retains its history from turn to turn."""
         self._parts.pop(row, None)
-        self.context.load(row, replace(prompt, ids=tuple(self._embeddable(prompt.ids))), dropped)
+        self.context.load(row, self._own(prompt), dropped)
+        self._begin(row, prompt)
+
+    def load_together(self, rows: Rows, prompts: Sequence[Prompt]) -> bool:
+        if type(self).load is not ModelDraftSession.load or any(row in self._parts for row in rows):
+            return False
+        if not self.context.load_together(rows, [self._own(prompt) for prompt in prompts]):
+            return False
+        for row, prompt in zip(rows, prompts, strict=True):
+            self._begin(row, prompt)
+        return True
+
+    def _begin(self, row: int, prompt: Prompt) -> None:
         if not self.continues(row, prompt):
             self._shaping.restart(row)
         self._prompts[row] = prompt
+
+    def _own(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, ids=tuple(self._embeddable(prompt.ids)))
 
     def continues(self, row: int, prompt: Prompt) -> bool:
         """Whether a prompt is a later turn of the row's conversation."""

@@ -402,6 +402,34 @@ class PromptRunner:
         self._sizes.drafts.observe_chunk(tokens, spent)
         return False
 
+    def prefill_drafters(self, rows: Sequence[Row]) -> None:
+        """Prefill the drafter of rows whose target's prefill ends in this step, in one pass where it can."""
+        drafting, started = self._state.drafting, self._clock.timer()
+        slots = [row.slot for row in rows if row.slot is not None]
+        if drafting is not None and len(rows) > 1 and len(slots) == len(rows):
+            whole = [row.request.drafter_prompt for row in rows]
+            prompts = [replace(prompt, ids=prompt.ids[:-1]) for prompt in whole]
+            tokens = sum(map(len, prompts))
+            try:
+                with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", tokens):
+                    is_done = drafting.load_together(slots, prompts)
+            except Exception:  # of one of them, which fails alone below
+                is_done = False
+            if is_done:
+                for row in rows:
+                    row.drafter_lacks_end = True
+                self._count_draft_prefill(tokens, self._clock.timer() - started, rows)
+                return
+        for row in rows:
+            self.prefill_drafter(row, None)
+
+    def _count_draft_prefill(self, tokens: int, seconds: float, rows: Sequence[Row]) -> None:
+        before = sum(row.drafter_seconds for row in rows)
+        if not before and not any(row.stats.reused_tokens for row in rows):
+            self._sizes.drafts.observe_chunk(tokens, seconds)
+        if self._state.pacer is not None:
+            self._state.pacer.observe_prefill(tokens, seconds + before)
+
     def prefill_drafter(self, row: Row, result: PrefillResult | None) -> bool:
         """Prefill the drafter, without the prompt's last token before the target's prefill; False if it cannot."""
         drafting = self._state.drafting
@@ -429,11 +457,7 @@ class PromptRunner:
         except Exception as error:
             self._state.fail(row, error)
             return False
-        spent = self._clock.timer() - started
-        if not row.drafter_seconds and not row.stats.reused_tokens:
-            self._sizes.drafts.observe_chunk(len(prompt), spent)
-        if self._state.pacer is not None:
-            self._state.pacer.observe_prefill(len(prompt), spent + row.drafter_seconds)
+        self._count_draft_prefill(len(prompt), self._clock.timer() - started, [row])
         captions = drafting.captioning_seconds
         self._clock.add("caption", captions)
         self._clock.add("draft_prefill", -captions)

@@ -247,9 +247,7 @@ class StepRunner:
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
         rows = self._state.decoding
-        for chunk in chunks:
-            if chunk.has_tree and not chunk.row.drafter_prefilled:
-                self._prompts.prefill_drafter(chunk.row, None)
+        self._prompts.prefill_drafters([c.row for c in chunks if c.has_tree and not c.row.drafter_prefilled])
         beginning = [chunk.row for chunk in chunks if chunk.has_tree and not chunk.row.done]
         for row in rows:
             if row.drafts is False:

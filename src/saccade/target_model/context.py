@@ -96,6 +96,21 @@ class Context:
             prefill.run(prefill.chunk_end(CHUNK))
         return prefill.result
 
+    def load_together(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> bool:
+        """Prefill prompts in one pass; False, and nothing is done, where they are too long or need passes alone."""
+        if sum(map(len, prompts)) > CHUNK:
+            return False
+        prefills = [self.prefill(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        if any(prefill.runs_alone for prefill in prefills):
+            return False
+        for prefill in prefills:
+            self.cache.reserve(prefill.row, prefill.entries)
+        blocks = [prefill.block(len(prefill.prompt)) for prefill in prefills]
+        for prefill, block, output in zip(prefills, blocks, self.run(blocks), strict=True):
+            prefill.record(output)
+            self.cache.commit([prefill.row], [range(block.count)])
+        return True
+
     def forget(self, row: int) -> None:
         """Empty a row and free its slots."""
         self.empty(row)
