@@ -56,9 +56,9 @@ they wait for the drafter's confidence after every guess."""
 FEW_UPLOADS = {*HEAD_KINDS, "plain", "chain", "pard", "static-tree", "dynamic-tree"} & set(OPTIONS)
 """Methods whose steps send at most three tensors to the device: random numbers, what drafting and verification need of
 the host, and the places of entries that move."""
-PREFILL_WAITS = 9
-"""Waits of the first step at most: its own, three per picture that a head sees pruned by attention, and one per picture
-and model in which transformers checks its placeholders."""
+PREFILL_WAITS = 6
+"""Waits of the first step at most: its own, one in which transformers checks the placeholders of all pictures, and two
+per row whose picture the drafter sees pruned by attention."""
 
 
 @pytest.fixture

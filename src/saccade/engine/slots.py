@@ -234,13 +234,14 @@ class BatchState:
         row.steps.append(TicketChunk((), (), True))
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class PrefillChunk:
     """Part of a row's prompt that runs in this step."""
 
     row: Row  # the row
     prefill: Prefill  # of its prompt
     stop: int  # prompt tokens that are computed once it has run
+    runs: bool = False  # whether it runs in this step; else its media or draft prompt ran ahead
     has_tree: bool = False  # whether the row's first tree runs behind it
     block: TokenBlock | None = None  # its tokens; None where it runs in a pass of its own
 
@@ -293,17 +294,24 @@ class PromptRunner:
             left -= cost
             self._tokens += size
             self._media_tokens += prefill.num_unencoded(chunk.stop)
+            chunk.runs = True
+        running = [chunk for chunk in chunks if chunk.runs]
+        unread = [each for chunk in running for each in chunk.prefill.unread_media(chunk.stop)]
+        self._state.context.media.prepare(self._target, unread)
+        for chunk in running:
+            prefill = chunk.prefill
             try:  # errors of a row's media surface before anything is drafted
                 if prefill.runs_alone:
+                    size = chunk.stop - prefill.num_computed
                     with self._clock.stage("prefill"), self._target.threads.on("forward", size):
                         prefill.run(chunk.stop)
                 else:
                     chunk.block = prefill.block(chunk.stop, final=chunk.is_last)
             except Exception as error:
-                self._state.fail(row, error)
-                chunks.pop()
+                self._state.fail(chunk.row, error)
+                chunks.remove(chunk)
                 continue
-            chunk.has_tree = chunk.block is not None and chunk.is_last and self._drafts_early(row)
+            chunk.has_tree = chunk.block is not None and chunk.is_last and self._drafts_early(chunk.row)
         return chunks
 
     def _costs(self, chunk: PrefillChunk) -> tuple[float, float]:

@@ -105,6 +105,7 @@ class Context:
             return False
         for prefill in prefills:
             self.cache.reserve(prefill.row, prefill.entries)
+        self.media.prepare(self.target, [each for p in prefills for each in p.unread_media(len(p.prompt))])
         blocks = [prefill.block(len(prefill.prompt)) for prefill in prefills]
         for prefill, block, output in zip(prefills, blocks, self.run(blocks), strict=True):
             prefill.record(output)
@@ -299,16 +300,18 @@ class Prefill:
 
     def num_unencoded(self, stop: int) -> int:
         """Tokens of the media before ``stop`` whose features are not in the media cache."""
+        cached = self._context.media.has
+        return sum(len(ids) for medium, ids in self.unread_media(stop) if not cached(self._target, medium, ids))
+
+    def unread_media(self, stop: int) -> list[tuple[Medium, Sequence[int]]]:
+        """Media before ``stop`` that were not encoded ahead, with their ids."""
         if stop <= self._encoded or self._is_opaque:
-            return 0
-        return sum(
-            last - first
-            for first, last, medium in self._media_before(stop)
-            if not self._context.media.has(self._target, medium, self.prompt.ids[first:last])
-        )
+            return []
+        return [(medium, self.prompt.ids[first:last]) for first, last, medium in self._media_before(stop)]
 
     def encode_media(self, stop: int) -> None:
         """Run the vision tower on the media before ``stop`` ahead of the pass that needs them."""
+        self._context.media.prepare(self._target, self.unread_media(stop))
         for first, last, medium in () if self._is_opaque else self._media_before(stop):
             self._features(first, last, medium)
         self._encoded = stop
@@ -426,6 +429,7 @@ class Prefill:
         start, media = self.num_computed, self._media_before(stop)
         if not media:
             return None, ()
+        self._context.media.prepare(self._target, self.unread_media(stop))
         embeddings = self._target.embed(self._ids[:, start:stop]).clone()
         deepstack: list[Tensor] = []
         for first, last, medium in media:

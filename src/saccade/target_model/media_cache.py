@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from saccade.target_model.adapter import Target, ending_at
 from saccade.target_model.cache import on_device
 
 MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
+MOST_TOGETHER = 8192  # most placeholders of images that are encoded in one call
 TOWERS = ("vision_tower", "vision_model", "visual")  # attribute names of vision towers in models of transformers
 
 
@@ -30,6 +31,11 @@ class MediaFeatures:
     # per first layers of the decoder `[n, d]` features added to the residual stream behind each (Qwen3-VL), zeros at
     # text tokens
     deepstack: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deepstack))
 
 
 class MediaCache:
@@ -44,6 +50,7 @@ class MediaCache:
         self.counted: Target | None = None  # the target; None: every model's look-ups count
         self.timed: Callable[[], AbstractContextManager[None]] = nullcontext  # around what encodes the target's media
         self._entries: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
+        self._prepared = set[tuple[Any, ...]]()  # keys of features that nobody has looked up yet
         self._sharing: list[Target] = []
 
     @property
@@ -60,10 +67,12 @@ class MediaCache:
         """Return a medium's features, encoding it if needed."""
         is_target = self.counted is None or self.counted is model
         counts = is_target and not again
-        key = ("features", id(model.model), medium.digest, tuple(ids))
+        key = _key(model, medium, ids)
         features: MediaFeatures | None = self._find(key)
         if features is not None:
-            self.hits += counts
+            self.hits += counts and key not in self._prepared
+            self.misses += counts and key in self._prepared
+            self._prepared.discard(key)
             return features
         self.misses += counts
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
@@ -71,16 +80,30 @@ class MediaCache:
         outputs = None if tower is None else self._find(tower_key)
         stage = self.timed() if is_target else nullcontext()
         with stage, model.threads.on("vision", len(ids)), _remembering(tower, outputs) as recorded:
-            features = encode(model, medium, ids)
+            (features,) = encode(model, [(medium, ids)])
         if tower is not None and outputs is None:
             self._store(tower_key, recorded, sum(t.nbytes for t in _tensors(recorded)))
-        tensors = features.embeddings, *features.deepstack
-        self._store(key, features, sum(t.nbytes for t in tensors))
+        self._store(key, features, features.nbytes)
         return features
+
+    @torch.inference_mode()
+    def prepare(self, model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> None:
+        """Encode the images among media, those that are not cached, in one call; where it fails, `features` does it."""
+        new = {_key(model, *each): each for each in media if each[0].kind == "image" and not self.has(model, *each)}
+        tokens = sum(len(ids) for _, ids in new.values())
+        if len(new) < 2 or model.exact or any(m is model for m in self._sharing):
+            return
+        if 2 * tokens * model.text_config.hidden_size * model.dtype.itemsize > self.limit or tokens > MOST_TOGETHER:
+            return
+        stage = self.timed() if self.counted in (None, model) else nullcontext()
+        with suppress(Exception), stage, model.threads.on("vision", tokens):
+            for key, features in zip(new, encode(model, list(new.values())), strict=True):
+                self._store(key, features, features.nbytes)
+                self._prepared.add(key)
 
     def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
         """Whether a medium's features are cached."""
-        return ("features", id(model.model), medium.digest, tuple(ids)) in self._entries
+        return _key(model, medium, ids) in self._entries
 
     def _find(self, key: tuple[Any, ...]) -> Any:
         if key not in self._entries:
@@ -92,15 +115,22 @@ class MediaCache:
         self._entries[key] = (value, size)
         total = self.nbytes
         while total > self.limit and len(self._entries) > 1:
-            total -= self._entries.popitem(last=False)[1][1]
+            dropped, (_, freed) = self._entries.popitem(last=False)
+            self._prepared.discard(dropped)
+            total -= freed
 
 
-def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
-    """Run a stock model up to its decoder on one medium's placeholders."""
+def _key(model: Target, medium: Medium, ids: Sequence[int]) -> tuple[Any, ...]:
+    return "features", id(model.model), medium.digest, tuple(ids)
+
+
+def encode(model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> list[MediaFeatures]:
+    """Run a stock model up to its decoder on the placeholders of some media, one after the other."""
+    ids = tuple(token for _, own in media for token in own)
     row = on_device([list(ids)], model.device)
     places = torch.arange(len(ids), device=model.device)[None]
     inputs = {
-        **model.media_inputs(Prompt(tuple(ids), (medium,))),
+        **model.media_inputs(Prompt(ids, tuple(medium for medium, _ in media))),
         "position_ids": places.expand(model.rope_axes, 1, -1) if model.has_rope_index else places,
     }
     with ending_at(model.decoder) as inputs_of_decoder:
@@ -111,7 +141,13 @@ def encode(model: Target, medium: Medium, ids: Sequence[int]) -> MediaFeatures:
         dense = torch.zeros_like(embeddings)
         dense[inputs_of_decoder["visual_pos_masks"][0].to(dense.device)] = part.to(dense)
         deepstack.append(dense)
-    return MediaFeatures(embeddings, tuple(deepstack))
+    if len(media) == 1:
+        return [MediaFeatures(embeddings, tuple(deepstack))]
+    sizes = [len(own) for _, own in media]
+    layers = zip(*(layer.split(sizes) for layer in deepstack), strict=True) if deepstack else [()] * len(sizes)
+    # Copies: a view would hold the features of all.
+    each = zip(embeddings.split(sizes), layers, strict=True)
+    return [MediaFeatures(part.clone(), tuple(layer.clone() for layer in own)) for part, own in each]
 
 
 def tower_of(model: Any) -> nn.Module | None:

@@ -154,8 +154,8 @@ class DreamDraftSession(HeadDraftSession):
         return before + [place for place in dropped if prefill.start <= place < len(prompt) - 1]
 
     def _read(self, row: int, tokens: Tensor, sources: Tensor, embedded: Tensor, positions: Tensor) -> None:
-        tokens = tokens.to(self._device)
         first, last = self.memory.lengths[row], int(tokens[-1])
+        tokens = tokens.to(self._device)
         # The released form's entry of the first token sees no feature before it, and so all alike, the last one too.
         stop = last + int(self._dream.is_released and first == 0)
         places = torch.arange(first, stop, device=self._device)

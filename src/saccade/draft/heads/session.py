@@ -19,7 +19,7 @@ from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
-from saccade.target_model.cache import RowCache
+from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, MaskPlan
 from saccade.target_model.selfcheck import LogitMap, logit_map
@@ -355,13 +355,13 @@ class HeadDraftSession(DraftSession):
 
     def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""
-        ids = torch.tensor([prompt.ids], device=self._device)[:, tokens.to(self._device)]
-        embedded = self._words(ids)
-        if not self._head.is_shown_visual or not prompt.media:
+        places = tokens.tolist()
+        embedded = self._words(on_device([[prompt.ids[place] for place in places]], self._device))
+        new = [place - prefill.start for place in places if place >= prefill.start]
+        if not self._head.is_shown_visual or not prompt.media or not new:
             return embedded
-        new = (tokens >= prefill.start).to(self._device)
         inputs = self._inputs(prefill)
-        embedded[0, new] = inputs[tokens[tokens >= prefill.start].to(inputs.device) - prefill.start].to(embedded)
+        embedded[0, len(places) - len(new) :] = inputs[on_device(new, inputs.device)].to(embedded)
         return embedded
 
     def _inputs(self, prefill: PrefillResult) -> Tensor:
