@@ -84,7 +84,7 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 23_585
+CORE = 23_605
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 44_525, 8_335
 """Most lines of the tests, and of tools and benchmarks together."""

@@ -296,7 +296,9 @@ class PromptRunner:
             self._media_tokens += prefill.num_unencoded(chunk.stop)
             chunk.runs = True
         running = [chunk for chunk in chunks if chunk.runs]
-        unread = [each for chunk in running for each in chunk.prefill.unread_media(chunk.stop)]
+        unread = []
+        for chunk in running:
+            unread += chunk.prefill.unread_media(chunk.stop)
         self._state.context.media.prepare(self._target, unread)
         for chunk in running:
             prefill = chunk.prefill
@@ -415,8 +417,10 @@ class PromptRunner:
         drafting, started = self._state.drafting, self._clock.timer()
         slots = [row.slot for row in rows if row.slot is not None]
         if drafting is not None and len(rows) > 1 and len(slots) == len(rows):
-            whole = [row.request.drafter_prompt for row in rows]
-            prompts = [replace(prompt, ids=prompt.ids[:-1]) for prompt in whole]
+            prompts = []
+            for row in rows:
+                prompt = row.request.drafter_prompt
+                prompts.append(replace(prompt, ids=prompt.ids[:-1]))
             tokens = sum(map(len, prompts))
             try:
                 with self._clock.stage("draft_prefill"), self._target.threads.on("draft_prefill", tokens):

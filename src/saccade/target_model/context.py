@@ -105,8 +105,12 @@ class Context:
             return False
         for prefill in prefills:
             self.cache.reserve(prefill.row, prefill.entries)
-        self.media.prepare(self.target, [each for p in prefills for each in p.unread_media(len(p.prompt))])
-        blocks = [prefill.block(len(prefill.prompt)) for prefill in prefills]
+        unread, blocks = [], []
+        for prefill in prefills:
+            unread += prefill.unread_media(len(prefill.prompt))
+        self.media.prepare(self.target, unread)
+        for prefill in prefills:
+            blocks.append(prefill.block(len(prefill.prompt)))
         for prefill, block, output in zip(prefills, blocks, self.run(blocks), strict=True):
             prefill.record(output)
             self.cache.commit([prefill.row], [range(block.count)])
@@ -300,8 +304,11 @@ class Prefill:
 
     def num_unencoded(self, stop: int) -> int:
         """Tokens of the media before ``stop`` whose features are not in the media cache."""
-        cached = self._context.media.has
-        return sum(len(ids) for medium, ids in self.unread_media(stop) if not cached(self._target, medium, ids))
+        tokens = 0
+        for medium, ids in self.unread_media(stop):
+            if not self._context.media.has(self._target, medium, ids):
+                tokens += len(ids)
+        return tokens
 
     def unread_media(self, stop: int) -> list[tuple[Medium, Sequence[int]]]:
         """Media before ``stop`` that were not encoded ahead, with their ids."""

@@ -89,11 +89,15 @@ class MediaCache:
     @torch.inference_mode()
     def prepare(self, model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> None:
         """Encode the images among media, those that are not cached, in one call; where it fails, `features` does it."""
-        new = {_key(model, *each): each for each in media if each[0].kind == "image" and not self.has(model, *each)}
-        tokens = sum(len(ids) for _, ids in new.values())
+        new = dict[tuple[Any, ...], tuple[Medium, Sequence[int]]]()
+        for medium, ids in media:
+            if medium.kind == "image" and not self.has(model, medium, ids):
+                new[_key(model, medium, ids)] = medium, ids
         if len(new) < 2 or model.exact or any(m is model for m in self._sharing):
             return
-        if 2 * tokens * model.text_config.hidden_size * model.dtype.itemsize > self.limit or tokens > MOST_TOGETHER:
+        tokens = sum(len(ids) for _, ids in new.values())
+        size = tokens * model.text_config.hidden_size * model.dtype.itemsize
+        if tokens > MOST_TOGETHER or 2 * size > self.limit:
             return
         stage = self.timed() if self.counted in (None, model) else nullcontext()
         with suppress(Exception), stage, model.threads.on("vision", tokens):
@@ -126,7 +130,9 @@ def _key(model: Target, medium: Medium, ids: Sequence[int]) -> tuple[Any, ...]:
 
 def encode(model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> list[MediaFeatures]:
     """Run a stock model up to its decoder on the placeholders of some media, one after the other."""
-    ids = tuple(token for _, own in media for token in own)
+    ids: tuple[int, ...] = ()
+    for _, own in media:
+        ids += tuple(own)
     row = on_device([list(ids)], model.device)
     places = torch.arange(len(ids), device=model.device)[None]
     inputs = {
@@ -143,11 +149,14 @@ def encode(model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> list
         deepstack.append(dense)
     if len(media) == 1:
         return [MediaFeatures(embeddings, tuple(deepstack))]
-    sizes = [len(own) for _, own in media]
-    layers = zip(*(layer.split(sizes) for layer in deepstack), strict=True) if deepstack else [()] * len(sizes)
-    # Copies: a view would hold the features of all.
-    each = zip(embeddings.split(sizes), layers, strict=True)
-    return [MediaFeatures(part.clone(), tuple(layer.clone() for layer in own)) for part, own in each]
+    features, start = [], 0
+    for _, own in media:
+        part = slice(start, start + len(own))
+        start = part.stop
+        # Copies: a view would hold the features of all.
+        layers = [layer[part].clone() for layer in deepstack]
+        features.append(MediaFeatures(embeddings[part].clone(), tuple(layers)))
+    return features
 
 
 def tower_of(model: Any) -> nn.Module | None:
