@@ -437,7 +437,8 @@ class PromptRunner:
 
     def _count_draft_prefill(self, tokens: int, seconds: float, rows: Sequence[Row]) -> None:
         before = sum(row.drafter_seconds for row in rows)
-        if not before and not any(row.stats.reused_tokens for row in rows):
+        reused = sum(row.stats.reused_tokens for row in rows)
+        if not before and not reused:
             self._sizes.drafts.observe_chunk(tokens, seconds)
         if self._state.pacer is not None:
             self._state.pacer.observe_prefill(tokens, seconds + before)

@@ -356,7 +356,8 @@ class HeadDraftSession(DraftSession):
     def _embedded(self, row: int, prompt: Prompt, prefill: PrefillResult, tokens: Tensor) -> Tensor:
         """Return the target decoder's inputs ``[1, E, d]`` for these tokens, visual features included."""
         places = tokens.tolist()
-        embedded = self._words(on_device([[prompt.ids[place] for place in places]], self._device))
+        ids = [prompt.ids[place] for place in places]
+        embedded = self._words(on_device([ids], self._device))
         new = [place - prefill.start for place in places if place >= prefill.start]
         if not self._head.is_shown_visual or not prompt.media or not new:
             return embedded
