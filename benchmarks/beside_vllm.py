@@ -180,11 +180,18 @@ def serving(command: Sequence[str], environment: dict[str, str], log: Path) -> I
 
 
 def installed(folder: Path) -> Path:
-    """Install vLLM's CPU build into an environment of its own; return its command."""
+    """Install vLLM's CPU build into an environment of its own, or take the one that is there; return its command."""
     command = folder / "bin" / "vllm"
     if not command.exists():
         venv.create(folder, with_pip=True)
-        subprocess.run([folder / "bin" / "pip", "install", VLLM], check=True)
+        for package in ("torch==2.13.0", VLLM):
+            subprocess.run([folder / "bin" / "pip", "install", package], check=True)
+        # The build looks for itself under the name of the whole package.
+        (packages,) = folder.glob("lib/python*/site-packages")
+        version = VLLM.rpartition("=")[2] + "+cpu"
+        about = packages / f"vllm-{version}.dist-info"
+        about.mkdir(exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return command
 
 
@@ -236,6 +243,7 @@ def main() -> None:
         ways, number = list(running), 0
         for turn in range(-1, options.rounds):  # the first one warms up
             for clients in options.clients:
+                print(f"turn {turn + 1} of {options.rounds}, {clients} at a time", file=sys.stderr)
                 count = clients if turn < 0 else max(clients, options.requests // options.rounds)
                 questions = [conversation(number + index) for index in range(count)]
                 number += count

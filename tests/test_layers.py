@@ -86,7 +86,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 23_605
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 44_525, 8_335
+TESTS, TOOLS = 44_525, 8_345
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
