@@ -324,7 +324,8 @@ class PromptRunner:
             return 0.0, 0.0
         if chunk.is_last and not row.drafter_prefilled and self._drafts_early(row):
             tokens = len(row.request.drafter_prompt)
-        return chunk.prefill.num_unencoded(chunk.stop) / self._media_budget, tokens / self._draft_budget
+        media = chunk.prefill.num_unencoded(chunk.stop)
+        return media / self._media_budget, tokens / self._draft_budget
 
     def _run_ahead(self, chunk: PrefillChunk, media: bool, draft: bool) -> bool:
         """Run the media or the draft prompt, where one is the larger part, before a chunk's own step."""

@@ -37,9 +37,7 @@ KEPT = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that workers see; others may hold keys."""
 SET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 POLITE_SECONDS = 0.25  # of one request, after which its worker has a lower priority than the engine
-REQUESTS = (
-    32  # that a worker serves, none after one that failed or was slow: a fork costs 5 times a small picture's work
-)
+REQUESTS = 32  # that a worker serves, unless one fails or is slow
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from saccade.serve.workers import main; main()"
 _MEDIA = "The images and videos of this request"
 _HEAD = 8  # bytes of a message's length, and of a worker's number
@@ -126,6 +124,7 @@ class PromptWorkers:
         try:
             content = self._ask(worker, request)
             if content is None and worker.left < REQUESTS:  # it may have ended by what others sent before
+                worker.end()
                 worker = self._new()
                 content = self._ask(worker, request)
             answer = _read_answer(content)
@@ -170,7 +169,8 @@ class PromptWorkers:
         with suppress(OSError):  # a worker that has ended
             worker.connection.sendall(request)
         while len(content) < _HEAD or len(content) < _HEAD + int.from_bytes(content[:_HEAD]):
-            wait = (self._seconds if worker.is_polite else POLITE_SECONDS) - time.monotonic() + began
+            allowed = self._seconds if worker.is_polite else POLITE_SECONDS
+            wait = began + allowed - time.monotonic()
             worker.connection.settimeout(max(wait, 0.001))
             try:
                 piece = worker.connection.recv(1 << 20)
@@ -187,12 +187,12 @@ class PromptWorkers:
                 piece = b""
             content += piece
             if not piece or len(content) > self._memory:
-                worker.end()
                 return None
-        return content[_HEAD:]
+        del content[:_HEAD]
+        return content
 
 
-def _framed(content: bytes | memoryview) -> bytes:
+def _framed(content: bytes) -> bytes:
     return len(content).to_bytes(_HEAD) + content
 
 
@@ -270,7 +270,8 @@ def _work(
             while (request := _message(requests)) is not None:
                 answer = io.BytesIO()
                 torch.save(_answer(processors, *pickle.loads(request)), answer)
-                connection.sendall(_framed(answer.getbuffer()))
+                connection.sendall(answer.tell().to_bytes(_HEAD))
+                connection.sendall(answer.getbuffer())
     except BaseException:
         traceback.print_exc()
     finally:

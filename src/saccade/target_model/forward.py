@@ -340,7 +340,8 @@ def _is_faster_wide(dtype: torch.dtype) -> bool:
     """Whether attention of single queries over entries of a 16-bit format is faster on converted ones on this CPU."""
 
     def measure() -> list[float]:
-        query, entries = torch.ones(4, 8, 1, 64, dtype=dtype), torch.ones(4, 8, 256, 64, dtype=dtype)
+        query = torch.ones(4, 8, 1, 64, dtype=dtype)
+        entries = torch.ones(4, 8, 256, 64, dtype=dtype)
         with torch.inference_mode():
             narrow, wide = cpu.shortest_times(
                 lambda: F.scaled_dot_product_attention(query, entries, entries),

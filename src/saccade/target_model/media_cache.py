@@ -89,17 +89,18 @@ class MediaCache:
     @torch.inference_mode()
     def prepare(self, model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> None:
         """Encode the images among media, those that are not cached, in one call; where it fails, `features` does it."""
+        if len(media) < 2 or model.exact or any(m is model for m in self._sharing):
+            return
         new = dict[tuple[Any, ...], tuple[Medium, Sequence[int]]]()
         for medium, ids in media:
             if medium.kind == "image" and not self.has(model, medium, ids):
                 new[_key(model, medium, ids)] = medium, ids
-        if len(new) < 2 or model.exact or any(m is model for m in self._sharing):
-            return
         tokens = sum(len(ids) for _, ids in new.values())
         size = tokens * model.text_config.hidden_size * model.dtype.itemsize
-        if tokens > MOST_TOGETHER or 2 * size > self.limit:
+        if len(new) < 2 or tokens > MOST_TOGETHER or 2 * size > self.limit:
             return
         stage = self.timed() if self.counted in (None, model) else nullcontext()
+        # Of one of them, or of memory: `features` encodes each alone, and raises what fails again.
         with suppress(Exception), stage, model.threads.on("vision", tokens):
             for key, features in zip(new, encode(model, list(new.values())), strict=True):
                 self._store(key, features, features.nbytes)
