@@ -259,8 +259,7 @@ class PromptRunner:
         self._sizes = sizes
         self._rows, self._tokens, self._media_tokens = len(state.decoding), 0, 0
         state.context.media.timed = partial(clock.stage, "vision")
-        waiting = len(state.prefills)
-        budgets = [each.size(self._rows, waiting) for each in (sizes.prompts, sizes.media, sizes.drafts)]
+        budgets = [each.size(self._rows, len(state.prefills)) for each in (sizes.prompts, sizes.media, sizes.drafts)]
         if self._target.ranks is not None:  # times differ from rank to rank
             budgets = self._target.ranks.numbers(budgets)
         self._budget, self._media_budget, self._draft_budget = budgets
