@@ -67,7 +67,8 @@ def test_siblings_that_see_each_other_are_noticed(name: str, policy: str) -> Non
             else replace(piece, attention_mask=torch.ones_like(piece.attention_mask).tril())
         )
 
-    assert answers(name, with_pieces(name, leak), policy) != expected(name)
+    kinds = FAMILIES[name].kinds  # not every prompt's answer depends on what its siblings are
+    assert any(answers(name, with_pieces(name, leak), policy, kind) != expected(name, kind) for kind in kinds)
 
 
 @pytest.mark.some_families

@@ -165,6 +165,25 @@ def test_a_method_gives_its_cpu_tokens_and_waits_once_a_step(device: PretendDevi
         assert not any("target_model" in place for place in counts.blocking), counts.blocking
 
 
+@pytest.mark.parametrize("method", ["plain", "chain", "dynamic-tree"])
+def test_host_work_fits_between_the_launches_of_a_step_and_its_wait(device: PretendDevice, method: str) -> None:
+    under_test = engine(method, NAME)
+    (prompt,) = split(under_test.target.config, CASE.inputs("image", rows=1))
+    (decoding,) = plan(under_test.target, [prompt], max_new_tokens=NEW)
+    batch = under_test.open(1)
+    batch.add(Request(prompt), decoding)
+    batch.step()
+    seen = list[tuple[int, int]]()
+    while not batch.is_idle:
+        with device.counting() as counts:
+            batch.meanwhile = lambda: seen.append((counts.launches.total(), counts.waits.total()))
+            batch.step()
+        launches, waits = seen.pop()
+        assert not seen
+        assert (waits, counts.waits.total()) == (0, 1)
+        assert launches > 0.9 * counts.launches.total()
+
+
 @pytest.mark.parametrize("method", ["chain", "specvlm"])
 def test_paced_drafts_wait_once_a_step(device: PretendDevice, method: str) -> None:
     paced = engine(method, NAME)

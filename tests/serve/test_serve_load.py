@@ -53,6 +53,22 @@ def opened(server: Live, body: dict[str, Any]) -> HTTPConnection:
     return connection
 
 
+def test_a_step_is_read_while_the_next_one_is_computed_where_a_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here by a processor that passes as one; answers are the same, and come in the same pieces."""
+    bodies = [{**LONG, "messages": asks(f"Tell {n}."), "max_tokens": 12 + n, "logprobs": True} for n in range(3)]
+    alike, during = [], list[bool]()
+    for computes_beside in (False, True):
+        monkeypatch.setattr("saccade.serve.owner._computes_beside", lambda _, told=computes_beside: told)
+        with live() as server:
+            owner = server.service.owner
+            post = owner._post
+            owner._post = lambda deliver: (during.append(owner.counts.step_began is not None), post(deliver))[1]  # type: ignore[method-assign]
+            pieces = [[event["choices"] for event in server.stream({**body, "stream": True})] for body in bodies]
+            alike.append((pieces, [server.post(body)[1]["choices"] for body in bodies]))
+        assert any(during) == computes_beside
+    assert alike[0] == alike[1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
     with live(max_rows=1) as server, slowed(vlm("qwen", "qwen-draft").target, 0.02):

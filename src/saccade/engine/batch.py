@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,7 @@ class RunningBatch:
         self.engine, self.target, self.drafter = engine, engine.target, engine.drafter
         self.trace = False  # whether every step returns the verified trees (costs a few transfers)
         self.steps = 0  # number of steps so far
+        self.meanwhile: Callable[[], None] | None = None  # host work for the time in which a device computes a step
         if kv_memory is not None and self.target.ranks is not None:
             kv_memory = self.target.ranks.numbers([kv_memory])[0]
         self._max_rows, self._kv_memory = max_rows, kv_memory
@@ -183,7 +184,7 @@ class RunningBatch:
             with torch.inference_mode(), ExitStack() as models:
                 for model in state.models:
                     models.enter_context(model.pinned())
-                StepRunner(state, self._sizes, self.steps, self.trace).run()
+                StepRunner(state, self._sizes, self.steps, self.trace, self.meanwhile).run()
         except BaseException as error:
             for row in (row for row in active if not row.done):
                 if isinstance(error, Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -185,9 +185,11 @@ Commit = tuple[int, list[int], list[int]]
 class StepRunner:
     """One step of a running batch."""
 
-    def __init__(self, state: BatchState, sizes: StepSizes, number: int, trace: bool) -> None:
+    def __init__(
+        self, state: BatchState, sizes: StepSizes, number: int, trace: bool, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         self._state, self._context, self._target = state, state.context, state.target
-        self._number, self._trace = number, trace
+        self._number, self._trace, self._meanwhile = number, trace, meanwhile
         self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
         self._prompts = PromptRunner(state, self._clock, sizes)
 
@@ -223,6 +225,8 @@ class StepRunner:
                 assert group.output is not None
                 with self._clock.stage("draft"):
                     self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
+        if self._meanwhile is not None:
+            self._meanwhile()
         host = to_host(packed) if packed else []  # the step's one synchronisation
         self._count_seconds(parts, groups)
         with_tree = {id(c.row): c for c in chunks if c.has_tree}

@@ -1,7 +1,8 @@
 """The one thread that owns all running batches, and the hand-over of requests and tokens.
 
 Every model and method that is in use has a *lane*, a running batch with a queue. The thread steps the lanes in turn. It
-never waits for a client: tokens are posted to the event loop, one call per step.
+never waits for a client: tokens are posted to the event loop, one call per step. Where a device computes, those of a
+step are posted while it computes the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
+
+import torch
 
 from saccade.engine import Request, Row, RunningBatch
 from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
@@ -95,6 +98,10 @@ class Lane:
     def is_idle(self) -> bool:
         return not (self.jobs or self.waiting or self.suspects)
 
+    @property
+    def rows(self) -> list[Row]:
+        return [job.row for job in self.jobs.values() if job.row is not None]
+
     def remove(self, job: Job) -> bool:
         """Remove a job wherever it is, and cancel its row; False if it is not here."""
         for queue in (self.waiting, self.suspects):
@@ -126,6 +133,11 @@ class Counts:
         return self.rows.total()
 
 
+def _computes_beside(device: torch.device) -> bool:
+    """Whether a device computes while the host goes on."""
+    return device.type != "cpu"
+
+
 class Owner:
     """Thread that owns the batches of a server.
 
@@ -139,6 +151,7 @@ class Owner:
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._unplaced: deque[Job] = deque()
         self._events: list[tuple[Job, Event]] = []
+        self._unread: list[Lane] = []  # whose last steps are read while the next one is computed
         self._kv_memory = 0  # of all batches together; 0 until the first one opens
         self._submitted = Counter[str]()
         self.is_draining = self._stopped = False  # whether new jobs are refused, and the thread ends
@@ -265,6 +278,8 @@ class Owner:
             longest_step=limits.longest_step,
             media_cache=limits.media_cache_mib * MIB // limits.batches,
         )
+        if _computes_beside(job.vlm.target.device):
+            batch.meanwhile = self._catch_up
         self._lanes[job.lane] = Lane(job.lane, job.vlm, batch)
         return self._lanes[job.lane]
 
@@ -303,12 +318,24 @@ class Owner:
         finally:
             self.counts.step_began = None
             self.counts.steps += 1
+        if lane.batch.meanwhile is None or any(row.done for row in lane.rows):
+            self._read(lane)
+            self._flush()
+        else:
+            self._unread.append(lane)
+
+    def _catch_up(self) -> None:
+        while self._unread:
+            self._read(self._unread.pop())
+        self._flush()
+
+    def _read(self, lane: Lane) -> None:
+        """Make the events of a lane's last step."""
         unread = [(job, job.row) for job in lane.jobs.values() if job.row is not None and job.row.steps]
         failed = [row.error for _, row in unread if row.error is not None]
         for job, row in unread:
             self._collect(lane, job, row, sum(error is row.error for error in failed) > 1)
         self._count(lane)
-        self._flush()
 
     def _collect(self, lane: Lane, job: Job, row: Row, shared: bool) -> None:
         while row.steps:
