@@ -76,7 +76,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_003),
-    "serve": (("serve",), 3_549),
+    "serve": (("serve",), 4_749),
     "training": (("train", "distill"), 4_871),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
@@ -84,9 +84,9 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 23_605
+CORE = 23_612
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 44_525, 8_345
+TESTS, TOOLS = 45_700, 8_345
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

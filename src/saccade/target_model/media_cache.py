@@ -46,12 +46,16 @@ class MediaCache:
 
     def __init__(self, limit: int = MEDIA_BYTES) -> None:
         self.limit = limit  # bytes; 0 caches only the medium that was encoded last
-        self.hits = self.misses = 0
+        self.lookups = self.misses = 0
         self.counted: Target | None = None  # the target; None: every model's look-ups count
         self.timed: Callable[[], AbstractContextManager[None]] = nullcontext  # around what encodes the target's media
         self._entries: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
-        self._prepared = set[tuple[Any, ...]]()  # keys of features that nobody has looked up yet
         self._sharing: list[Target] = []
+
+    @property
+    def hits(self) -> int:
+        """Look-ups of features that were not encoded for them."""
+        return self.lookups - self.misses
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +71,10 @@ class MediaCache:
         """Return a medium's features, encoding it if needed."""
         is_target = self.counted is None or self.counted is model
         counts = is_target and not again
+        self.lookups += counts
         key = _key(model, medium, ids)
         features: MediaFeatures | None = self._find(key)
         if features is not None:
-            self.hits += counts and key not in self._prepared
-            self.misses += counts and key in self._prepared
-            self._prepared.discard(key)
             return features
         self.misses += counts
         tower = tower_of(model.model) if any(m is model for m in self._sharing) else None
@@ -99,12 +101,13 @@ class MediaCache:
         size = tokens * model.text_config.hidden_size * model.dtype.itemsize
         if len(new) < 2 or tokens > MOST_TOGETHER or 2 * size > self.limit:
             return
-        stage = self.timed() if self.counted in (None, model) else nullcontext()
+        is_target = self.counted in (None, model)
+        stage = self.timed() if is_target else nullcontext()
         # Of one of them, or of memory: `features` encodes each alone, and raises what fails again.
         with suppress(Exception), stage, model.threads.on("vision", tokens):
             for key, features in zip(new, encode(model, list(new.values())), strict=True):
                 self._store(key, features, features.nbytes)
-                self._prepared.add(key)
+                self.misses += is_target
 
     def has(self, model: Target, medium: Medium, ids: Sequence[int]) -> bool:
         """Whether a medium's features are cached."""
@@ -120,8 +123,7 @@ class MediaCache:
         self._entries[key] = (value, size)
         total = self.nbytes
         while total > self.limit and len(self._entries) > 1:
-            dropped, (_, freed) = self._entries.popitem(last=False)
-            self._prepared.discard(dropped)
+            _, (_, freed) = self._entries.popitem(last=False)
             total -= freed
 
 
