@@ -24,6 +24,7 @@ from live_server import TIMEOUT, Live, asks, live, questions, uri
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import ready, vlm
+from saccade.serve.owner import Owner
 from saccade.serve.streaming import Exchange
 from saccade.target_model.adapter import Target
 
@@ -61,8 +62,12 @@ def test_a_step_is_read_while_the_next_one_is_computed_where_a_device_computes(m
         monkeypatch.setattr("saccade.serve.owner._computes_beside", lambda _, told=computes_beside: told)
         with live() as server:
             owner = server.service.owner
-            post = owner._post
-            owner._post = lambda deliver: (during.append(owner.counts.step_began is not None), post(deliver))[1]  # type: ignore[method-assign]
+
+            def post(deliver: Any, owner: Owner = owner, send: Any = owner._post) -> None:
+                during.append(owner.counts.step_began is not None)
+                send(deliver)
+
+            owner._post = post  # type: ignore[method-assign]
             pieces = [[event["choices"] for event in server.stream({**body, "stream": True})] for body in bodies]
             alike.append((pieces, [server.post(body)[1]["choices"] for body in bodies]))
         assert any(during) == computes_beside
