@@ -52,6 +52,8 @@ class Piece:
     logprobs: dict[str, Any] | None  # of its tokens in the endpoint's form; None without
     trace: dict[str, Any] | None  # tokens with marks, and the tree; None unless traced
     finish: str | None  # OpenAI's finish reason; None before the end
+    reasoning: str = ""  # completed characters of what the model says to itself
+    calls: tuple[dict[str, Any], ...] = ()  # parts of tool calls, as in chunks of chat answers
 
 
 @dataclass(eq=False)
@@ -68,6 +70,8 @@ class Choice:
     output: Output | None = None  # of the engine at the end
     finish: str | None = None
     logprobs: dict[str, Any] = field(default_factory=dict)
+    reasoning: str = ""  # so far
+    calls: list[dict[str, Any]] = field(default_factory=list)  # whole tool calls, as in chat answers
 
     def __post_init__(self) -> None:
         self._detokenizer, self._cutter = Detokenizer(self.tokenizer), StopCutter(self.stops)
