@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -197,7 +198,7 @@ def json_schema(
     if backend is None:
         raise InputError("JSON schemas need llguidance or xgrammar; run `pip install 'saccade[grammar]'`.")
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    try:
+    with _compiling(backend, "schema"):
         if backend == "llguidance":
             from llguidance import LLMatcher
 
@@ -215,11 +216,38 @@ def json_schema(
             constraint = XGrammar(compiled)
         constraint.scores(constraint.start(()), torch.zeros(vocab_size))  # refuses a schema without any answer
         return constraint
+
+
+def lark(grammar: str, tokenizer: Any, vocab_size: int) -> Rollback:
+    """Return a processor that constrains an answer to a grammar in llguidance's Lark.
+
+    Args:
+        grammar: rules, of which ``start`` is the answer.
+        tokenizer, vocab_size: as of `json_schema`.
+
+    Raises:
+        InputError: the grammar cannot be compiled, or llguidance is not installed.
+    """
+    if not find_spec("llguidance"):
+        raise InputError("Grammars need llguidance; run `pip install 'saccade[grammar]'`.")
+    from llguidance import LLMatcher
+
+    with _compiling("llguidance", "grammar"):
+        constraint = LLGuidance(_guided(tokenizer, vocab_size), LLMatcher.grammar_from_lark(grammar))
+        constraint.scores(constraint.start(()), torch.zeros(vocab_size))
+        return constraint
+
+
+@contextmanager
+def _compiling(backend: str, what: str) -> Iterator[None]:
+    """Convert a backend's errors to `InputError`."""
+    try:
+        yield
     except InputError:
         raise
     except (ValueError, RuntimeError) as problem:
         reason = re.sub(r"^\[\S+ \S+ ", "", first_line(problem))
-        raise InputError(f"{backend} cannot compile the schema ({reason}); correct it.") from problem
+        raise InputError(f"{backend} cannot compile the {what} ({reason}); correct it.") from problem
 
 
 _GUIDED: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()

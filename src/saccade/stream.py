@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -67,13 +67,15 @@ class PromptOptions(GenerationOptions, total=False):
 
     ``num_frames`` of a video file, or ``fps`` frames per second of it, are sampled instead of the checkpoint's own
     setting. ``limits`` are the accepted places, formats and sizes of images and videos. With ``text_as_text``, control
-    tokens and placeholders in the text of messages are encoded as text.
+    tokens and placeholders in the text of messages are encoded as text. ``template_options`` are variables of the chat
+    template, such as ``tools`` or ``enable_thinking``.
     """
 
     num_frames: int | None
     fps: float | None
     limits: MediaLimits
     text_as_text: bool
+    template_options: Mapping[str, Any]
 
 
 def split_options(options: PromptOptions) -> tuple[MediaOptions, GenerationOptions]:
@@ -130,9 +132,9 @@ INCOMPLETE = "\ufffd"
 """Replacement character of tokenizers for bytes that form no complete character."""
 
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode ids to text without special tokens; cleaned up spaces would change text that has been streamed already."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode(tokenizer: Any, ids: Sequence[int], special: bool = False) -> str:
+    """Decode ids to text, by default without special tokens; cleaned up spaces would change text that was streamed."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -182,8 +184,8 @@ class Detokenizer:
     ids (see `text_of`), whatever the number of ids per call.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special  # whether special tokens have a text
         self._ids: list[int] = []
         self._start = 0  # ids from here on are decoded together, for correct spaces between tokens
         self._read = 0  # ids before here are in the text returned so far
@@ -213,10 +215,10 @@ class Detokenizer:
 
     def _new(self, stop: int) -> str:
         """Text of the ids before ``stop`` that has not been returned."""
-        before = decode(self._tokenizer, self._ids[self._start : self._read])
-        text = decode(self._tokenizer, self._ids[self._start : stop])
+        before = decode(self._tokenizer, self._ids[self._start : self._read], self._special)
+        text = decode(self._tokenizer, self._ids[self._start : stop], self._special)
         if not text.startswith(before):  # spoilt by the new ids
-            return decode(self._tokenizer, self._ids[self._read : stop])
+            return decode(self._tokenizer, self._ids[self._read : stop], self._special)
         return text[len(before) :]
 
     def _return(self, piece: str, stop: int) -> str:

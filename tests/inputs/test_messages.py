@@ -13,7 +13,7 @@ from test_same_as_transformers import assert_same_prompt, clip, picture, user
 
 from media_files import data_uri, encoded
 from saccade.errors import InputError
-from saccade.inputs.processor import InputProcessor
+from saccade.inputs.processor import InputProcessor, MediaOptions
 
 IMAGE = picture(40, 30)
 
@@ -116,7 +116,8 @@ def test_template_options_reach_the_template() -> None:
     k = kit("llama")
     template = "{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
     processor = InputProcessor(k.config, k.ours.tokenizer, chat_template=template)
-    assert processor.decode(processor.prompt("Hi", template_options={"loud": True}).ids) == "Hi!"
+    loud = MediaOptions(template_options={"loud": True})
+    assert processor.decode(processor.prompt("Hi", options=loud).ids) == "Hi!"
 
 
 @pytest.mark.parametrize(

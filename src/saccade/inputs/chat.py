@@ -106,7 +106,7 @@ def render(
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
         for m in messages
     ]
-    options = {**options, "chat_template": template, "add_generation_prompt": add_generation_prompt}
+    options = {"add_generation_prompt": add_generation_prompt, **options, "chat_template": template}
     first = ""
     failure: Exception | None = None
     for variant in (messages, listed) if texts else (messages,):
@@ -223,6 +223,10 @@ class LiteralText:
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages with the control tokens in their text marked."""
         return [_map_strings(m, partial(self.mark_text, role=m["role"])) for m in messages]
+
+    def mark_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables of a chat template with the control tokens in their text marked."""
+        return {name: _map_strings(value, self.mark_text) for name, value in options.items()}
 
     def mark_text(self, text: str, role: str = "user") -> str:
         """Text of one message with its control tokens marked, and its ends where they could become part of one."""

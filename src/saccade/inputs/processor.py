@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class MediaOptions:
     fps: float | None = None
     limits: MediaLimits = LOCAL
     text_as_text: bool = False
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.sampling) > 1:
@@ -155,7 +156,6 @@ class InputProcessor:
         options: MediaOptions = DEFAULT_MEDIA,
         *,
         add_generation_prompt: bool = True,
-        template_options: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Make one row's prompt."""
         images = _listed(images, "images")
@@ -165,22 +165,24 @@ class InputProcessor:
             places = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
             conversation = [{"role": "user", "content": [*places, {"type": "text", "text": conversation}]}]
         messages, slots = normalise(conversation)
-        check_unicode(messages)
+        template_options = options.template_options
+        check_unicode([messages, template_options])
         slots = self._loaded(_fill(slots, images, videos), options)
         template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         if isinstance(template, dict):  # several by name
-            template = template.get("default")
+            template = (template_options.get("tools") and template.get("tool_use")) or template.get("default")
         if any(slot.kind == "video" for slot in slots):
             template = self._family.video_template() or template
-        literal = LiteralText(self._controls(template), messages) if options.text_as_text else None
-        if literal is not None:
-            messages = literal.mark(messages)
+        literal = None
+        if options.text_as_text:
+            literal = LiteralText(self._controls(template), [messages, template_options])
+            messages, template_options = literal.mark(messages), literal.mark_options(template_options)
         if template is None:
             text = self._bare(text_or_messages, literal, slots)
         else:
             if not self._family.reads_images:
                 messages = [as_text(message) for message in messages]
-            text = render(self.tokenizer, template, messages, add_generation_prompt, template_options or {})
+            text = render(self.tokenizer, template, messages, add_generation_prompt, template_options)
         bos = getattr(self.tokenizer, "bos_token", None)
         # the template may write the special tokens itself; those of language models are taken to do so always
         has_special = not self._family.reads_images or (bos is not None and text.startswith(bos))

@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from saccade.output import Output, TreeTrace
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.serve.owner import Event
 from saccade.serve.schemas import StreamOptions
+from saccade.serve.tools import Reply, ReplyParser
 from saccade.stream import Detokenizer, TokenTexts
 
 DONE = b"data: [DONE]\n\n"
@@ -71,10 +73,14 @@ class Choice:
     finish: str | None = None
     logprobs: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""  # so far
+    reasoning_tokens: int = 0  # so far
     calls: list[dict[str, Any]] = field(default_factory=list)  # whole tool calls, as in chat answers
+    parser: ReplyParser | None = None  # that divides the text; None where all of it is content
+    hidden: frozenset[int] = frozenset()  # ids of tokens without a text
 
     def __post_init__(self) -> None:
-        self._detokenizer, self._cutter = Detokenizer(self.tokenizer), StopCutter(self.stops)
+        self._detokenizer = Detokenizer(self.tokenizer, special=self.parser is not None)
+        self._cutter = StopCutter(self.stops)
         self._offset = 0
 
     @cached_property
@@ -82,19 +88,23 @@ class Choice:
         return TokenTexts(self.tokenizer)
 
     def add(self, event: Event) -> Piece:
-        by_token = self.traced or (self.num_logprobs is not None and not self.chat)
-        parts = [[token] for token in event.tokens] if by_token else [event.tokens]
-        texts = [self._detokenizer.add(part) for part in parts]
+        by_token = self.traced or self.parser is not None or (self.num_logprobs is not None and not self.chat)
+        shown = [[token] * (token not in self.hidden) for token in event.tokens]
+        texts = [self._detokenizer.add(part) for part in (shown if by_token else [list(chain.from_iterable(shown))])]
         self.count += len(event.tokens)
         end = ""
         if event.output is not None:
             end = self._detokenizer.finish()
             self.output = event.output
             self.finish = FINISHED.get(event.output.finish_reason, "stop")
-        text = self._cutter.add("".join(texts) + end, last=event.is_last)
+        reply = self._divide([*texts, end], event.is_last)
         if event.is_last and self._cutter.stopped:
             self.finish = "stop"
-        self.text += text
+        self.text += reply.content
+        self.reasoning += reply.reasoning
+        self._collect(reply.calls)
+        if self.calls and self.finish == "stop":
+            self.finish = "tool_calls"
         trace = None
         if self.traced:
             if texts:
@@ -102,7 +112,31 @@ class Choice:
             about = zip(event.tokens, texts, event.marks, strict=True)
             tokens = [{"id": token, "text": text, "mark": mark} for token, text, mark in about]
             trace = {"tokens": tokens, "tree": None if event.tree is None else self._tree(event.tree)}
-        return Piece(text, self._new_logprobs(event, texts), trace, self.finish)
+        logprobs = self._new_logprobs(event, texts)
+        return Piece(reply.content, logprobs, trace, self.finish, reply.reasoning, tuple(reply.calls))
+
+    def _divide(self, texts: Sequence[str], last: bool) -> Reply:
+        """Cut the texts of tokens, and of the end, at a stop string, and divide what is left."""
+        if self.parser is None:
+            return Reply(self._cutter.add("".join(texts), last))
+        whole = Reply()
+        for place, text in enumerate(texts, 1 - len(texts)):
+            thought = self.parser.in_reasoning
+            reply = self.parser.add(self._cutter.add(text, last and not place), last and not place)
+            self.reasoning_tokens += bool(place) and (thought or self.parser.in_reasoning)
+            whole.content += reply.content
+            whole.reasoning += reply.reasoning
+            whole.calls += reply.calls
+        return whole
+
+    def _collect(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Join parts of calls to whole ones."""
+        for part in parts:
+            if "id" in part:
+                about = {name: part[name] for name in ("id", "type")}
+                self.calls.append({**about, "function": dict(part["function"])})
+            else:
+                self.calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
     def _new_logprobs(self, event: Event, texts: Sequence[str]) -> dict[str, Any] | None:
         """Log-probabilities of the tokens but the one that ended the answer without any text."""
@@ -154,7 +188,7 @@ def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(s.drafted_tokens for s in stats) - accepted,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
         },
     }
 
@@ -190,13 +224,12 @@ class Form:
         chunk = {**self._head, "object": "chat.completion.chunk" if chat else kind}
         self._chunk_head = json.dumps(chunk)[:-1]
 
-    def begin(self, index: int) -> bytes:
-        """A choice's first chunk: the role; nothing for raw completions."""
-        if not self._chat:
-            return b""
-        return self._chunk(
-            f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, "finish_reason": null}}'
-        )
+    def begin(self, index: int, echo: str) -> bytes:
+        """A choice's first chunk: the role, or for raw completions nothing, and the text that is continued."""
+        if self._chat:
+            delta = json.dumps({"role": "assistant", "content": echo})
+            return self._chunk(f'{{"index": {index}, "delta": {delta}, "finish_reason": null}}')
+        return self.chunk(index, Piece(echo, None, None, None), None, (0, 0)) if echo else b""
 
     def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None, used: tuple[int, int]) -> bytes:
         """A piece of a choice as a server-sent event, with the tokens of prompt and answer so far.
@@ -205,8 +238,9 @@ class Form:
         """
         text = json.dumps(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._chat else f'"text": {text}'
-        if self._chat and piece.finish is not None and not piece.text:
-            content = '"delta": {}'
+        if self._chat and (piece.reasoning or piece.calls or (piece.finish is not None and not piece.text)):
+            parts = {"reasoning_content": piece.reasoning, "content": piece.text, "tool_calls": piece.calls}
+            content = f'"delta": {json.dumps({name: part for name, part in parts.items() if part})}'
         finish = "null" if piece.finish is None else f'"{piece.finish}"'
         logprobs = "null" if piece.logprobs is None else json.dumps(piece.logprobs)
         choice = f'{{"index": {index}, {content}, "logprobs": {logprobs}, "finish_reason": {finish}}}'
@@ -229,7 +263,11 @@ class Form:
         logprobs: dict[str, Any] | None = None
         if choice.num_logprobs is not None:
             logprobs = {**choice.logprobs, **({"refusal": None} if self._chat else {})}
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message.update(content=choice.text or None, tool_calls=choice.calls)
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         content: dict[str, Any] = {"message": message} if self._chat else {"text": choice.text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
 

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from saccade.engine.row import RowPlan
 from saccade.engine.row import plan as plan_rows
-from saccade.grammar import Rollback, json_schema
+from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.families.family import Prompt
 from saccade.serve.refusals import invalid
-from saccade.serve.schemas import Decoding, ResponseFormat
+from saccade.serve.schemas import ChatRequest, Decoding
+from saccade.serve.tools import ReplyFormat, Rules, policy_of, structure_rule
 from saccade.stream import Detokenizer
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class Planner:
     def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:
         self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
         self._tokenizer = vlm.processor.tokenizer
+        template = vlm.processor.chat_template or getattr(self._tokenizer, "chat_template", None)
+        self.replies = ReplyFormat(self._tokenizer, json.dumps(template) if isinstance(template, dict) else template)
         self._compiled = lru_cache(MOST_SCHEMAS)(self._compile)
 
     @property
@@ -139,7 +142,7 @@ class Planner:
         (row,) = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
         recorder = None
         if body.ignore_eos:
-            row = replace(row, eos=frozenset())
+            row = replace(row, eos=frozenset(body.stop_token_ids or ()))
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)
             row = replace(row, processors=(recorder, *row.processors))
@@ -164,25 +167,53 @@ class Planner:
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
-        if body.response_format is not None and body.response_format.type != "text":
-            processors.append(self._schema(body.response_format))
-            options["eos_token_id"] = self._ends_of_grammar()
+        ends = set[int](body.stop_token_ids or ())
+        if any(end >= size for end in ends):
+            raise invalid(f"stop_token_ids: {max(ends)} is no token id below {size}.", "stop_token_ids")
+        grammar = self._grammar(body, prompt)
+        if grammar is not None:
+            processors.append(grammar)
+        if ends or grammar is not None:
+            options["eos_token_id"] = sorted(ends.union(self._ends(grammar is not None)))
         if processors:
             options["logits_processor"] = processors
         if body.stops:
             options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt))]
         return options
 
-    def _schema(self, form: ResponseFormat) -> Rollback:
-        """Return the processor of a response format."""
-        schema: dict[str, Any] = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-        text = json.dumps(schema)  # unsorted: answers follow the order of the properties
+    def _grammar(self, body: Decoding, prompt: Prompt) -> Rollback | None:
+        """Return the processor of what an answer may be; None where it may be anything."""
+        policy, structure = policy_of(body), next(iter(body.structures), None)
+        if structure is None and not policy.has_grammar:
+            return None
+        thinks = isinstance(body, ChatRequest) and self.replies.thought is not None
+        if structure is not None and structure.kind == "grammar":
+            if policy.functions or thinks:
+                raise invalid(
+                    "A grammar constrains the whole answer, which leaves no place for reasoning or tools; give a "
+                    "schema, a regex or a choice.",
+                    "structured_outputs",
+                )
+            return self._compiled("grammar", structure.value, False)
+        if structure is not None and structure.kind == "json" and not policy.functions and not thinks:
+            schema = structure.value if isinstance(structure.value, str) else json.dumps(structure.value)
+            return self._compiled(
+                "json", schema, structure.whitespace
+            )  # unsorted: answers follow the properties' order
+        form = None if structure is None else partial(structure_rule, structure)
+        if isinstance(body, ChatRequest):
+            return self._compiled("grammar", self.replies.grammar(policy, prompt.ids, form), False)
+        rules = Rules(self._tokenizer)
+        assert form is not None
+        return self._compiled("grammar", rules.start(form(rules)), False)
+
+    def _compile(self, kind: str, text: str, whitespace: bool) -> Rollback:
+        size = self._vlm.target.vocab_size
         if len(text) > MOST_SCHEMA_BYTES:
             raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
-        return self._compiled(text, bool(form.whitespace))
-
-    def _compile(self, schema: str, whitespace: bool) -> Rollback:
-        return json_schema(json.loads(schema), self._tokenizer, self._vlm.target.vocab_size, whitespace=whitespace)
+        if kind == "grammar":
+            return lark(text, self._tokenizer, size)
+        return json_schema(text, self._tokenizer, size, whitespace=whitespace)
 
     def _limit(self, body: Decoding, prompt_length: int) -> int:
         if body.max_tokens is not None:
@@ -207,11 +238,11 @@ class Planner:
             options.setdefault("top_k", 0)  # no limit, in place of `generate`'s silent 50
         return {"do_sample": True, **options}
 
-    def _ends_of_grammar(self) -> list[int]:
-        """Ids that end an answer of a grammar: the checkpoint's, and the tokenizer's own, which grammars end with."""
+    def _ends(self, grammar: bool) -> set[int]:
+        """Ids that end an answer: the checkpoint's, and the tokenizer's own, which grammars end with."""
         known = self._vlm.target.model.generation_config.eos_token_id
-        ends = known if isinstance(known, list) else [known]
-        return sorted({*ends, self._tokenizer.eos_token_id} - {None})
+        ends = {*(known if isinstance(known, list) else [known])}
+        return (ends | {self._tokenizer.eos_token_id} if grammar else ends) - {None}
 
 
 def seed_of(body: Decoding) -> int:

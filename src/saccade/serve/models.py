@@ -21,6 +21,7 @@ from saccade.inputs.media import MediaLimits
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.loading import mtp_config
 from saccade.methods.settings import GROUPS
+from saccade.serve.answers import Choice
 from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner, seed_of
 from saccade.serve.owner import Event, Job
@@ -34,6 +35,7 @@ from saccade.serve.schemas import (
     conversation,
     has_media,
 )
+from saccade.serve.tools import CallPolicy, policy_of
 from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ class ServedModel:
         setting = self._setting(body)
         if isinstance(body, ChatRequest):
             self._check_size(_characters(body.messages), "messages")
-            rows = [self._row(body.messages, setting, replace(self._reading, num_frames=body.num_frames, fps=body.fps))]
+            rows = [self._row(body.messages, setting, *self._template(body))]
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
             rows = [RowInput(self._raw(prompt), options=self._reading) for prompt in body.prompts]
@@ -187,9 +189,49 @@ class ServedModel:
                 jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, trace))
         return jobs
 
-    def _row(self, messages: Sequence[Mapping[str, Any]], setting: Setting, options: MediaOptions) -> RowInput:
+    def _template(self, body: ChatRequest) -> tuple[MediaOptions, CallPolicy]:
+        """How a conversation is read, with the variables of its chat template."""
+        policy, variables = policy_of(body), dict(body.chat_template_kwargs or {})
+        if policy.functions and self.planner.replies.reads_tools:
+            variables["tools"] = policy.as_templates_take_them
+        if body.continue_final_message:
+            variables |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif body.add_generation_prompt is False:
+            variables["add_generation_prompt"] = False
+        options = replace(self._reading, num_frames=body.num_frames, fps=body.fps, template_options=variables)
+        return options, policy
+
+    def choices(self, body: ChatRequest | CompletionRequest, jobs: Sequence[Job], traced: bool) -> list[Choice]:
+        """Make the empty answers of a request's jobs."""
+        chat, replies, policy = isinstance(body, ChatRequest), self.planner.replies, policy_of(body)
+        hidden, choices = frozenset(body.stop_token_ids or ()), list[Choice]()
+        for job in jobs:
+            parser = replies.parser(policy, job.request.prompt.ids) if chat else None
+            silent = hidden if parser is None else hidden | replies.dropped
+            choice = Choice(
+                replies.tokenizer, body.stops, chat, body.num_logprobs, traced, parser=parser, hidden=silent
+            )
+            if body.echo:
+                choice.text = self._echo(body, job.request.prompt)
+            choices.append(choice)
+        return choices
+
+    def _echo(self, body: ChatRequest | CompletionRequest, prompt: Prompt) -> str:
+        """The text that an answer continues: the last message's, or the prompt's."""
+        if isinstance(body, CompletionRequest):
+            return self.vlm.processor.decode(prompt.ids)
+        content = conversation(body.messages)[-1]["content"]
+        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+    def _row(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        setting: Setting,
+        options: MediaOptions,
+        policy: CallPolicy | None = None,
+    ) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
-        turns = conversation(messages)
+        turns = self.planner.replies.messages(conversation(messages), policy or CallPolicy())
         if self._workers is not None and has_media(messages):
             return self._workers.row(turns, _readers(setting.vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -13,6 +13,7 @@ from saccade.serve.refusals import Refusal, invalid
 
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
+MOST_TOOLS = 128
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -54,6 +55,56 @@ class ResponseFormat(_Part):
     whitespace: bool | None = None
 
 
+class StructuredOutputs(_Part):
+    """vLLM's forms of an answer, one of them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+
+
+class Structure(NamedTuple):
+    """Form that an answer must have."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    value: Any  # a schema, an expression, a list of texts, or a grammar in Lark
+    whitespace: bool = False  # whether JSON may have some between its parts
+
+
+class Function(_Part):
+    """A function that the client can call for the model."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: none
+    strict: bool | None = None  # whether its calls follow the schema in any case
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """JSON schema of its arguments."""
+        return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Tool(_Part):
+    type: Literal["function"]
+    function: Function
+
+
+class _Name(_Part):
+    name: str
+
+
+class NamedTool(_Part):
+    """Choice of a function that must be called."""
+
+    type: Literal["function"]
+    function: _Name
+
+
 class Decoding(BaseModel):
     """Fields that both endpoints share. Null is the same as a field left out."""
 
@@ -72,11 +123,18 @@ class Decoding(BaseModel):
     min_p: Share | None = None
     seed: Whole | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    echo: bool | None = None  # whether the answer begins with the text that it continues
     speculation: str | dict[str, Any] | None = None  # `off`
     saccade: Extension | None = None  # see `Extension`
     exact: bool | None = None  # whether the answer needs exact mode, in which its model must be loaded
@@ -94,12 +152,34 @@ class Decoding(BaseModel):
         """Number of alternatives with their log-probabilities per token; None for no log-probabilities."""
         return None
 
+    @property
+    def structures(self) -> list[Structure]:
+        """Forms that the answer must have, of which a request has one at most."""
+        form, outputs = self.response_format, self.structured_outputs
+        schemas = [self.guided_json]
+        if outputs is not None:
+            schemas += [outputs.json_, {"type": "object"} if outputs.json_object else None]
+        found = [Structure("json", schema) for schema in schemas if schema is not None]
+        if form is not None and form.type != "text":
+            schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+            found.append(Structure("json", schema, bool(form.whitespace)))
+        for kind in ("regex", "choice", "grammar"):
+            values = (getattr(self, f"guided_{kind}"), getattr(outputs, kind, None))
+            found += [Structure(kind, value) for value in values if value is not None]
+        return found
+
 
 class ChatRequest(Decoding):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -140,17 +220,14 @@ class DetokenizeRequest(_Part):
 
 
 REFUSED: dict[str, Any] = {
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("functions", "bad_words"), ([],)),
     **dict.fromkeys(("allowed_token_ids", "logits_processors"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("echo", "use_beam_search"), (False,)),
-    **dict.fromkeys(("continue_final_message", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
+    "function_call": ["none", "auto"],
+    "skip_special_tokens": [True],
     "modalities": [["text"]],
     "suffix": [""],
-    "chat_template_kwargs": [{}],
 }
 """Fields of OpenAI and vLLM that would change the answer -> the values that change nothing; null is none."""
 
@@ -222,11 +299,17 @@ def _check_together(body: Decoding) -> None:
     form = body.response_format
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         raise invalid("response_format needs json_schema exactly when its type is json_schema.", "response_format")
-    if form is not None and form.type != "text" and body.ignore_eos:
+    if len(body.structures) > 1:
+        raise invalid(
+            "response_format, structured_outputs and the guided fields give the answer more than one form; keep one.",
+            "structured_outputs",
+        )
+    if body.ignore_eos and body.structures:
         raise invalid(
             "ignore_eos would go on behind the end of the JSON; leave it or response_format out.", "ignore_eos"
         )
     if isinstance(body, ChatRequest):
+        _check_tools(body)
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true; give both or none.", "top_logprobs")
         if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
@@ -234,9 +317,41 @@ def _check_together(body: Decoding) -> None:
         body.max_tokens = body.max_tokens or body.max_completion_tokens
     if isinstance(body, CompletionRequest) and body.best_of not in (None, body.n or 1):
         raise invalid("best_of other than n is not supported; leave it out.", "best_of")
+    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+        raise invalid("echo with logprobs needs those of the prompt, which are not supported; leave one out.", "echo")
 
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+def _check_tools(body: ChatRequest) -> None:
+    names = [tool.function.name for tool in body.tools or ()]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise invalid(f"tools has {twice} twice; give every function a name of its own.", "tools")
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise invalid(f"tool_choice names {choice.function.name[:60]!r}, which is not among the tools.", "tool_choice")
+    if choice == "required" and not names:
+        raise invalid("tool_choice is required, but there are no tools; give some, or leave it out.", "tool_choice")
+    if names and body.ignore_eos:
+        raise invalid("ignore_eos would go on behind the calls; leave it or tools out.", "ignore_eos")
+    if body.continue_final_message and body.messages[-1].get("role") != "assistant":
+        raise invalid("continue_final_message needs a last message of the assistant.", "continue_final_message")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise invalid("continue_final_message and add_generation_prompt exclude each other.", "continue_final_message")
+    if body.echo and not body.continue_final_message:
+        raise invalid("echo repeats the message that is continued; it needs continue_final_message: true.", "echo")
+    reserved = sorted(RESERVED & (body.chat_template_kwargs or {}).keys())
+    if reserved:
+        raise invalid(f"chat_template_kwargs cannot set {reserved[0]}; leave it out.", "chat_template_kwargs")
+
+
+RESERVED = {
+    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "processor_kwargs"),
+}
+"""Arguments of transformers' `apply_chat_template` that are no variables of templates, or have fields of their own."""
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of requests -> roles of chat templates."""
 MEDIA = {"image": {"image_url", "input_image"}, "video": {"video_url", "input_video"}}
 """Kinds of media -> types of parts."""
@@ -259,17 +374,44 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(ROLES)}.", f"{where}.role")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise invalid(f"{where} calls tools, which are not supported here; leave it out.", where)
+    if message.get("function_call"):
+        raise invalid(f"{where}.function_call is of an older form; give tool_calls.", where)
+    made: dict[str, Any] = {"role": ROLES[role]}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            made[name] = message[name]
+    if role == "tool" and "tool_call_id" not in made:
+        raise invalid(f"{where}.tool_call_id is missing; give the id of the call that this answers.", where)
     content = message.get("content")
+    if message.get("tool_calls"):
+        made["tool_calls"] = _calls(message["tool_calls"], where)
+        content = content or ""
     if content is None:
         raise invalid(f"{where}.content is missing; give text, or a list of parts.", f"{where}.content")
     if isinstance(content, str):
-        return {"role": ROLES[role], "content": content}
+        return {**made, "content": content}
     if not isinstance(content, list) or not content:
         raise invalid(f"{where}.content must be text or a list of parts.", f"{where}.content")
-    parts = [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
-    return {"role": ROLES[role], "content": parts}
+    return {**made, "content": [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]}
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of a message in the form that chat templates take, with their arguments as an object."""
+    made = []
+    for number, call in enumerate(calls if isinstance(calls, list) else [None]):
+        place = f"{where}.tool_calls[{number}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise invalid(f"{place} must be an object with id, type and function.", place)
+        try:
+            arguments = from_json(function.get("arguments") or "{}")
+        except (ValueError, TypeError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise invalid(f"{place}.function.arguments must be a JSON object as text.", place)
+        about = {"name": function["name"], "arguments": arguments}
+        made.append({"id": str(call.get("id", "")), "type": "function", "function": about})
+    return made
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:

@@ -120,10 +120,7 @@ class Exchange(Response):
         self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
         self._vlm, self._extension = self._jobs[0].vlm, body.saccade or Extension()
         self._form = Form(chat, model.entry.label, body.stream_options or StreamOptions())
-        self._choices = [
-            Choice(self._vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, self._extension.trace)
-            for _ in self._jobs
-        ]
+        self._choices = model.choices(body, self._jobs, self._extension.trace)
         self._timings = [Timing(model.labels(self._vlm), began) for _ in self._jobs]
         self._per_prompt, self._is_extended = body.n or 1, body.saccade is not None
         service.owner.submit(self._jobs)
@@ -187,7 +184,7 @@ class Exchange(Response):
             if event.error is not None:
                 raise refusal_of(event.error)
         await self._begin(send, SSE_HEADERS)
-        parts = [self._form.begin(index) for index in range(len(self._choices))]
+        parts = [self._form.begin(index, choice.text) for index, choice in enumerate(self._choices)]
         left = len(self._choices)
         while True:
             for index, event in events:
@@ -199,7 +196,8 @@ class Exchange(Response):
                 piece, choice = self._add(index, event), self._choices[index]
                 left -= event.is_last
                 wanted = event.is_last and (self._extension.stats or self._extension.trace)
-                if piece.text or piece.trace or piece.finish or (piece.logprobs and event.tokens):
+                written = piece.text or piece.reasoning or piece.calls
+                if written or piece.trace or piece.finish or (piece.logprobs and event.tokens):
                     used = len(self._jobs[index].request.prompt), choice.count
                     parts.append(self._form.chunk(index, piece, self._stats(choice) if wanted else None, used))
             if not left:

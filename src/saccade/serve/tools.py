@@ -1,0 +1,584 @@
+"""Tool calls and reasoning of chat models: their syntaxes, prompts, grammars, and the parser of answers.
+
+Regions of an answer (reasoning, calls, text) are found by transformers' `ResponseParser`, by the tokenizer's own
+response template where it has one, else by the table of this file. Forced calls follow a grammar in the same syntax.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from saccade.grammar import MOST_BLANKS
+from saccade.serve.refusals import invalid
+from saccade.serve.schemas import ChatRequest, Decoding, Function, NamedTool, Structure
+
+TAIL = 64  # tokens at the end of a prompt that may open the reasoning
+ANY = r"/(.|\n)*/"  # text in a grammar, which contains no token that was added to the vocabulary
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Spaces in the JSON of calls, as chat templates write it."""
+
+
+class Rules:
+    """Rules of a grammar in llguidance's Lark; a token that was added to the vocabulary is never written as text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        names = sorted(filter(str.strip, self._added), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._rules: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
+
+    def literal(self, text: str) -> str:
+        parts, place = [], 0
+        for match in self._pattern.finditer(text):
+            parts += [json.dumps(text[place : match.start()])] * (match.start() > place)
+            parts.append(f"<[{self._added[match[0]]}]>")
+            place = match.end()
+        parts += [json.dumps(text[place:])] * (place < len(text))
+        return " ".join(parts)
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"r{len(self._rules)}"
+        self._rules[f"{name}{attributes}"] = body
+        return name
+
+    def start(self, body: str) -> str:
+        """Return the whole grammar, which begins with this rule."""
+        return f"start: {body}\n{self}"
+
+    def json(self, schema: Any, form: Mapping[str, Any] = SPACED) -> str:
+        whole = {**schema, "x-guidance": form} if isinstance(schema, Mapping) else schema
+        return self.rule(f"%json {json.dumps(whole)}")
+
+    def until(self, end: str) -> str:
+        """Any text, and its end."""
+        if end in self._added:
+            return f"{self.rule(ANY)} {self.literal(end)}"
+        return self.rule(f"/(.|\\n)*{_escaped(end)}/", "[lazy]")
+
+    def without(self, word: str) -> str:
+        """Any text that lacks a word."""
+        if word in self._added:
+            return self.rule(ANY)
+        self._rules["WITHOUT"] = rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(word)}(.|\n)*/"
+        return "WITHOUT"
+
+    def members(self, members: Sequence[tuple[str, bool]], comma: str = "") -> str:
+        """Members of an object in order, each with whether it is required."""
+        between = f"{json.dumps(comma)} " if comma else ""
+        rest, ways = self.rule('""'), list[str]()
+        for body, required in reversed(members):
+            ways = [*([] if required else ways), f"{body} {rest}"]
+            rest = self.rule(f"{between}{body} {rest}" if required else f"({between}{body})? {rest}")
+        if not any(required for _, required in members):
+            ways.append('""')
+        return self.rule(" | ".join(ways))
+
+
+def structure_rule(structure: Structure, rules: Rules) -> str:
+    """Grammar of an answer that has a form."""
+    value = structure.value
+    if structure.kind == "json":
+        schema = json.loads(value) if isinstance(value, str) else value
+        blanks = {"whitespace_pattern": rf"[ \n]{{0,{MOST_BLANKS}}}"} if structure.whitespace else {}
+        return rules.json(schema, {"whitespace_flexible": structure.whitespace, **blanks})
+    if structure.kind == "regex":
+        return rules.rule("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", value) + "/")
+    return rules.rule(" | ".join(map(rules.literal, value)))
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression."""
+    return re.sub(r"[^\w\s]", lambda sign: f"\\x{ord(sign[0]):02X}", text).replace("\n", "\\n")
+
+
+def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Name, schema and whether it is required, of the properties of an object."""
+    required = schema.get("required", ())
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for name, each in (schema.get("properties") or {}).items():
+        yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
+
+
+def _named_json(key: str) -> Callable[[Rules, Function], str]:
+    def body(rules: Rules, function: Function) -> str:
+        begin = f'{{"name": {json.dumps(function.name)}, "{key}": '
+        return f"{rules.literal(begin)} {rules.json(function.arguments)} {rules.literal('}')}"
+
+    return body
+
+
+def _mistral(rules: Rules, function: Function) -> str:
+    return f"{rules.literal(f'{function.name}[ARGS]')} {rules.json(function.arguments)}"
+
+
+def _elements(rules: Rules, function: Function) -> str:
+    """Arguments as elements of their own, text without quotes."""
+    members = []
+    for name, schema, required in _properties(function.arguments):
+        begin, close = rules.literal(f"<parameter={name}>\n"), "\n</parameter>"
+        line, end = rules.literal("\n"), f"{close}\n"
+        if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
+            value = f"({' | '.join(rules.literal(each + end) for each in schema['enum'])})"
+        elif schema.get("type") == "string":
+            value = f"{rules.until(close)} {line}"
+        else:
+            value = f"{rules.json(schema)} {rules.literal(end)}"
+        members.append((f"{begin} {value}", required))
+    begin, end = (rules.literal(text) for text in (f"<function={function.name}>\n", "</function>"))
+    return f"{begin} {rules.members(members)} {end}"
+
+
+QUOTE = '<|"|>'
+
+
+def _gemma(rules: Rules, function: Function) -> str:
+    return f"{rules.literal(f'call:{function.name}')} {_gemma_value(rules, function.arguments)}"
+
+
+def _gemma_value(rules: Rules, schema: Mapping[str, Any]) -> str:
+    """A value in Gemma's notation: keys without quotes, strings between tokens of their own."""
+    kind, quote = schema.get("type"), rules.literal(QUOTE)
+    if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
+        return f"({' | '.join(rules.literal(f'{QUOTE}{value}{QUOTE}') for value in schema['enum'])})"
+    if kind == "string":
+        return f"{quote} {rules.until(QUOTE)}"
+    if kind == "array":
+        item = _gemma_value(rules, schema.get("items") or {"type": "string"})
+        return f'"[" ({item} ("," {item})*)? "]"'
+    if kind == "object" and schema.get("properties") is not None:
+        members = [
+            (f"{rules.literal(f'{name}:')} {_gemma_value(rules, each)}", required)
+            for name, each, required in _properties(schema)
+        ]
+        return f'"{{" {rules.members(members, ",")} "}}"'
+    if kind in ("integer", "number", "boolean", "null"):
+        return rules.json(schema)
+    raise invalid(
+        f"tools: calls of this model can be forced for strings, numbers, lists and objects with properties, not for "
+        f"{json.dumps(dict(schema))[:100]}; change the parameter, or leave tool_choice and strict out.",
+        "tools",
+    )
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How one family of models writes calls."""
+
+    marks: tuple[str, ...]  # of its chat templates, each of which they contain
+    begin: str  # in front of a call
+    end: str  # behind it
+    separator: str  # between two calls; empty: an answer has one call
+    body: Callable[[Rules, Function], str]  # makes the grammar of a call between begin and end
+    region: Mapping[str, Any]  # of calls in transformers' response template
+    head: re.Pattern[str] | None = None  # of a call up to its arguments, where these are JSON
+
+    def calls(self, rules: Rules, functions: Sequence[Function], parallel: bool) -> tuple[str, str]:
+        """Grammar of one or more calls: the first one's begin, and all behind it."""
+        bodies = " | ".join(self.body(rules, function) for function in functions)
+        one = rules.rule(f"({bodies}) {rules.literal(self.end)}")
+        begin = rules.literal(self.begin)
+        more = f"({rules.literal(self.separator + self.begin)} {one})*" if parallel and self.separator else ""
+        return begin, f"{one} {more}"
+
+
+_JSON_HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+_CALL = {"repeats": True, "content": "text"}
+_PARSED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+HERMES = Syntax(
+    ("<tool_call>",),
+    "<tool_call>\n",
+    "\n</tool_call>",
+    "\n",
+    _named_json("arguments"),
+    {"open_pattern": r"\s*<tool_call>\s*", "close": "</tool_call>", **_CALL},
+    re.compile(_JSON_HEAD),
+)
+SYNTAXES = (
+    Syntax(
+        ("<tool_call>", "<function=", "<parameter="),
+        "<tool_call>\n",
+        "\n</tool_call>",
+        "\n",
+        _elements,
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": _PARSED,
+        },
+    ),
+    HERMES,
+    Syntax(
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]",
+        "",
+        "",
+        _mistral,
+        {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", **_CALL},
+        re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\S)"),
+    ),
+    Syntax(
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS] [",
+        "]",
+        "",
+        _named_json("arguments"),
+        {"open_pattern": r"\[TOOL_CALLS\]", **_CALL},
+    ),
+    Syntax(
+        ("<|tool_call>call:", QUOTE),
+        "<|tool_call>",
+        "<tool_call|>",
+        "",
+        _gemma,
+        {
+            "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [[QUOTE, QUOTE]], "allow_non_json": True},
+            "transform": _PARSED,
+        },
+    ),
+    Syntax(
+        ("tools", '"parameters"'),
+        "",
+        "",
+        "",
+        _named_json("parameters"),
+        {"open_pattern": r"^\s*(?:<\|python_tag\|>)?(?=\{)", **_CALL},
+        re.compile(_JSON_HEAD),
+    ),
+)
+"""Syntaxes of Qwen3-Coder and Qwen3.5, Hermes and Qwen, Mistral (two generations), Gemma 4, and Llama; the first that a
+chat template has all marks of is the model's. Models whose templates take no tools are told Hermes' by a message."""
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
+"""Begin and end of reasoning in an answer, by the chat templates that contain them."""
+
+
+@dataclass(frozen=True)
+class CallPolicy:
+    """Functions that an answer may or must call."""
+
+    functions: Sequence[Function] = ()
+    forced: Sequence[Function] = ()  # of one or more of which the answer consists, where there are any
+    parallel: bool = True  # whether it may have several calls
+
+    @property
+    def has_grammar(self) -> bool:
+        return bool(self.forced) or any(function.strict for function in self.functions)
+
+    @property
+    def as_templates_take_them(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": function.name,
+                    "description": function.description or "",
+                    "parameters": function.arguments,
+                },
+            }
+            for function in self.functions
+        ]
+
+
+def policy_of(body: Decoding) -> CallPolicy:
+    """Return what a request lets its answer call."""
+    if not isinstance(body, ChatRequest) or not body.tools or body.tool_choice == "none":
+        return CallPolicy()
+    functions = [tool.function for tool in body.tools]
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(body.tool_choice, NamedTool):
+        named = [function for function in functions if function.name == body.tool_choice.function.name]
+        return CallPolicy(functions, named, parallel=False)
+    return CallPolicy(functions, functions if body.tool_choice == "required" else (), parallel)
+
+
+class ReplyFormat:
+    """How a model writes reasoning and calls: from its tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        self.tokenizer = tokenizer  # the target's
+        self._own: Any = getattr(tokenizer, "response_template", None)
+        text = template or ""
+        found = next((each for each in SYNTAXES if "tools" in text and all(mark in text for mark in each.marks)), None)
+        self.syntax = found or HERMES
+        self.reads_tools = found is not None or (self._own is not None and "tools" in text)
+        self.thought = next((pair for pair in THOUGHTS if pair[1] in text), None)
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """Special tokens that have no meaning in an answer."""
+        syntax = self.syntax
+        used = json.dumps([*syntax.marks, syntax.begin, syntax.end, self._own, self.thought])
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(
+            number for number, token in tokens if token.special and json.dumps(token.content)[1:-1] not in used
+        )
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], policy: CallPolicy) -> list[dict[str, Any]]:
+        """Messages for the chat template; one that takes no tools gets them, and earlier calls, as text."""
+        if self.reads_tools:
+            return [dict(message) for message in messages]
+        told = [_as_text(message) for message in messages]
+        if policy.functions:
+            tools = "\n".join(json.dumps(tool) for tool in policy.as_templates_take_them)
+            at = 0 if told[0]["role"] == "system" else next((i for i, m in enumerate(told) if m["role"] == "user"), 0)
+            told[at] = _behind(INSTRUCTIONS.format(tools=tools), told[at])
+        return told
+
+    def _opened(self, prompt: Sequence[int]) -> str:
+        """The begin of the reasoning, where a prompt ends in it."""
+        if self.thought is None:
+            return ""
+        begin, end = self.thought
+        tail = self.tokenizer.decode(list(prompt[-TAIL:]))
+        return begin if tail.rfind(begin.strip()) > tail.rfind(end) else ""
+
+    def grammar(self, policy: CallPolicy, prompt: Sequence[int], form: Callable[[Rules], str] | None) -> str:
+        """Grammar of an answer; ``form`` makes that of an answer without calls, and None allows any text."""
+        rules = Rules(self.tokenizer)
+        thought = ""
+        if self.thought is not None:
+            begin, end = self.thought
+            blank = rules.rule(r"/\s*/")
+            if self._opened(prompt):
+                thought = f"{rules.until(end)} {blank} "
+            else:
+                thought = f"({rules.literal(begin)} {rules.until(end)} {blank})? "
+        if not policy.functions:
+            return rules.start(thought + (form(rules) if form else rules.rule(ANY)))
+        begin, rest = self.syntax.calls(rules, policy.forced or policy.functions, policy.parallel)
+        if policy.forced:
+            return rules.start(f"{thought}{begin} {rest}")
+        if form is not None:
+            return rules.start(f"{thought}({begin} {rest} | {form(rules)})")
+        word = self.syntax.begin.strip()
+        if not word:  # calls are the answers that begin with a brace
+            return rules.start(f"{thought}({rules.rule('/([^{](.|[^.])*)?/')} | {rest})")
+        free = rules.without(word)
+        if "<[" not in rules.literal(word):
+            begin = f"{rules.until(word)} {rules.literal(self.syntax.begin[len(word) :])}"
+            return rules.start(f"{thought}({free} | {begin} {rest})")
+        return rules.start(f"{thought}{free} ({begin} {rest})?")
+
+    def parser(self, policy: CallPolicy, prompt: Sequence[int]) -> ReplyParser | None:
+        """Parser of an answer to a prompt; None where it can only be text."""
+        own = self._own if isinstance(self._own, Mapping) else None
+        if own is not None:
+            prefix = self.tokenizer.decode(list(prompt[-TAIL:]))
+            return ReplyParser(own, prefix, policy)
+        regions: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
+        prefix = self._opened(prompt)
+        if self.thought is not None:
+            begin, end = (re.escape(word.strip()) for word in self.thought)
+            reasoning = {"open_pattern": rf"^\s*{begin}\s*", "close_pattern": rf"\s*{end}\s*", "content": "text"}
+            regions["reasoning_content"] = reasoning
+        if policy.functions:
+            regions["tool_calls"] = self.syntax.region
+        if len(regions) == 1:
+            return None
+        return ReplyParser({"start_anchor_pattern": "^", "fields": regions}, prefix, policy, self.syntax)
+
+
+INSTRUCTIONS = """\
+You can call these functions:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments as JSON, and nothing else:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+Its result comes in <tool_response>.
+"""
+
+
+def _behind(text: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with a text in front of its own."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": f"{text}\n{content}"}
+    return {**message, "content": [{"type": "text", "text": f"{text}\n"}, *content]}
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls, or whose result of one, are text."""
+    if message["role"] == "tool":
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    calls = message.get("tool_calls", ())
+    written = [
+        json.dumps({"name": call["function"]["name"], "arguments": call["function"]["arguments"]}) for call in calls
+    ]
+    rest = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
+    for text in reversed(written):
+        rest = _before(rest, f"<tool_call>\n{text}\n</tool_call>")
+    return rest
+
+
+def _before(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A message with a text behind its own."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n{text}".lstrip()}
+    return {**message, "content": [*content, {"type": "text", "text": text}]}
+
+
+@dataclass
+class Reply:
+    """What a piece of text adds to an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # parts of calls, as in chunks of chat answers
+
+
+class ReplyParser:
+    """Divider of an answer's text into reasoning, calls and content, as it grows."""
+
+    def __init__(
+        self, template: Mapping[str, Any], prefix: str, policy: CallPolicy, syntax: Syntax | None = None
+    ) -> None:
+        self._parser = ResponseParser(dict(template), prefix=prefix, tools=policy.as_templates_take_them)
+        self._policy, self._syntax = policy, syntax
+        self._failed = False  # whether the text is no longer divided, as transformers cannot read it
+        self._count = 0  # calls so far
+        self._call = _Call(syntax)
+        self.in_reasoning = False  # whether the text so far ends in it
+        self._take(self._parser.initial_events, Reply())
+
+    def add(self, text: str, last: bool = False) -> Reply:
+        """Append text and return what it adds; ``last``: nothing follows."""
+        reply = Reply()
+        if self._failed:
+            reply.content = text
+            return reply
+        try:
+            self._take(self._parser.feed(text), reply)
+            if last:
+                self._take(self._parser.finalize()[1], reply)
+        except (ValueError, KeyError):  # a call that is none
+            self._failed = True
+            reply.content += self._call.text + text
+        return reply
+
+    def _take(self, events: Iterable[Mapping[str, Any]], reply: Reply) -> None:
+        for event in events:
+            kind, region = event["type"], event["field"]
+            if region == "content":
+                reply.content += event.get("text", "")
+            elif region != "tool_calls":  # which has several names in templates
+                reply.reasoning += event.get("text", "")
+                self.in_reasoning = kind != "region_close"
+            elif kind == "region_open":
+                self._call = _Call(self._syntax)
+            elif kind == "region_chunk":
+                parts = self._call.add(event["text"])
+                if self._allows_more or not parts or parts[0][0] == "arguments":
+                    reply.calls += self._numbered(parts)
+            elif not self._call.is_open:
+                self._close(event["value"], reply)
+
+    @property
+    def _allows_more(self) -> bool:
+        return self._policy.parallel or not self._count
+
+    def _close(self, value: Any, reply: Reply) -> None:
+        """End a call that could not be read as it grew; one that is none is text."""
+        calls = list(_whole(value))
+        if not calls:
+            begin, end = ("", "") if self._syntax is None else (self._syntax.begin, self._syntax.end)
+            reply.content += begin + self._call.text + end
+        for name, arguments in calls:
+            if self._allows_more:
+                reply.calls += self._numbered([("name", name), ("arguments", arguments)])
+
+    def _numbered(self, parts: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+        made = list[dict[str, Any]]()
+        for kind, text in parts:
+            if kind == "name":
+                self._count += 1
+                function = {"name": text, "arguments": ""}
+                made.append({"index": self._count - 1, "id": _new_id(), "type": "function", "function": function})
+            elif made:
+                made[-1]["function"]["arguments"] += text
+            else:
+                made.append({"index": self._count - 1, "function": {"arguments": text}})
+        return made
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:9]  # the only length that Mistral's templates take
+
+
+def _whole(value: Any) -> Iterator[tuple[str, str]]:
+    """Names and arguments of calls from a region's parsed value or text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(function.get("name"), str):
+            yield function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+class _Call:
+    """Reader of one call as it grows: its name, then the pieces of its arguments, up to their end."""
+
+    def __init__(self, syntax: Syntax | None) -> None:
+        self._head = None if syntax is None else syntax.head
+        self._depth, self._in_string, self._is_escaped, self._has_ended = 0, False, False, False
+        self.text = ""  # so far
+        self.is_open = False  # whether its name is known
+
+    def add(self, text: str) -> list[tuple[str, str]]:
+        self.text += text
+        parts = list[tuple[str, str]]()
+        if not self.is_open:
+            match = self._head and self._head.match(self.text)
+            if not match:
+                return parts
+            self.is_open = True
+            parts.append(("name", match["name"]))
+            text = self.text[match.end() :]
+        if piece := text[: self._length(text)]:
+            parts.append(("arguments", piece))
+        return parts
+
+    def _length(self, text: str) -> int:
+        """Signs of a text that belong to the arguments, an object of JSON."""
+        for place, sign in enumerate(text):
+            if self._has_ended:
+                return place
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped, self._in_string = sign == "\\", sign != '"'
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                self._has_ended = self._depth <= 0
+        return len(text)

@@ -1,0 +1,571 @@
+"""Tool calls and reasoning in the syntaxes of several families: grammars, parsers, prompts, and calls that are forced.
+
+The models here are random, so that grammars force their calls; that chosen ones are read is tested on written answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import Live, asks, live, uri
+from openai import OpenAI
+
+from checkpoints import llama, tokenizer, vlm
+from saccade import VLM, grammar, load
+from saccade.serve.configuration import ModelEntry
+from saccade.serve.schemas import Function, Structure
+from saccade.serve.tools import CallPolicy, ReplyFormat, ReplyParser, Rules, structure_rule
+
+WEATHER = Function(
+    name="weather",
+    description="Weather of a place.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "place": {"type": "string"},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "at": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        },
+        "required": ["place", "days"],
+        "additionalProperties": False,
+    },
+)
+CLOCK = Function(name="clock")
+POLICY = CallPolicy([WEATHER, CLOCK])
+FORCED = CallPolicy([WEATHER, CLOCK], [WEATHER, CLOCK])
+ARGUMENTS = {"place": 'Köln "am Rhein"\n{1}', "days": 3, "unit": "C", "at": [6, 12]}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+GEMMA = 'call:weather{place:<|"|>Köln "am Rhein"\n{1}<|"|>,days:3,unit:<|"|>C<|"|>,at:[6,12]}'
+ELEMENTS = """<function=weather>
+<parameter=place>
+Köln "am Rhein"
+{1}
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=unit>
+C
+</parameter>
+<parameter=at>
+[6, 12]
+</parameter>
+</function>"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A syntax with a chat template's part and a written call of ``weather``, and of ``clock``."""
+
+    template: str
+    call: str
+    clock: str
+    special: Sequence[str] = ()
+    plain: Sequence[str] = ()  # added tokens that are no special ones
+    several: bool = True  # whether an answer may have several calls
+
+    @property
+    def tokenizer(self) -> Any:
+        made = tokenizer(more=self.special)
+        made.add_tokens(list(self.plain))
+        return made
+
+    @property
+    def format(self) -> ReplyFormat:
+        return ReplyFormat(self.tokenizer, self.template)
+
+
+FAMILIES = {
+    "hermes": Family(
+        "{% if tools %}{{ tools | tojson }} in <tool_call>{% endif %}",
+        f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+        plain=("<tool_call>", "</tool_call>"),
+    ),
+    "elements": Family(
+        "{% if tools %}{{ tools | tojson }} <tool_call><function=x><parameter=y>{% endif %}",
+        f"<tool_call>\n{ELEMENTS}\n</tool_call>",
+        "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+        plain=("<tool_call>", "</tool_call>"),
+    ),
+    "mistral": Family(
+        "{% if tools %}{{ tools | tojson }}[TOOL_CALLS]x[ARGS]{}{% endif %}",
+        f"[TOOL_CALLS]weather[ARGS]{JSON}",
+        "[TOOL_CALLS]clock[ARGS]{}",
+        special=("[TOOL_CALLS]", "[ARGS]"),
+        several=False,
+    ),
+    "mistral-list": Family(
+        "{% if tools %}{{ tools | tojson }}[TOOL_CALLS]{% endif %}",
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]',
+        '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]',
+        special=("[TOOL_CALLS]",),
+        several=False,
+    ),
+    "gemma": Family(
+        """{% if tools %}{{ tools | tojson }}<|tool_call>call:x{y:<|"|>z<|"|>}<tool_call|>{% endif %}""",
+        f"<|tool_call>{GEMMA}<tool_call|>",
+        "<|tool_call>call:clock{}<tool_call|>",
+        special=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        several=False,
+    ),
+    "llama": Family(
+        """{% if tools %}{{ tools | tojson }} {"name": "x", "parameters": {}}{% endif %}""",
+        f'{{"name": "weather", "parameters": {JSON}}}',
+        '{"name": "clock", "parameters": {}}',
+        several=False,
+    ),
+    "told": Family(
+        "{{ messages }}",
+        f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    ),
+}
+
+
+def follows(family: Family, policy: CallPolicy, text: str, form: Any = None) -> bool:
+    """Whether a grammar allows a whole answer, token for token."""
+    tok = family.tokenizer
+    rules = family.format.grammar(policy, (), form)
+    constraint = grammar.lark(rules, tok, len(tok))
+    matcher = constraint.matcher()
+    ids = tok.encode(text, add_special_tokens=False)
+    return all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()
+
+
+def read(parser: ReplyParser | None, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and calls of an answer that comes in pieces."""
+    assert parser is not None
+    content = reasoning = ""
+    calls: list[list[str]] = []
+    for number, piece in enumerate(pieces, 1):
+        reply = parser.add(piece, last=number == len(pieces))
+        content, reasoning = content + reply.content, reasoning + reply.reasoning
+        for part in reply.calls:
+            if "id" in part:
+                calls.append([part["function"]["name"], ""])
+            assert part["index"] == len(calls) - 1
+            calls[-1][1] += part["function"]["arguments"]
+    return content, reasoning, [(name, arguments) for name, arguments in calls]
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """A text as a whole, by signs, and in pieces of 7."""
+    for size in (len(text), 1, 7):
+        yield [text[at : at + size] for at in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_grammar_allows_calls_as_the_family_writes_them(name: str) -> None:
+    family = FAMILIES[name]
+    assert follows(family, FORCED, family.call)
+    assert follows(family, FORCED, family.clock)
+    assert not follows(family, FORCED, family.call.replace("weather", "whether"))
+    assert not follows(family, FORCED, f"No. {family.call}")
+    assert not follows(family, FORCED, "No.")
+    assert not follows(family, FORCED, family.call.replace("3", "three", 1))
+    assert not follows(family, CallPolicy([WEATHER, CLOCK], [CLOCK]), family.call)
+    between = "" if name == "mistral" else "\n"
+    both = follows(family, FORCED, family.call + between + family.clock)
+    assert both == family.several
+    assert not follows(family, CallPolicy(POLICY.functions, FORCED.forced, parallel=False), family.call + family.call)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_strict_functions_constrain_calls_and_leave_text_free(name: str) -> None:
+    family = FAMILIES[name]
+    policy = CallPolicy([WEATHER.model_copy(update={"strict": True}), CLOCK])
+    assert policy.has_grammar
+    assert follows(family, policy, "It rains, doesn't it?")
+    assert follows(family, policy, family.call)
+    assert not follows(family, policy, family.call.replace("weather", "whether"))
+    if name != "llama":  # whose calls are answers of their own
+        assert follows(family, policy, f"Let us see.\n{family.call}")
+        assert not follows(family, policy, f"Let us see.\n{family.call.replace('weather', 'whether')}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_read_as_they_grow(name: str) -> None:
+    family = FAMILIES[name]
+    before = "" if name == "llama" else "Let us see."
+    for pieces in cuts(before + family.call):
+        content, reasoning, calls = read(family.format.parser(POLICY, ()), pieces)
+        assert (content.strip(), reasoning, len(calls)) == (before, "", 1)
+        assert (calls[0][0], json.loads(calls[0][1])) == ("weather", ARGUMENTS)
+    if name in ("hermes", "elements", "mistral", "gemma", "told"):
+        for pieces in cuts(f"{family.call}\n{family.clock}"):
+            _, _, calls = read(family.format.parser(POLICY, ()), pieces)
+            assert [name for name, _ in calls] == ["weather", "clock"]
+            _, _, calls = read(family.format.parser(CallPolicy([WEATHER, CLOCK], parallel=False), ()), pieces)
+            assert [name for name, _ in calls] == ["weather"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "told"])
+def test_arguments_come_before_their_end(name: str) -> None:
+    family = FAMILIES[name]
+    parser = family.format.parser(POLICY, ())
+    assert parser is not None
+    half = family.call[: family.call.index("Rhein")]
+    calls = [part for sign in half for part in parser.add(sign).calls]
+    assert calls[0]["function"]["name"] == "weather"
+    assert "am" in "".join(part["function"]["arguments"] for part in calls)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_no_call_is_text(name: str) -> None:
+    family = FAMILIES[name]
+    for text in ("Two < three, {and} [more].", "", '{"answer": 3}', f"{family.call[:12]} no"):
+        for pieces in cuts(text) if text else [[""]]:
+            content, _, calls = read(family.format.parser(POLICY, ()), pieces)
+            assert not calls
+            assert content.replace("\n", "").startswith(text[:9].replace("\n", "").rstrip()), (text, content)
+
+
+THINKS = "{% if enable_thinking %}<think>{% endif %}</think>"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_is_divided_from_the_answer(opened: bool) -> None:
+    tok = tokenizer()
+    tok.add_tokens(["<think>", "</think>"])
+    reply = ReplyFormat(tok, THINKS)
+    prompt = tok.encode("assistant: <think>\n" if opened else "assistant: ")
+    text = ("" if opened else "<think>\n") + "Is it?\n</think>\n\nIt is <think>ing."
+    for pieces in cuts(text):
+        assert read(reply.parser(CallPolicy(), prompt), pieces) == ("It is <think>ing.", "Is it?", [])
+    for pieces in cuts("Is it" if opened else "<think>Is it"):  # cut at the limit
+        assert read(reply.parser(CallPolicy(), prompt), pieces) == ("", "Is it", [])
+    closed = tok.encode("assistant: <think>\n\n</think>\n\n")
+    assert read(reply.parser(CallPolicy(), closed), ["It is."]) == ("It is.", "", [])
+    rules = reply.grammar(CallPolicy(), prompt, lambda rules: structure_rule(Structure("choice", ["yes", "no"]), rules))
+    constraint = grammar.lark(rules, tok, len(tok))
+    for answer, right in (("Hm.</think>\n\nyes", opened), ("<think>Hm.</think>no", not opened), ("maybe", False)):
+        matcher = constraint.matcher()
+        ids = tok.encode(answer, add_special_tokens=False)
+        assert (all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()) == right
+
+
+def test_a_tokenizers_own_response_template_comes_first() -> None:
+    tok = tokenizer()
+    tok.response_template = {
+        "start_anchor": "assistant: ",
+        "fields": {
+            "thinking": {"open": "(", "close": ")"},
+            "content": {"content": "text"},
+            "tool_calls": {
+                "open_pattern": r"@(?P<name>\w+)",
+                "close": ";",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }
+    reply = ReplyFormat(tok, "{{ tools }}")
+    prompt = tok.encode("user: (\nassistant: (")
+    for pieces in cuts('so)Yes.@weather{"place": "here"};'):
+        assert read(reply.parser(POLICY, prompt), pieces) == ("Yes.", "so", [("weather", '{"place": "here"}')])
+    for pieces in cuts("so)Yes.@weather{here"):  # which transformers refuses
+        content, _, calls = read(reply.parser(POLICY, prompt), pieces)
+        assert not calls
+        assert "{here" in content
+
+
+@pytest.mark.parametrize(
+    ("structure", "right", "wrong"),
+    [
+        (Structure("regex", r"[0-9]{2}/[a-c]\/\d"), "12/b/3", "1/b/3"),
+        (Structure("choice", ['a "quoted" one', "b\n"]), 'a "quoted" one', "b"),
+        (Structure("json", '{"type": "array", "items": {"type": "integer"}}'), "[1,2]", "[1, 2]"),
+        (Structure("json", {"type": "array"}, whitespace=True), "[ 1,\n2]", "[ 1,"),
+    ],
+)
+def test_a_structure_is_a_grammar(structure: Structure, right: str, wrong: str) -> None:
+    tok = tokenizer()
+    rules = Rules(tok)
+    constraint = grammar.lark(rules.start(structure_rule(structure, rules)), tok, len(tok))
+    for text, allowed in ((right, True), (wrong, False)):
+        matcher = constraint.matcher()
+        ids = tok.encode(text, add_special_tokens=False)
+        assert (all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()) == allowed
+
+
+# -- on a live server ------------------------------------------------------------------------------------------
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "paint",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+                    "layers": {"type": "integer", "minimum": 1, "maximum": 20},
+                },
+                "required": ["colour", "layers"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "wash", "description": "Wash the brush."}},
+]
+TURNS = (
+    "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, dict[str, VLM]]]:
+    """A server with a tiny model of every family, each with a tiny drafter of its own."""
+    models = dict[str, VLM]()
+    for name, family in FAMILIES.items():
+        folders = [tmp_path_factory.mktemp(name) for _ in range(2)]
+        for seed, folder in enumerate(folders):
+            llama(folder, seed=seed + 1, tok=family.tokenizer)
+            if name != "told":
+                (folder / "chat_template.jinja").write_text(TURNS + family.template)
+        models[name] = load(*folders, "chain")
+    with live([(ModelEntry(name), model) for name, model in models.items()], batches=8) as server:
+        yield server, models
+
+
+def arguments_of(call: Any) -> Any:
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "paint":
+        assert arguments["colour"] in ("red", "green", "blue")
+        assert 1 <= arguments["layers"] <= 20
+    else:
+        assert (call.function.name, arguments) == ("wash", {})
+    return arguments
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forced_calls_are_those_of_generate_under_the_same_grammar(
+    families: tuple[Live, dict[str, VLM]], name: str
+) -> None:
+    server, models = families
+    client, model = server.client(), models[name]
+    request: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "Paint it."}], "tools": TOOLS}
+    request |= {"tool_choice": "required", "max_tokens": 200, "temperature": 0, "parallel_tool_calls": False}
+    answers = [
+        client.chat.completions.create(**request, extra_body={"speculation": method}).choices[0]
+        for method in ("off", "chain", "dynamic-tree")
+    ]
+    assert {answer.finish_reason for answer in answers} == {"tool_calls"}
+    called = [[(call.function.name, arguments_of(call)) for call in answer.message.tool_calls] for answer in answers]
+    assert called[0] == called[1] == called[2]
+    assert all(answer.message.content is None for answer in answers)
+
+    reply = server.service.models[name].planner.replies
+    policy = CallPolicy(functions := [Function(**tool["function"]) for tool in TOOLS], functions, parallel=False)
+    messages = reply.messages(request["messages"], policy)
+    variables = {"tools": policy.as_templates_take_them} if reply.reads_tools else {}
+    processor = grammar.lark(reply.grammar(policy, (), None), model.processor.tokenizer, model.target.vocab_size)
+    options: dict[str, Any] = {"max_new_tokens": 200, "eos_token_id": model.processor.tokenizer.eos_token_id}
+    output = model.using("plain").generate(
+        messages, logits_processor=[processor], template_options=variables, do_sample=False, **options
+    )
+    text = model.processor.tokenizer.decode(output.tokens[:-1])
+    _, _, expected = read(reply.parser(policy, ()), [text])
+    assert [(name, json.loads(arguments)) for name, arguments in expected] == called[0]
+
+    named = {"type": "function", "function": {"name": "wash"}}
+    answer = client.chat.completions.create(**{**request, "tool_choice": named}).choices[0]
+    assert [call.function.name for call in answer.message.tool_calls] == ["wash"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_streamed_in_parts_that_join_to_the_whole(families: tuple[Live, dict[str, VLM]], name: str) -> None:
+    client = families[0].client()
+    request: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "Paint it."}], "tools": TOOLS}
+    request |= {"tool_choice": "required", "max_tokens": 200, "temperature": 1.0, "parallel_tool_calls": False}
+    for seed in range(3):
+        whole = client.chat.completions.create(**request, seed=seed).choices[0]
+        with client.chat.completions.stream(**request, seed=seed) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion().choices[0]
+        assert whole.message.tool_calls is not None
+        assert streamed.message.tool_calls is not None
+        about = [
+            [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+            for choice in (whole, streamed)
+        ]
+        assert about[0] == about[1]
+        assert (whole.finish_reason, streamed.finish_reason) == ("tool_calls", "tool_calls")
+        for call in whole.message.tool_calls:
+            arguments_of(call)
+
+
+def history(client: OpenAI, model: str) -> list[Any]:
+    """A conversation with a call and its result."""
+    first: list[Any] = [{"role": "system", "content": "Paint."}, {"role": "user", "content": "A wall?"}]
+    choice = client.chat.completions.create(
+        model=model,
+        messages=first,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+        temperature=0,
+    ).choices[0]
+    calls = choice.message.tool_calls or []
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in calls]
+    return [*first, choice.message.model_dump(exclude_none=True), *results]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_of_calls_reach_the_prompt(families: tuple[Live, dict[str, VLM]], name: str) -> None:
+    server, models = families
+    client = server.client()
+    messages = history(client, name)
+    answer = client.chat.completions.create(model=name, messages=messages, tools=TOOLS, max_tokens=5, temperature=0)
+    status, prompt = server.post({"model": name, "messages": messages}, "/tokenize")
+    assert status == 200
+    text = models[name].processor.tokenizer.decode(prompt["tokens"])
+    assert "done" in text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > prompt["count"], "tools are in the prompt, too"
+    without = client.chat.completions.create(
+        model=name, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5, temperature=0
+    )
+    assert without.usage is not None
+    assert without.usage.prompt_tokens == prompt["count"]
+
+
+def test_a_call_that_is_cut_has_the_arguments_so_far(families: tuple[Live, dict[str, VLM]]) -> None:
+    body = {"model": "hermes", "messages": asks("Paint it."), "tools": TOOLS, "tool_choice": "required"}
+    status, answer = families[0].post({**body, "max_tokens": 45, "temperature": 0})
+    assert status == 200
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_control_tokens_in_descriptions_are_text(families: tuple[Live, dict[str, VLM]]) -> None:
+    server, models = families
+    function = {"name": "wash", "description": "End</s>it"}
+    body = {"model": "hermes", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    body["tools"] = [{"type": "function", "function": function}]
+    seen = list[int]()
+    batch_ids = server.service.models["hermes"].planner.plan
+    server.service.models["hermes"].planner.plan = lambda body, prompt: (
+        seen.extend(prompt.ids),
+        batch_ids(body, prompt),
+    )[1]  # type: ignore[method-assign]
+    assert server.post(body)[0] == 200
+    del server.service.models["hermes"].planner.plan
+    tok = models["hermes"].processor.tokenizer
+    assert tok.eos_token_id not in seen
+    assert "End</s>it" in tok.decode(seen)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "name"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "twice"),
+    ({"tool_choice": "required"}, "there are no tools"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "draw"}}}, "'draw', which is not among"),
+    ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"),
+    ({"messages": [*asks("Hi"), {"role": "tool", "content": "3"}]}, "tool_call_id is missing"),
+    ({"messages": [*asks("Hi"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        "must be a JSON object as text",
+    ),
+    ({"continue_final_message": True}, "last message of the assistant"),
+    ({"echo": True}, "continue_final_message"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "more than one form"),
+    ({"guided_regex": "(a"}, "cannot compile|rejects"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is unknown"),
+    ({"guided_grammar": "start: (", "tools": []}, "cannot compile|rejects"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"chat_template_kwargs": {"tools": []}}, "cannot set tools"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named(shared: Live, change: dict[str, Any], words: str) -> None:
+    import re
+
+    status, answer = shared.post({"model": "tiny", "messages": asks("Hi"), "max_tokens": 3, **change})
+    assert status == 400, answer
+    assert re.search(words, answer["error"]["message"]), answer
+    assert answer["error"]["message"].count(". ") == 0
+
+
+# -- other forms of answers --------------------------------------------------------------------------------------
+
+
+def answered(shared: Live, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+    status, answer = shared.post({"model": "tiny", "max_tokens": 12, "temperature": 0, **fields}, path)
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"guided_choice": ["red!", "green!"]}, {"red!", "green!"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
+        ({"guided_regex": "a{3}"}, {"aaa"}),
+        ({"structured_outputs": {"regex": "b/c"}}, {"b/c"}),
+        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
+        ({"guided_json": {"const": 7}}, {"7"}),
+        ({"structured_outputs": {"json": {"const": [1, 2]}}}, {"[1,2]"}),
+    ],
+    ids=str,
+)
+def test_structured_outputs(shared: Live, fields: dict[str, Any], expected: set[str]) -> None:
+    chat = answered(shared, messages=asks("Which?", uri(1)), **fields)
+    assert chat["message"]["content"] in expected
+    assert chat["finish_reason"] == "stop"
+    raw = answered(shared, "/v1/completions", prompt="Which? ", **fields)
+    assert raw["text"] in expected
+
+
+def test_an_answer_goes_on_from_the_last_message(shared: Live) -> None:
+    first = answered(shared, messages=asks("Tell."))["message"]["content"]
+    begun = [*asks("Tell."), {"role": "assistant", "content": first[:5]}]
+    rest = answered(shared, messages=begun, continue_final_message=True, max_tokens=7)["message"]["content"]
+    assert first[:5] + rest == first
+    echoed = answered(shared, messages=begun, continue_final_message=True, echo=True, max_tokens=7)
+    assert echoed["message"]["content"] == first
+    body = {"model": "tiny", "messages": begun, "continue_final_message": True, "echo": True, "max_tokens": 7}
+    events = shared.stream({**body, "temperature": 0, "stream": True})
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == first
+    raw = answered(shared, "/v1/completions", prompt="Once", echo=True)["text"]
+    assert raw == "Once" + answered(shared, "/v1/completions", prompt="Once")["text"]
+
+
+def test_a_stop_token_ends_an_answer_without_its_text(shared: Live) -> None:
+    whole = answered(shared, messages=asks("Tell."))["message"]["content"]
+    ids = vlm("qwen", "qwen-draft").processor.tokenizer.encode(whole, add_special_tokens=False)
+    place = next(n for n, token in enumerate(ids) if n and token not in ids[:n])
+    for extra in ({}, {"ignore_eos": True}):
+        stopped = answered(shared, messages=asks("Tell."), stop_token_ids=[ids[place]], **extra)
+        assert (stopped["message"]["content"], stopped["finish_reason"]) == (whole[:place], "stop")
+
+
+def test_biases_of_a_whole_vocabulary(shared: Live) -> None:
+    size = vlm("qwen", "qwen-draft").target.vocab_size
+    bias = {str(token): -100 for token in range(size) if token != 40}
+    assert answered(shared, messages=asks("Tell."), logit_bias=bias)["message"]["content"] == "I" * 12
+
+
+def test_several_answers_read_their_picture_once(tmp_path: Path) -> None:
+    with live() as server:
+        fields = {"messages": asks("Tell.", uri(7)), "n": 4, "temperature": 1.0, "seed": 1}
+        status, answer = server.post({"model": "tiny", "max_tokens": 5, **fields})
+        assert status == 200
+        assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
+        server.until(lambda: server.is_idle)
+        counts = server.service.owner.counts
+        assert counts.media_misses["tiny"] == 1
