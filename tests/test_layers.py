@@ -33,6 +33,7 @@ LAYERS = [
     *(
         "target_model",
         "loading",
+        "lora",
         "grammar",
         "processors",
         "verify",

@@ -378,14 +378,14 @@ def share_every_layer(config: Any) -> None:
         text.kv_sharing_modes = property(modes)
 
 
-def adapt(model: Any, exact: bool = False, drafts: bool = False) -> Target:
+def adapt(model: Any, exact: bool = False, drafts: bool = False, base: Target | None = None) -> Target:
     """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
 
-    Assistants, which cannot run alone, are taken where they draft.
+    Assistants, which cannot run alone, are taken where they draft. ``base`` is as of `Target`.
     """
     if not drafts:
         refuse_assistant(model.config, name_of(model))
-    target = Target(model, exact=exact)
+    target = Target(model, exact=exact, base=base)
     if not target.traits.tested and not is_assistant(model.config):
         from saccade.target_model.selfcheck import self_check
 

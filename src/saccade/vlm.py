@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -48,6 +49,7 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
+from saccade.lora import Adapter, adapted, read_adapters, refused_split
 from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
@@ -57,9 +59,11 @@ from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
 from saccade.target_model.linear import StepThreads
 from saccade.target_model.media_cache import MEDIA_BYTES
-from saccade.target_model.sharding import check_processes
+from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
+Adapters = Mapping[str, str | Path | Adapter]
+PRESENT = ""  # the name of no adapter
 
 
 def load(
@@ -70,6 +74,7 @@ def load(
     assistant_model: str | Path | Any = None,
     heads: Heads = (),
     head: str | None = None,
+    adapters: Adapters = MappingProxyType({}),
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
@@ -92,6 +97,7 @@ def load(
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
         head: name of the head to use; by default the one of the method's kind.
+        adapters: folders or hub ids of PEFT's LoRAs by name, to choose from with `VLM.using`; these add little memory.
         dtype: of the target: ``auto`` (as stored, but on a CPU float32 for ``pocket`` and where the stored format is
             not faster), a name, or a torch dtype.
         draft_dtype: of drafter and heads; None: as stored (heads: as the target), but float32 for small ones on
@@ -112,7 +118,8 @@ def load(
     """
     drafter = drafters.only(drafter, assistant_model)
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
-    return check(target, drafter, method, heads=heads, head=head, exact=exact, **placing, **options)()
+    parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters}
+    return check(target, drafter, method, **parts, exact=exact, **placing, **options)()
 
 
 def check(
@@ -122,6 +129,7 @@ def check(
     *,
     heads: Heads = (),
     head: str | None = None,
+    adapters: Adapters = MappingProxyType({}),
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
@@ -168,6 +176,12 @@ def check(
     elif draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
+    if adapters and device_map in (TENSOR_PARALLEL, SHARDED):
+        raise refused_split()
+    loras = read_adapters(adapters)
+    for adapter in loras.values():
+        adapter.check(processor.config)
+
     def read() -> VLM:
         model = _model(target, dtype, device_map)
         draft_model = None
@@ -178,8 +192,10 @@ def check(
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
         parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
-        vlm = VLM(model, processor, **parts, heads=all_heads, head=head, method=name, exact=exact, **options)
-        vlm.target.threads = StepThreads([] if exact else counts)
+        parts |= {"heads": all_heads, "head": head, "adapters": loras}
+        vlm = VLM(model, processor, **parts, method=name, exact=exact, **options)
+        for each in (vlm.target, *vlm.adapters.values()):
+            each.threads = StepThreads([] if exact else counts)
         return vlm
 
     return read
@@ -193,7 +209,7 @@ class VLM:
         processor: its `InputProcessor`; None: made from the model's own checkpoint.
         drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
         draft_processor: the drafter's; None: made from its checkpoint.
-        heads, head, exact: as in `load`.
+        heads, head, adapters, exact: as in `load`.
         draft_dtype: of heads that are read from their folders, as in `load`.
         method: a name of `saccade methods`.
         options: override the method's defaults.
@@ -203,6 +219,8 @@ class VLM:
         heads: the loaded heads by name.
         head: the head that the method drafts with; None for a method without one.
         head_name: its name.
+        adapters: the target with each adapter, by name.
+        adapter: name of the one in use; None for none.
         method: name of the method.
         options: every option of the method with its value.
         drafts_from_prompts: whether the draft model reads prompts, which an assistant does not.
@@ -218,6 +236,7 @@ class VLM:
         draft_processor: InputProcessor | None = None,
         heads: Heads = (),
         head: str | None = None,
+        adapters: Adapters = MappingProxyType({}),
         draft_dtype: str | torch.dtype | None = None,
         method: str | None = None,
         exact: bool = False,
@@ -225,6 +244,9 @@ class VLM:
     ) -> None:
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
         self.target: Target = adapt(model, exact)
+        self.adapters = {name: adapted(self.target, each) for name, each in read_adapters(adapters).items()}
+        self.adapter: str | None = None
+        self._base = self.target
         self.draft_model: Target | None = None
         self.draft_processor: InputProcessor | None = None
         vocabulary: int | None = None
@@ -244,7 +266,7 @@ class VLM:
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         kinds = drafters.kinds_of(self.heads)
         options = drafters.completed(method, options, self.draft_model, kinds, head)
-        self.method = method
+        self.method, self._chosen = method, options
         self.options = methods.options(method, options)
         self.head_name = methods.fit(method, self.options, self.draft_model is not None, kinds, head)
         self.head = None if self.head_name is None else self.heads[self.head_name]
@@ -371,18 +393,32 @@ class VLM:
         running.trace = trace
         return Batch(running, self.request, self.processor.tokenizer)
 
-    def using(self, method: str, *, head: str | None = None, **options: Any) -> VLM:
-        """Return a `VLM` of the same loaded models with another method.
+    def using(
+        self, method: str | None = None, *, adapter: str | None = PRESENT, head: str | None = None, **options: Any
+    ) -> VLM:
+        """Return a `VLM` of the same loaded models with another method or adapter.
 
         Args:
+            method: by default the present one, with its head and options.
+            adapter: name of one of `adapters`, or None for none; by default the present one.
             head: name of the head to use; by default the only one of the method's kind, or of several the one
                 named like the kind.
             options: override the method's defaults.
 
         Raises:
             MethodError: unknown method, option or head, or a method whose draft model or head is not loaded.
+            InputError: unknown adapter.
         """
         other = copy.copy(self)
+        if adapter != PRESENT:
+            if adapter is not None and adapter not in self.adapters:
+                expected = ", ".join(self.adapters) or "none, since none was loaded"
+                raise InputError(f"There is no adapter {adapter!r}; expected one of {expected}.")
+            other.adapter = adapter
+            other.target = self._base if adapter is None else self.adapters[adapter]
+            other._parts = replace(self._parts, target=other.target)
+        if method is None:
+            method, head, options = self.method, head or self.head_name, {**self._chosen, **options}
         other._compose(method, head, options)
         return other
 

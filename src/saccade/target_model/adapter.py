@@ -89,8 +89,9 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
 class Target:
     """A loaded model with the forwards of speculative decoding."""
 
-    def __init__(self, model: Any, lean: bool = True, exact: bool = False) -> None:
+    def __init__(self, model: Any, lean: bool = True, exact: bool = False, base: Target | None = None) -> None:
         check_generation(model)
+        self._base = base  # whose weights the model shares, with adapters on top; None for a model of its own
         self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
@@ -137,7 +138,11 @@ class Target:
         if exact or (lean and self.traits.tested):
             self.use_lean()
         if lean and self._lean is None and self.ranks is None and self.shards is None:
-            self._packed = PackedModules(dict.fromkeys([*self.decoder.modules(), self.output_embeddings]))
+            modules = dict.fromkeys([*self.decoder.modules(), self.output_embeddings])
+            if self._base is None:
+                self._packed = PackedModules(modules)
+            elif self._base._packed is not None:
+                self._packed = self._base._packed.on(modules)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,7 +214,11 @@ class Target:
 
         In exact mode `ModelError` is raised where it does not.
         """
-        self._lean = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
+        if self._base is not None:
+            shared = self._base._lean
+            self._lean = None if shared is None else shared.adapted(self.model, self.decoder)
+        else:
+            self._lean = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
         if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
         if self.exact and self._lean is None:

@@ -8,8 +8,9 @@ A lean decoder is used only after its logits equalled the stock model's, and whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import contains, is_
 from typing import Any
@@ -33,7 +34,7 @@ from saccade.target_model.exact import (
     steady_silu,
 )
 from saccade.target_model.forward import ALL, Layout, Requirements, TokenBlock
-from saccade.target_model.linear import Linear, pack_where_faster
+from saccade.target_model.linear import AdaptedLinear, Linear, pack_where_faster
 from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 
@@ -91,9 +92,7 @@ class LeanDecoder:
         self._kinds = types if len(set(types)) > 1 else [ALL] * len(layers)
         rope = getattr(decoder.config, "rope_parameters", None) or {}
         self._sections: list[int] = list(rope.get("mrope_section", ()))
-        fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
-        joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
-        self._guard = ModuleGuard(model, (decoder, head), joined)
+        self._guard = _guard_of(model, decoder)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         dtype, device = decoder.norm.weight.dtype, decoder.norm.weight.device
         self._grids = None if exact is None else grids(self._heads, self._kv_heads, self._scale, dtype, device)
@@ -101,6 +100,32 @@ class LeanDecoder:
         self._sizes = make_steady(self._steady) if exact is not None else ()
         self._copied = pack_where_faster([*products, self.logits]) if exact is None else list[Linear](self._steady)
         self._threads = torch.get_num_threads()
+
+    def adapted(self, model: Any, decoder: Any) -> LeanDecoder | None:
+        """Return the decoder of a copy of the model with LoRAs, on these very products; None where none can add them.
+
+        In exact mode the sums of LoRAs are as steady as the others.
+        """
+        head = model.get_output_embeddings()
+        if not all(map(_is_plain_lora, (m for m in (*decoder.layers.modules(), head) if hasattr(m, "base_layer")))):
+            return None
+        steady = list(self._steady)
+
+        def product(weight: Tensor, bias: Tensor | None) -> Linear:
+            if self._exact is None:
+                return Linear(weight, bias)
+            steady.append(SteadyLinear(weight, bias))
+            return steady[-1]
+
+        other = copy.copy(self)
+        layers = zip(self._layers, decoder.layers, strict=True)
+        other._layers = [_adapt_layer(weights, layer, product) for weights, layer in layers]
+        other.logits = AdaptedLinear.of(self.logits, [head], product)
+        other._rotary, other._guard = decoder.rotary_emb, _guard_of(model, decoder)
+        if self._exact is not None:
+            other._steady, other._sizes = steady, make_steady(steady)
+            other._copied = list[Linear](steady)
+        return other
 
     @property
     def is_current(self) -> bool:
@@ -294,6 +319,31 @@ def _fuse_layer(layer: Any, product: type[Linear]) -> _LayerWeights:
         gate_up=product(fuse_parameters([m.weight for m in gates]), None, [m.weight for m in gates]),
         down=product(mlp.down_proj.weight),
     )
+
+
+def _is_plain_lora(module: Any) -> bool:
+    """Whether a module of PEFT is a linear one of a model with a LoRA on top, and no variant such as DoRA."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return kind == "peft.tuners.lora.layer.Linear" and type(module.base_layer) is nn.Linear and not module.lora_variant
+
+
+def _adapt_layer(
+    weights: _LayerWeights, layer: Any, product: Callable[[Tensor, Tensor | None], Linear]
+) -> _LayerWeights:
+    projections, gates = _fused_groups(layer)
+    return replace(
+        weights,
+        qkv=AdaptedLinear.of(weights.qkv, projections, product),
+        out=AdaptedLinear.of(weights.out, [layer.self_attn.o_proj], product),
+        gate_up=AdaptedLinear.of(weights.gate_up, gates, product),
+        down=AdaptedLinear.of(weights.down, [layer.mlp.down_proj], product),
+    )
+
+
+def _guard_of(model: Any, decoder: Any) -> ModuleGuard:
+    fused = [m for layer in decoder.layers for group in _fused_groups(layer) for m in group]
+    joined = [p for m in fused for p in (m.weight, m.bias) if p is not None]
+    return ModuleGuard(model, (decoder, model.get_output_embeddings()), joined)
 
 
 def _fused_groups(layer: Any) -> tuple[list[Any], list[Any]]:

@@ -9,6 +9,7 @@ what else runs, too, and is measured all the time.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections import defaultdict, deque
@@ -93,6 +94,34 @@ class Linear:
         return sum(0 if source.is_inference() else source._version for source in self._sources)
 
 
+class AdaptedLinear(Linear):
+    """A product with those of LoRAs on top, each over the outputs of one of the modules that are fused in it."""
+
+    __slots__ = ("_base", "_parts")
+
+    def __init__(self, base: Linear, parts: Sequence[tuple[slice, Linear, Linear, float]]) -> None:
+        super().__init__(base.weight, base.bias)
+        self._base, self._parts = base, parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._base(x)
+        for columns, down, up, scale in self._parts:
+            out[:, columns] += up(down(x.to(down.weight.dtype))) * scale
+        return out
+
+    @classmethod
+    def of(cls, base: Linear, modules: Sequence[Any], product: Callable[[Tensor, Tensor | None], Linear]) -> Linear:
+        """Return the product of some modules, those of them that PEFT has wrapped with their LoRAs."""
+        parts, stop = [], 0
+        for module in modules:
+            start, stop = stop, stop + module.weight.shape[0]
+            for name in getattr(module, "active_adapters", ()):
+                down, up = module.lora_A[name], module.lora_B[name]
+                both = product(down.weight, down.bias), product(up.weight, up.bias)
+                parts.append((slice(start, stop), *both, module.scaling[name]))
+        return cls(base, parts) if parts else base
+
+
 class PackedModules:
     """Linear modules of a model that run on packed copies of their weights while a context is open."""
 
@@ -101,6 +130,13 @@ class PackedModules:
         products = {id(m): Linear(m.weight, m.bias) for m in plain if "forward" not in vars(m)}
         packed = {id(product) for product in pack_where_faster(products.values())}
         self._packed = [(m, p) for m in plain if (p := products.get(id(m))) is not None and id(p) in packed]
+
+    def on(self, modules: Iterable[nn.Module]) -> PackedModules:
+        """Return those of other modules that have the same weights, on the same copies."""
+        other, products = copy.copy(self), {id(p.weight): p for _, p in self._packed}
+        plain = [m for m in modules if type(m) is nn.Linear]
+        other._packed = [(m, p) for m in plain if (p := products.get(id(m.weight))) is not None]
+        return other
 
     @contextmanager
     def running(self) -> Iterator[None]:
