@@ -20,8 +20,8 @@ from saccade.target_model.adapter import Target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # files of an adapter's folder
 INITIAL = {True, False, "gaussian", "orthogonal", "eva"}  # values of `init_lora_weights` that leave the base as it is
-REFUSED = ("modules_to_save", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config")
-REFUSED += ("use_bdlora", "use_qalora", "velora_config", "monteclora_config", "kasa_config", "megatron_config")
+REFUSED = ["modules_to_save", "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config"]
+REFUSED += ["use_bdlora", "use_qalora", "velora_config", "monteclora_config", "kasa_config", "megatron_config"]
 """Settings of PEFT that replace a part of the model, or whose effect depends on more than a module's input."""
 
 
@@ -105,14 +105,17 @@ def read_adapters(adapters: Mapping[str, str | Path | Adapter]) -> dict[str, Ada
 
 def adapted(target: Target, adapter: Adapter) -> Target:
     """Return a target with an adapter on the same weights, packed copies included."""
-    if target.ranks is not None or target.shards is not None:
-        raise refused_split()
+    refuse_apart(target.ranks or target.shards or any(weight.is_meta for weight in target.model.parameters()))
     return adapt(adapter.on(target.model), target.exact, base=target)
 
 
-def refused_split() -> ModelError:
-    """Error of adapters of a target that several processes share."""
-    return ModelError("Adapters need the whole target in one process, but it is split over several; leave one out.")
+def refuse_apart(is_apart: Any) -> None:
+    """Raise `ModelError` for adapters of a target whose weights are not all in the memory of this process."""
+    if is_apart:
+        raise ModelError(
+            "Adapters need the whole target in the memory of one process, but it is split over several, or offloaded; "
+            "give another device_map, or leave the adapters out."
+        )
 
 
 def _reason(problem: Exception) -> str:

@@ -49,7 +49,7 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
-from saccade.lora import Adapter, adapted, read_adapters, refused_split
+from saccade.lora import Adapter, adapted, read_adapters, refuse_apart
 from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
@@ -176,8 +176,7 @@ def check(
     elif draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
-    if adapters and device_map in (TENSOR_PARALLEL, SHARDED):
-        raise refused_split()
+    refuse_apart(adapters and device_map in (TENSOR_PARALLEL, SHARDED))
     loras = read_adapters(adapters)
     for adapter in loras.values():
         adapter.check(processor.config)

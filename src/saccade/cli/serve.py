@@ -31,6 +31,7 @@ def serve(
     *,
     config: str | None = option(None, "TOML file of server and models; other options override it.", metavar="FILE"),
     name: str | None = option(None, "Name of the model in requests; the target by default.", rich_help_panel="Models"),
+    lora: list[str] = option([], "A LoRA of PEFT; repeatable.", metavar="NAME=FOLDER", rich_help_panel="Models"),
     models: ModelOptions,
     chosen: ServerOptions,
     plan: bool = option(False, "Check everything, print what would be served, and load nothing."),
@@ -57,11 +58,16 @@ def serve(
 
     entry = {"name": name, **asdict(models), "exact": models.exact or None, "options": models.settings}
     entry["heads"] = screen.heads_by_name(entry.pop("head") or [])
+    entry["adapters"] = dict(text.partition("=")[::2] for text in lora)
+    if len(entry["adapters"]) < len(lora):
+        raise InputError("Two adapters have the same name; give every --lora NAME=FOLDER another one.")
     del entry["set_"], entry["suffix_store"]
     if config is None and models.target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
-    if config is not None and (name is not None or models != ModelOptions()):
-        raise InputError(f"--name and options of models are for a --target; the models of {config} have their own.")
+    if config is not None and (name is not None or lora or models != ModelOptions()):
+        raise InputError(
+            f"--name, --lora and options of models are for a --target; the models of {config} have their own."
+        )
 
     def read() -> ServerConfig:
         if config is not None:

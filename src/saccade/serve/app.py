@@ -118,12 +118,12 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
 def _about(model: ServedModel) -> dict[str, Any]:
     """A model in OpenAI's form, with its context and the methods that requests may choose."""
     return {
-        "id": model.entry.label,
+        "id": model.label,
         "object": "model",
         "created": model.created,
         "owned_by": "saccade",
         "root": model.entry.label if os.path.exists(model.entry.target) else model.entry.target,
-        "parent": None,
+        "parent": None if model.vlm.adapter is None else model.entry.label,
         "max_model_len": model.planner.context,
         "saccade": {
             "method": model.vlm.method,

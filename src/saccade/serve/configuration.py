@@ -79,6 +79,7 @@ class ModelEntry:
     drafter: str | None = None
     heads: Mapping[str, Any] = field(default_factory=dict)
     head: str | None = None
+    adapters: Mapping[str, Any] = field(default_factory=dict)  # LoRAs by the names by which requests choose them
     method: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
@@ -97,6 +98,9 @@ class ModelEntry:
         """Report every mistake that shows without weights, and return the function that loads the model."""
         from saccade.vlm import check
 
+        for name, folder in self.adapters.items():
+            if not (name and folder and isinstance(folder, str)):
+                raise ConfigError(f"The adapter {name!r} must be a name with a folder, such as NAME=FOLDER.")
         for name, profile in self.profiles.items():
             where = f"profile {name}"
             if not isinstance(profile, Mapping) or not isinstance(profile.get("method"), str):
@@ -113,6 +117,7 @@ class ModelEntry:
             self.method,
             heads=dict(self.heads),
             head=self.head,
+            adapters=dict(self.adapters),
             dtype=self.dtype,
             draft_dtype=self.draft_dtype,
             device_map=self.device,
@@ -141,14 +146,18 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("No model is named; give --target, or [[models]] in the configuration.")
-        labels = [model.label for model in self.models]
-        twice = next((name for name in labels if labels.count(name) > 1), None)
+        twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(f"Two models are named {twice!r}; give one of them another name.")
+            raise ConfigError(f"Two models or adapters are named {twice!r}; give one of them another name.")
         if self.media.paths:
             raise ConfigError("A server reads no paths for its clients; leave out media.paths.")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"The port must be from 0 to 65535, not {self.port}.")
+
+    @property
+    def labels(self) -> list[str]:
+        """Names by which requests choose a model, each followed by those of its adapters."""
+        return [name for model in self.models for name in (model.label, *model.adapters)]
 
     def check(self) -> list[Callable[[], VLM]]:
         """Check every model as `ModelEntry.check` does, and return the functions that load them."""
@@ -261,6 +270,7 @@ def plan(config: ServerConfig) -> str:
         words = [f"{name} {value}" for name, value in parts.items() if value]
         words += [f"method {model.method or 'by default'}", *_settings(model.options)]
         lines.append(f"model     {model.label}: {', '.join(words)}")
+        lines += [f"  adapter {name}: {folder}" for name, folder in model.adapters.items()]
         lines += [f"  profile {name}: {', '.join(_settings(each))}" for name, each in model.profiles.items()]
     return "\n".join(lines)
 

@@ -79,7 +79,12 @@ class ServedModel:
 
     def labels(self, vlm: VLM) -> tuple[str, str, str]:
         """Values of `monitoring.LABELS` for answers of the model with a method."""
-        return self.entry.label, vlm.method, str(vlm.lossless).lower()
+        return self.label, vlm.method, str(vlm.lossless).lower()
+
+    @property
+    def label(self) -> str:
+        """The model's name in requests: that of its adapter, if it has one."""
+        return self.vlm.adapter or self.entry.label
 
     @property
     def names(self) -> list[str]:
@@ -152,7 +157,7 @@ class ServedModel:
             raise invalid(f"{where} must be a number, a word, or true or false.", where)
 
     def _compose(self, name: str, settings: str) -> Setting:
-        key, options = (self.entry.label, f"{name} {settings}"), json.loads(settings)
+        key, options = (self.label, f"{name} {settings}"), json.loads(settings)
         if not name and not options:
             return Setting(key, self.vlm)
         if name == "off":

@@ -204,7 +204,7 @@ def serve_on_ray(read: Callable[[], ServerConfig], address: str, replicas: int |
         before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in signals}
         try:
             deploy(config)
-            names = ", ".join(entry.label for entry in config.models)
+            names = ", ".join(config.labels)
             at = f"http://{config.host}:{config.port}"
             print(f"Serving {names} by {room.count} replicas on {at}/v1 (Ctrl-C drains and ends)", file=sys.stderr)
             while True:

@@ -202,7 +202,7 @@ def serve(config: ServerConfig) -> None:
     keys, loaders, listening = config.keys(), config.check(), bind(config)
     host, port = listening.getsockname()[:2]
     vlms = [load() for load in loaders]
-    names = ", ".join(entry.label for entry in config.models)
+    names = ", ".join(config.labels)
     address = f"http://{host}:{port}"
     announcement = f"Serving {names} on {address}/v1, the page on {address} (Ctrl-C drains and ends)"
     caveats = dict.fromkeys(caveat(vlm.target, vlm.lossless) for vlm in vlms)

@@ -43,10 +43,12 @@ class Service:
         self._workers: PromptWorkers | None = None  # for media, where they are decoded in their own processes
         if sees and config.media.own_process and PromptWorkers.are_possible():
             self._workers = PromptWorkers(processors, limits.media_seconds, limits.media_memory_mib * MIB)
-        self.models = {
-            entry.label: ServedModel(entry, vlm, limits, config.media, config.text_as_text, self._workers)
-            for entry, vlm in zip(config.models, vlms, strict=True)
-        }
+        self.models = dict[str, ServedModel]()
+        for entry, vlm in zip(config.models, vlms, strict=True):
+            for adapter in (None, *entry.adapters):
+                chosen = vlm if adapter is None else vlm.using(adapter=adapter)
+                made = ServedModel(entry, chosen, limits, config.media, config.text_as_text, self._workers)
+                self.models[made.label] = made
         self.is_leaving = False  # from the first signal on
         self.gate = Gate(config)
         self.owner = Owner(limits, self._post)

@@ -119,7 +119,7 @@ class Exchange(Response):
         media = isinstance(body, ChatRequest) and has_media(body.messages)
         self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
         self._vlm, self._extension = self._jobs[0].vlm, body.saccade or Extension()
-        self._form = Form(chat, model.entry.label, body.stream_options or StreamOptions())
+        self._form = Form(chat, model.label, body.stream_options or StreamOptions())
         self._choices = model.choices(body, self._jobs, self._extension.trace)
         self._timings = [Timing(model.labels(self._vlm), began) for _ in self._jobs]
         self._per_prompt, self._is_extended = body.n or 1, body.saccade is not None
