@@ -31,7 +31,7 @@ def serve(
     *,
     config: str | None = option(None, "TOML file of server and models; other options override it.", metavar="FILE"),
     name: str | None = option(None, "Name of the model in requests; the target by default.", rich_help_panel="Models"),
-    lora: list[str] = option([], "A LoRA of PEFT; repeatable.", metavar="NAME=FOLDER", rich_help_panel="Models"),
+    lora: list[str] = option([], "A LoRA of PEFT; may be repeated.", metavar="NAME=FOLDER", rich_help_panel="Models"),
     models: ModelOptions,
     chosen: ServerOptions,
     plan: bool = option(False, "Check everything, print what would be served, and load nothing."),

@@ -223,8 +223,8 @@ class Target:
             self._lean = None
         if self.exact and self._lean is None:
             raise ModelError(
-                "The decoder of exact mode gives other logits than the model's own modules, or cannot add such an adapter "
-                "(DoRA); leave exact out."
+                "The decoder of exact mode gives other logits than the model's own modules, or cannot add an adapter "
+                "(DoRA) to its own; leave exact out."
             )
         if self.exact and not is_exact(self):
             raise ModelError(
