@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, Unpack, overload
 
 import torch
@@ -39,6 +38,7 @@ from saccade.loading import (
     check_device,
     check_dtype,
     default_device,
+    empty_model,
     is_assistant,
     load_model,
     mask_token,
@@ -49,7 +49,7 @@ from saccade.loading import (
     shared_vocabulary,
 )
 from saccade.loading import draft_dtype as best_draft_dtype
-from saccade.lora import Adapter, adapted, read_adapters, refuse_apart
+from saccade.lora import adapted, refuse_apart, with_lora
 from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
@@ -62,8 +62,8 @@ from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
-Adapters = Mapping[str, str | Path | Adapter]
-PRESENT = ""  # the name of no adapter
+Adapters = Mapping[str, str | Path]
+PRESENT = ""  # in place of an adapter's name: the one in use
 
 
 def load(
@@ -74,7 +74,7 @@ def load(
     assistant_model: str | Path | Any = None,
     heads: Heads = (),
     head: str | None = None,
-    adapters: Adapters = MappingProxyType({}),
+    adapters: Adapters | None = None,
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
@@ -129,7 +129,7 @@ def check(
     *,
     heads: Heads = (),
     head: str | None = None,
-    adapters: Adapters = MappingProxyType({}),
+    adapters: Adapters | None = None,
     dtype: str | torch.dtype = "auto",
     draft_dtype: str | torch.dtype | None = None,
     device_map: Any = None,
@@ -177,9 +177,8 @@ def check(
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
     refuse_apart(adapters and device_map in (TENSOR_PARALLEL, SHARDED))
-    loras = read_adapters(adapters)
-    for adapter in loras.values():
-        adapter.check(processor.config)
+    for adapter, folder in (adapters or {}).items():
+        with_lora(empty_model(processor.config), adapter, folder)
 
     def read() -> VLM:
         model = _model(target, dtype, device_map)
@@ -191,7 +190,7 @@ def check(
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
         parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
-        parts |= {"heads": all_heads, "head": head, "adapters": loras}
+        parts |= {"heads": all_heads, "head": head, "adapters": adapters}
         vlm = VLM(model, processor, **parts, method=name, exact=exact, **options)
         for each in (vlm.target, *vlm.adapters.values()):
             each.threads = StepThreads([] if exact else counts)
@@ -235,7 +234,7 @@ class VLM:
         draft_processor: InputProcessor | None = None,
         heads: Heads = (),
         head: str | None = None,
-        adapters: Adapters = MappingProxyType({}),
+        adapters: Adapters | None = None,
         draft_dtype: str | torch.dtype | None = None,
         method: str | None = None,
         exact: bool = False,
@@ -243,7 +242,7 @@ class VLM:
     ) -> None:
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
         self.target: Target = adapt(model, exact)
-        self.adapters = {name: adapted(self.target, each) for name, each in read_adapters(adapters).items()}
+        self.adapters = {name: adapted(self.target, name, folder) for name, folder in (adapters or {}).items()}
         self.adapter: str | None = None
         self._base = self.target
         self.draft_model: Target | None = None
@@ -265,7 +264,8 @@ class VLM:
     def _compose(self, method: str, head: str | None, options: Mapping[str, Any]) -> None:
         kinds = drafters.kinds_of(self.heads)
         options = drafters.completed(method, options, self.draft_model, kinds, head)
-        self.method, self._chosen = method, options
+        self.method = method
+        self._chosen = options
         self.options = methods.options(method, options)
         self.head_name = methods.fit(method, self.options, self.draft_model is not None, kinds, head)
         self.head = None if self.head_name is None else self.heads[self.head_name]

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import ready, vlm
 from families import FAMILIES, reference_greedy
 from harness import assert_equals_generate, build, draft, requests, tokens
 from lora_kit import random_lora
-from saccade.lora import Adapter, adapted
+from saccade import load
+from saccade.errors import InputError
+from saccade.lora import adapted
 from saccade.target_model.adapter import Target
 
 LENGTH = 16
@@ -22,7 +25,8 @@ LENGTH = 16
 @pytest.mark.parametrize("method", ["plain", "chain", "static"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_those_of_peft(name: str, method: str, tmp_path: Path) -> None:
-    compare(name, method, random_lora(tmp_path, FAMILIES[name].model()))
+    settings = {"exclude_modules": ["out_proj"]} if name == "nemotron_h" else {}  # which PEFT refuses there
+    compare(name, method, random_lora(tmp_path, FAMILIES[name].model(), **settings))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def compare(name: str, method: str, folder: Path) -> None:
 
     case, kind = FAMILIES[name], FAMILIES[name].kinds[0]
     base = Target(case.model())
-    engine = build(adapted(base, Adapter.read("lora", folder)), draft(name), method)
+    engine = build(adapted(base, "lora", folder), draft(name), method)
     theirs = PeftModel.from_pretrained(case.model(), str(folder))
     answer = partial(reference_greedy, theirs, n=LENGTH)
     expected = [answer(case.row_inputs(kind, row))[0] for row in range(3)]
@@ -59,8 +63,43 @@ def test_an_adapter_adds_nothing_but_its_own_weights(tmp_path: Path) -> None:
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     base = Target(model)
     places = {p.data_ptr() for p in model.parameters()}
-    target = adapted(base, Adapter.read("lora", random_lora(tmp_path, FAMILIES["llama"].model())))
+    target = adapted(base, "lora", random_lora(tmp_path, FAMILIES["llama"].model()))
     assert target.is_lean
     assert {n for n, p in target.model.named_parameters() if p.data_ptr() not in places and "lora_" not in n} == set()
     assert {n for n, _ in model.named_parameters()} == before.keys()
     assert all(torch.equal(p, before[n][1]) and p.requires_grad for n, p in model.named_parameters())
+
+
+def test_using_keeps_what_it_does_not_name(tmp_path: Path) -> None:
+    folder = random_lora(tmp_path, vlm("qwen", "qwen-draft").target.model)
+    model = load(ready("qwen"), ready("qwen-draft"), "chain", gamma=2, adapters={"red": folder})
+    red = model.using(adapter="red")
+    assert (model.adapter, red.adapter, red.method, red.options["gamma"]) == (None, "red", "chain", 2)
+    assert (red.using("sage").adapter, red.using(gamma=3).options["gamma"]) == ("red", 3)
+    answers = [m.generate("Well?", max_new_tokens=LENGTH).tokens for m in (model, red, red.using("plain"))]
+    assert answers[0] != answers[1] == answers[2]
+    base = red.using(adapter=None)
+    assert (base.adapter, base.target) == (None, model.target)
+    with pytest.raises(InputError, match="There is no adapter 'blue'; expected one of red"):
+        model.using(adapter="blue")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_mode_is_exact_with_an_adapter(dtype: str, tmp_path: Path) -> None:
+    folder = random_lora(tmp_path, vlm("qwen", "qwen-draft").target.model)
+    model = load(ready("qwen"), ready("qwen-draft"), dtype=dtype, exact=True, adapters={"red": folder})
+    answers = [
+        model.using(method, adapter="red").generate(["Well?", "Two"], max_new_tokens=40)
+        for method in ("plain", "chain", "static-tree")
+    ]
+    assert tokens(answers[0]) == tokens(answers[1]) == tokens(answers[2])
+    assert model.adapters["red"].is_lean
+
+
+def test_a_layer_of_multi_token_prediction_drafts_for_an_adapter(tmp_path: Path) -> None:
+    folder = random_lora(tmp_path, vlm("predicting").target.model, std=0.02)
+    red = load(ready("predicting"), adapters={"red": folder}).using(adapter="red")
+    drafted = red.generate("Well?", max_new_tokens=LENGTH)
+    assert red.method == "mtp"
+    assert drafted.stats.drafted_tokens
+    assert drafted.tokens == red.using("plain").generate("Well?", max_new_tokens=LENGTH).tokens

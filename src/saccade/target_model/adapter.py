@@ -137,12 +137,9 @@ class Target:
         self._packed: PackedModules | None = None
         if exact or (lean and self.traits.tested):
             self.use_lean()
-        if lean and self._lean is None and self.ranks is None and self.shards is None:
-            modules = dict.fromkeys([*self.decoder.modules(), self.output_embeddings])
-            if self._base is None:
-                self._packed = PackedModules(modules)
-            elif self._base._packed is not None:
-                self._packed = self._base._packed.on(modules)
+        is_whole = self.ranks is None and self.shards is None
+        if lean and self._lean is None and is_whole and self._base is None:  # copies would be as large as the base
+            self._packed = PackedModules(dict.fromkeys([*self.decoder.modules(), self.output_embeddings]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,11 +211,10 @@ class Target:
 
         In exact mode `ModelError` is raised where it does not.
         """
-        if self._base is not None:
-            shared = self._base._lean
-            self._lean = None if shared is None else shared.adapted(self.model, self.decoder)
-        else:
+        if self._base is None:
             self._lean = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
+        elif self._base._lean is not None:
+            self._lean = self._base._lean.adapted(self.model, self.decoder)
         if self._lean is not None and not gives_stock_logits(self):
             self._lean = None
         if self.exact and self._lean is None:

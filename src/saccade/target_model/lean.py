@@ -102,12 +102,10 @@ class LeanDecoder:
         self._threads = torch.get_num_threads()
 
     def adapted(self, model: Any, decoder: Any) -> LeanDecoder | None:
-        """Return the decoder of a copy of the model with LoRAs, on these very products; None where none can add them.
-
-        In exact mode the sums of LoRAs are as steady as the others.
-        """
+        """Return the decoder of a copy of the model with LoRAs, on these very products; None for kinds such as DoRA."""
         head = model.get_output_embeddings()
-        if not all(map(_is_plain_lora, (m for m in (*decoder.layers.modules(), head) if hasattr(m, "base_layer")))):
+        wrapped = [m for m in (*decoder.layers.modules(), head) if hasattr(m, "base_layer")]
+        if not all(map(_is_plain_lora, wrapped)):
             return None
         steady = list(self._steady)
 
@@ -121,9 +119,11 @@ class LeanDecoder:
         layers = zip(self._layers, decoder.layers, strict=True)
         other._layers = [_adapt_layer(weights, layer, product) for weights, layer in layers]
         other.logits = AdaptedLinear.of(self.logits, [head], product)
-        other._rotary, other._guard = decoder.rotary_emb, _guard_of(model, decoder)
+        other._rotary = decoder.rotary_emb
+        other._guard = _guard_of(model, decoder)
         if self._exact is not None:
-            other._steady, other._sizes = steady, make_steady(steady)
+            other._steady = steady
+            other._sizes = make_steady(steady)
             other._copied = list[Linear](steady)
         return other
 
@@ -327,17 +327,13 @@ def _is_plain_lora(module: Any) -> bool:
     return kind == "peft.tuners.lora.layer.Linear" and type(module.base_layer) is nn.Linear and not module.lora_variant
 
 
-def _adapt_layer(
-    weights: _LayerWeights, layer: Any, product: Callable[[Tensor, Tensor | None], Linear]
-) -> _LayerWeights:
+def _adapt_layer(weights: _LayerWeights, layer: Any, product: Callable[..., Linear]) -> _LayerWeights:
     projections, gates = _fused_groups(layer)
-    return replace(
-        weights,
-        qkv=AdaptedLinear.of(weights.qkv, projections, product),
-        out=AdaptedLinear.of(weights.out, [layer.self_attn.o_proj], product),
-        gate_up=AdaptedLinear.of(weights.gate_up, gates, product),
-        down=AdaptedLinear.of(weights.down, [layer.mlp.down_proj], product),
-    )
+    parts = {"qkv": projections, "out": [layer.self_attn.o_proj], "gate_up": gates, "down": [layer.mlp.down_proj]}
+    adapted: dict[str, Any] = {
+        name: AdaptedLinear.of(getattr(weights, name), part, product) for name, part in parts.items()
+    }
+    return replace(weights, **adapted)
 
 
 def _guard_of(model: Any, decoder: Any) -> ModuleGuard:

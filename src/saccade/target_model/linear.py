@@ -9,7 +9,6 @@ what else runs, too, and is measured all the time.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections import defaultdict, deque
@@ -101,7 +100,8 @@ class AdaptedLinear(Linear):
 
     def __init__(self, base: Linear, parts: Sequence[tuple[slice, Linear, Linear, float]]) -> None:
         super().__init__(base.weight, base.bias)
-        self._base, self._parts = base, parts
+        self._base = base
+        self._parts = parts
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._base(x)
@@ -110,15 +110,14 @@ class AdaptedLinear(Linear):
         return out
 
     @classmethod
-    def of(cls, base: Linear, modules: Sequence[Any], product: Callable[[Tensor, Tensor | None], Linear]) -> Linear:
+    def of(cls, base: Linear, modules: Sequence[Any], product: Callable[..., Linear]) -> Linear:
         """Return the product of some modules, those of them that PEFT has wrapped with their LoRAs."""
         parts, stop = [], 0
         for module in modules:
             start, stop = stop, stop + module.weight.shape[0]
             for name in getattr(module, "active_adapters", ()):
-                down, up = module.lora_A[name], module.lora_B[name]
-                both = product(down.weight, down.bias), product(up.weight, up.bias)
-                parts.append((slice(start, stop), *both, module.scaling[name]))
+                down, up = (product(part.weight, part.bias) for part in (module.lora_A[name], module.lora_B[name]))
+                parts.append((slice(start, stop), down, up, module.scaling[name]))
         return cls(base, parts) if parts else base
 
 
@@ -130,13 +129,6 @@ class PackedModules:
         products = {id(m): Linear(m.weight, m.bias) for m in plain if "forward" not in vars(m)}
         packed = {id(product) for product in pack_where_faster(products.values())}
         self._packed = [(m, p) for m in plain if (p := products.get(id(m))) is not None and id(p) in packed]
-
-    def on(self, modules: Iterable[nn.Module]) -> PackedModules:
-        """Return those of other modules that have the same weights, on the same copies."""
-        other, products = copy.copy(self), {id(p.weight): p for _, p in self._packed}
-        plain = [m for m in modules if type(m) is nn.Linear]
-        other._packed = [(m, p) for m in plain if (p := products.get(id(m.weight))) is not None]
-        return other
 
     @contextmanager
     def running(self) -> Iterator[None]:
