@@ -82,7 +82,7 @@ def broken(folder: Path, **changes: object) -> str:
     [
         ("a=/nowhere", "The adapter a has no adapter_config.json in /nowhere; give"),
         ("a=", "The adapter 'a' must be a name with a folder"),
-        ("tiny={good}", "Two models or adapters are named 'tiny'"),
+        ("tiny={good}", "Two models are named 'tiny'"),
         (
             {"peft_type": "IA3"},
             "The adapter a has the type IA3, and with it changes the target in",

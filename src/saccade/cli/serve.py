@@ -65,9 +65,7 @@ def serve(
     if config is None and models.target is None:
         raise InputError("No model is named; give --target, such as --target pocket, or --config.")
     if config is not None and (name is not None or lora or models != ModelOptions()):
-        raise InputError(
-            f"--name, --lora and options of models are for a --target; the models of {config} have their own."
-        )
+        raise InputError(f"--name and options of models are for a --target; the models of {config} have their own.")
 
     def read() -> ServerConfig:
         if config is not None:

@@ -148,7 +148,7 @@ class ServerConfig:
             raise ConfigError("No model is named; give --target, or [[models]] in the configuration.")
         twice = next((name for name in self.labels if self.labels.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(f"Two models or adapters are named {twice!r}; give one of them another name.")
+            raise ConfigError(f"Two models are named {twice!r}; give one of them another name.")
         if self.media.paths:
             raise ConfigError("A server reads no paths for its clients; leave out media.paths.")
         if not 0 <= self.port <= 65535:
