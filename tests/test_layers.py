@@ -76,7 +76,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_003),
+    "cli": (("cli",), 2_063),
     "serve": (("serve",), 4_749),
     "training": (("train", "distill"), 4_871),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
@@ -85,7 +85,7 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 23_612
+CORE = 23_860
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 45_700, 8_345
 """Most lines of the tests, and of tools and benchmarks together."""
