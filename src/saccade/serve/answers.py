@@ -247,12 +247,16 @@ class Form:
         details = {**(piece.trace or {}), **({} if stats is None else {"stats": stats})}
         return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **details})}' if details else "", used)
 
-    def usage_chunk(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
-        """The last chunk, where usage was requested."""
+    def end(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
+        """The end of a stream, behind a chunk of the usage where it was requested."""
         if not self._options.include_usage:
-            return b""
+            return DONE
         end = json.dumps({"choices": [], "usage": used, **metrics(choices)})
-        return f"data: {self._chunk_head}, {end[1:]}\n\n".encode()
+        return f"data: {self._chunk_head}, {end[1:]}\n\n".encode() + DONE
+
+    def broken(self, error: dict[str, Any]) -> bytes:
+        """The end of a stream that fails, with the body of a refusal."""
+        return error_chunk(error) + DONE
 
     def body(self, choices: Sequence[Choice], used: dict[str, Any], details: list[dict[str, Any]]) -> bytes:
         whole = [self._whole(index, choice) for index, choice in enumerate(choices)]

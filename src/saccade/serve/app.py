@@ -19,6 +19,7 @@ from starlette.routing import Route
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
+from saccade.serve.responses import KeptResponses, ResponseExchange
 from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_fields
 from saccade.serve.service import AccessLog, Service
 from saccade.serve.streaming import Exchange, json_of
@@ -37,6 +38,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     service = Service(config, vlms)
     app = FastAPI(title="Saccade", lifespan=service.running, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
+    kept = KeptResponses(config.limits)
     if config.access_log:
         app.add_middleware(AccessLog)
 
@@ -47,6 +49,20 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     @app.post("/v1/completions")
     async def completions() -> Response:
         return Exchange(service, CompletionRequest)
+
+    @app.post("/v1/responses")
+    async def responses() -> Response:
+        return ResponseExchange(service, kept)
+
+    @app.get("/v1/responses/{name}")
+    async def response(name: str, request: Request) -> Response:
+        return Response(kept.find(name, service.gate.client(request.scope)).body, media_type="application/json")
+
+    @app.delete("/v1/responses/{name}")
+    async def delete_response(name: str, request: Request) -> Response:
+        kept.find(name, service.gate.client(request.scope))
+        kept.drop(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def prepared(request: Request, kind: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
         with service.gate.request(service.gate.client(request.scope)):

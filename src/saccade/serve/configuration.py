@@ -51,6 +51,8 @@ class Limits:
     connections: int = 1024  # open connections
     header_seconds: float = 10.0  # time for the head of a request
     body_seconds: float = 60.0  # time for its body
+    stored_responses: int = 1000  # answers of `/v1/responses` that are kept for later turns; 0: none
+    stored_responses_mib: int = 256  # memory of their conversations together; the oldest answers are dropped first
     send_seconds: float = 60.0  # time that one write to a client may take
     stream_buffer: int = 1024  # steps of an answer that wait for a slow reader; beyond them the answer is cancelled
     stuck_seconds: float = 300.0  # length of a step from which on `/health` answers 503
@@ -62,7 +64,8 @@ class Limits:
     media_memory_mib: int = 3072  # memory that one of them may take for it
 
     def __post_init__(self) -> None:
-        may_be_zero = ("max_queue", "requests_per_key", "requests_per_minute", "media_cache_mib", "drain_delay_seconds")
+        may_be_zero = ["max_queue", "requests_per_key", "requests_per_minute", "media_cache_mib", "drain_delay_seconds"]
+        may_be_zero += ["stored_responses"]
         for entry in fields(self):
             value = getattr(self, entry.name)
             if value is None:

@@ -30,6 +30,8 @@ from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of,
 log = logging.getLogger("saccade.serve")
 ATTEMPTS = 3  # replicas that a request is sent to before it fails
 KEY = b"x-saccade-affinity"  # header by which a client names what belongs together, in place of the front's own guess
+RESPONSES = "/v1/responses/"  # begin of the paths of responses that a replica keeps
+KEEPER = "replica "  # begin of the keys that one replica alone can answer, before its name
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 COUNTED = {
     "requests": "Requests of clients.",
@@ -84,7 +86,10 @@ class Front:
             client = self._gate.client(scope)  # before a body is read
             with self._gate.request(client) if scope["method"] == "POST" else nullcontext():
                 body = await body_of(receive, self._limits)
-                key = dict(scope["headers"]).get(KEY, b"").decode("latin-1") or key_of_body(body)
+                path = scope["path"]
+                key = key_of_response(path[len(RESPONSES) :]) if path.startswith(RESPONSES) else key_of_body(body)
+                if not key.startswith(KEEPER):
+                    key = dict(scope["headers"]).get(KEY, b"").decode("latin-1") or key
                 forwarded = Forwarded({name: scope[name] for name in _SCOPE if name in scope}, body, key)
                 await self._until_gone(receive, self._forward(forwarded, answer))
         except Refusal as refusal:
@@ -206,7 +211,11 @@ def key_of_body(body: bytes) -> str:
         return ""
     if not isinstance(request, dict):
         return ""
-    prompt, listed = request.get("prompt"), request.get("messages")
+    if key := key_of_response(request.get("previous_response_id")):
+        return key
+    prompt, listed = request.get("prompt"), request.get("messages") or request.get("input")
+    if isinstance(listed, str):
+        listed = [{"role": "user", "content": listed}]
     messages: list[Any] = listed if isinstance(listed, list) else []
     content: Any = prompt[:_PROMPT] if isinstance(prompt, (str, list)) else None
     for number, message in enumerate(messages):
@@ -217,6 +226,12 @@ def key_of_body(body: bytes) -> str:
         return ""
     whole = json.dumps([request.get("model"), content], sort_keys=True)
     return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
+
+
+def key_of_response(name: Any) -> str:
+    """Return the key of the replica that keeps a response; empty where the response's id has none."""
+    replica = name.removeprefix("resp_").rpartition("-")[0] if isinstance(name, str) else ""
+    return f"{KEEPER}{replica}" if replica else ""
 
 
 def _media(content: Any) -> list[Any]:
@@ -232,8 +247,10 @@ def _media(content: Any) -> list[Any]:
 
 def ranked(key: str, loads: Mapping[str, int | None], rows: int) -> list[list[str]]:
     """Return the replicas by their loads in groups, the best group first."""
-    names = sorted(loads)
-    if not key or not names:
+    names, keeper = sorted(loads), key.removeprefix(KEEPER)
+    if keeper != key and keeper in loads:
+        return [[keeper]]
+    if keeper != key or not key or not names:
         return [names] if names else []
     home = max(names, key=lambda name: hashlib.blake2b(f"{key}/{name}".encode(), digest_size=8).digest())
     others = [name for name in names if name != home]

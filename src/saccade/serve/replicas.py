@@ -68,6 +68,7 @@ class Replica:
         self._running = self._service.running(None)
         await self._running.__aenter__()
         self._name = serve.get_replica_context().replica_id.unique_id
+        self._service.replica = f"{self._name}-"
 
     async def answer(self, forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
         """Yield the messages of the application, those that are there together."""

@@ -224,6 +224,8 @@ REFUSED: dict[str, Any] = {
     **dict.fromkeys(("allowed_token_ids", "logits_processors"), ([],)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
+    **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
+    "background": [False],
     "function_call": ["none", "auto"],
     "skip_special_tokens": [True],
     "modalities": [["text"]],
@@ -241,13 +243,18 @@ def parse(kind: type[Body], content: bytes) -> Body:
     Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
     are not supported, and misspelt ones, are refused.
     """
-    body = parse_fields(kind, content)
+    return checked(kind, object_of(content))
+
+
+def checked(kind: type[Body], fields: Mapping[str, Any], others: Sequence[str] = ()) -> Body:
+    """Check fields of a body as `parse` does; ``others`` are names that may be meant besides the kind's own."""
+    body = validated(kind, fields)
     for name, value in (body.model_extra or {}).items():
         if name in REFUSED:
             if value not in REFUSED[name]:
                 raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
             continue
-        close = get_close_matches(name, kind.model_fields, 1, 0.85) if len(name) < 50 else []
+        close = get_close_matches(name, [*kind.model_fields, *others], 1, 0.85) if len(name) < 50 else []
         if close:
             raise invalid(f"The field {name} is unknown; {close[0]} may be meant.", name, "unknown_parameter")
     _check_together(body)
@@ -256,12 +263,21 @@ def parse(kind: type[Body], content: bytes) -> Body:
 
 def parse_fields(kind: type[Kind], content: bytes) -> Kind:
     """Parse a body whose fields are checked one by one; errors as in `parse`."""
+    return validated(kind, object_of(content))
+
+
+def object_of(content: bytes) -> dict[str, Any]:
     try:
         fields = from_json(content, allow_inf_nan=False)
     except ValueError as problem:
         raise invalid(f"The body is not valid JSON ({str(problem)[:200]}); send one object.") from None
     if not isinstance(fields, dict):
         raise invalid("The body must be a JSON object, such as one with model and messages.")
+    return fields
+
+
+def validated(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:
+    """Check fields one by one; null is the same as a field left out."""
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as problem:

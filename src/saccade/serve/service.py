@@ -50,6 +50,7 @@ class Service:
                 made = ServedModel(entry, chosen, limits, config.media, config.text_as_text, self._workers)
                 self.models[made.label] = made
         self.is_leaving = False  # from the first signal on
+        self.replica = ""  # of several: its name and a hyphen, with which the ids of responses begin
         self.gate = Gate(config)
         self.owner = Owner(limits, self._post)
         self.metrics = Metrics(self.owner, [m.labels(m.vlm) for m in self.models.values()], config.vllm_metrics)

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from saccade.serve.answers import DONE, Choice, Form, Piece, error_chunk, usage
+from saccade.serve.answers import Choice, Form, Piece, usage
 from saccade.serve.configuration import Limits
 from saccade.serve.monitoring import Timing
 from saccade.serve.owner import Event, Job
@@ -74,7 +74,7 @@ def _too_large(limits: Limits) -> Refusal:
 
 
 class Exchange(Response):
-    """Answer of one of the two endpoints; an ASGI response that also reads the body and watches the connection."""
+    """Answer of an endpoint; an ASGI response that also reads the body and watches the connection."""
 
     def __init__(self, service: Service, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
         self.background = None
@@ -92,7 +92,7 @@ class Exchange(Response):
         try:
             client, began = service.gate.client(scope), time.perf_counter()
             with service.gate.request(client):
-                body = parse(self._kind, await json_of(scope, receive, self._limits))
+                body = self._read(await json_of(scope, receive, self._limits), client)
                 await self._submit(body, service.sharing(client), began)
                 watching = asyncio.create_task(self._watch(receive))
                 try:
@@ -107,6 +107,12 @@ class Exchange(Response):
             self._close()
             self._jobs = []  # which call back here; without the cycle, images are freed at once
 
+    def _read(self, content: bytes, client: str) -> ChatRequest | CompletionRequest:
+        return parse(self._kind, content)
+
+    def _make_form(self, body: ChatRequest | CompletionRequest, model: str) -> Form:
+        return Form(isinstance(body, ChatRequest), model, body.stream_options or StreamOptions())
+
     async def _submit(self, body: ChatRequest | CompletionRequest, sharing: str | None, began: float) -> None:
         """Prepare the jobs outside of the event loop, and queue them; ``sharing`` as of `ServedModel.chat_jobs`."""
         service = self._service
@@ -119,7 +125,7 @@ class Exchange(Response):
         media = isinstance(body, ChatRequest) and has_media(body.messages)
         self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
         self._vlm, self._extension = self._jobs[0].vlm, body.saccade or Extension()
-        self._form = Form(chat, model.label, body.stream_options or StreamOptions())
+        self._form = self._make_form(body, model.label)
         self._choices = model.choices(body, self._jobs, self._extension.trace)
         self._timings = [Timing(model.labels(self._vlm), began) for _ in self._jobs]
         self._per_prompt, self._is_extended = body.n or 1, body.saccade is not None
@@ -191,7 +197,7 @@ class Exchange(Response):
                 if event.error is not None:
                     refusal = refusal_of(event.error)
                     self._metrics.failed(refusal.kind)
-                    await self._write(send, b"".join([*parts, error_chunk(refusal.body()), DONE]), last=True)
+                    await self._write(send, b"".join([*parts, self._form.broken(refusal.body())]), last=True)
                     return
                 piece, choice = self._add(index, event), self._choices[index]
                 left -= event.is_last
@@ -205,8 +211,8 @@ class Exchange(Response):
             if parts:
                 await self._write(send, b"".join(parts))
             events, parts = await self._take(), []
-        parts.append(self._form.usage_chunk(self._choices, usage(self._choices, self._per_prompt)))
-        await self._write(send, b"".join([*parts, DONE]), last=True)
+        parts.append(self._form.end(self._choices, usage(self._choices, self._per_prompt)))
+        await self._write(send, b"".join(parts), last=True)
 
     def _add(self, index: int, event: Event) -> Piece:
         self._tokens += len(event.tokens)
