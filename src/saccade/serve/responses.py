@@ -265,7 +265,7 @@ class ResponseForm(Form):
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {"cache_write_tokens": 0, **used["prompt_tokens_details"]},
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0, **used["completion_tokens_details"]},
+            "output_tokens_details": used["completion_tokens_details"],
             "total_tokens": used["total_tokens"],
         }
         response = self._response(
@@ -377,6 +377,7 @@ class ResponseExchange(Exchange):
         return chat_request(asked, [*system, *(each for turn in before for each in turn.messages), *question])
 
     def _make_form(self, body: ChatRequest | CompletionRequest, model: str) -> Form:
-        asked = self._asked.model_dump(exclude={"input", "include", "stream", "stream_options", "saccade"})
-        used = {"model": model, "truncation": "disabled", "background": False}
+        asked = self._asked.model_dump(exclude={"input", "include", *(self._asked.model_extra or ())})
+        used = {name: getattr(body, name) for name in ("temperature", "top_p", "top_logprobs")}
+        used |= {"model": model, "truncation": "disabled", "background": False}
         return ResponseForm(self._name, {**asked, **used}, self._keep)

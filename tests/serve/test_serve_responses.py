@@ -1,0 +1,337 @@
+"""The Responses API, by OpenAI's package and its types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from live_server import WORDS, Live, asks, live, uri
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, Field, TypeAdapter
+
+from checkpoints import llama, tokenizer
+from saccade import load
+from saccade.serve.answers import Choice, Piece
+from saccade.serve.responses import ResponseForm, messages_of
+
+PATH = "/v1/responses"
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+HELLO = {"model": "tiny", "input": "Hello", "max_output_tokens": 4}
+OWN = ("id", "created_at", "completed_at", "usage", "metrics", "saccade")  # fields that differ between equal answers
+
+
+def shown(words: str, *images: str) -> list[dict[str, Any]]:
+    """One user message in the form of the API, images first."""
+    parts: list[dict[str, Any]] = [{"type": "input_image", "image_url": image, "detail": "auto"} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "input_text", "text": words}]}]
+
+
+def events_of(content: bytes) -> list[dict[str, Any]]:
+    """Events of a stream, each of which is valid and has the next number."""
+    found = []
+    for number, event in enumerate(content.decode().split("\n\n")[:-1]):
+        kind, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+        assert found[-1]["sequence_number"] == number
+        assert EVENTS.validate_python(found[-1]).type == found[-1]["type"]
+    return found
+
+
+def alike(response: dict[str, Any]) -> dict[str, Any]:
+    """What two equal answers have in common."""
+    items = [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
+    return {**{name: value for name, value in response.items() if name not in OWN}, "output": items}
+
+
+@pytest.mark.parametrize("images", [(), (uri(3), uri(4, (60, 40)))], ids=["text", "pictures"])
+def test_an_answer_is_that_of_the_chat_and_has_the_form_of_openai(shared: Live, images: tuple[str, ...]) -> None:
+    given = shown("What is it?", *images) if images else "What is it?"
+    fields = {"max_output_tokens": 20, "temperature": 0.7, "seed": 5, "metadata": {"a": "b"}, "user": "me"}
+    body = {"model": "tiny", "input": given, "instructions": "Be brief.", **fields}
+    status, answer = shared.post(body, PATH)
+    messages = [{"role": "system", "content": "Be brief."}, *asks("What is it?", *images)]
+    chat = shared.client().chat.completions.create(
+        model="tiny",
+        messages=messages if images else [messages[0], {"role": "user", "content": given}],
+        max_tokens=20,
+        temperature=0.7,
+        seed=5,
+    )
+    found = Response.model_validate(answer)
+    assert (status, found.output_text) == (200, chat.choices[0].message.content)
+    assert (found.status, found.output[0].status) == ("incomplete", "incomplete")
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert (found.usage.input_tokens, found.usage.output_tokens) == (chat.usage.prompt_tokens, 20)
+    assert (found.metadata, found.temperature, found.instructions) == ({"a": "b"}, 0.7, "Be brief.")
+    assert shared.client().responses.retrieve(found.id).to_dict() == answer
+
+
+def test_events_come_in_order_and_end_with_the_whole(shared: Live) -> None:
+    _, whole = shared.post({**HELLO, "max_output_tokens": 20}, PATH)
+    text = whole["output"][0]["content"][0]["text"]
+    body = {**HELLO, "max_output_tokens": 20, "stop": text[9:12], "saccade": {"trace": True}}
+    _, stopped = shared.post(body, PATH)
+    status, headers, content = shared.call("POST", PATH, json.dumps({**body, "stream": True}).encode())
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    events = events_of(content)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[4:-4] == ["output_text.delta"] * len(deltas)
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert "".join(deltas) == events[-4]["text"] == text[: text.index(text[9:12])]
+    last = events[-1]["response"]
+    assert alike(last) == alike(stopped)
+    assert last["id"] == events[0]["response"]["id"]
+    assert [last["saccade"][name] for name in ("steps",)] == [stopped["saccade"][name] for name in ("steps",)]
+    assert last["saccade"]["stats"]["method"] == stopped["saccade"]["stats"]["method"]
+    with shared.client().responses.stream(
+        model="tiny", input="Hello", max_output_tokens=20, extra_body={"stop": text[9:12]}
+    ) as stream:
+        assert [event.type.removeprefix("response.") for event in stream] == kinds
+        assert stream.get_final_response().output_text == "".join(deltas)
+
+
+class Thing(BaseModel):
+    colour: Literal["red", "green", "blue"]
+    count: int = Field(ge=0, le=99)
+    sure: bool
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of a byte-level model whose answers end with its tokenizer's end."""
+    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
+    tok = tokenizer()
+    folder = llama(tmp_path_factory.mktemp("writer") / "llama", tok=tok, answers=len(tok), seed=4)
+    with live([(WORDS, load(folder, method="prompt-lookup"))]) as server:
+        yield server
+
+
+def test_answers_are_parsed_into_the_clients_class(writer: Live) -> None:
+    client = writer.client()
+    answer = client.responses.parse(model="words", input="Thing 1", text_format=Thing, max_output_tokens=120)
+    assert isinstance(answer.output_parsed, Thing)
+    assert (answer.status, answer.text.format.name) == ("completed", "Thing")
+    with client.responses.stream(model="words", input="Thing 1", text_format=Thing, max_output_tokens=120) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    _, found = writer.post({"input": "Any", "max_output_tokens": 40, "text": {"format": {"type": "json_object"}}}, PATH)
+    assert found["output"][0]["content"][0]["text"].startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_later_turns_are_those_of_the_whole_conversation(shared: Live, stream: bool) -> None:
+    client, conversation, previous = shared.client(), list[dict[str, Any]](), None
+    for number, (words, images) in enumerate([("What is it?", (uri(5),)), ("And?", ()), ("This?", (uri(6),))]):
+        system = [{"role": "system", "content": f"Rule {number}."}] * (number < 2)
+        conversation += asks(words, *images)
+        chat = client.chat.completions.create(model="tiny", messages=[*system, *conversation], max_tokens=12)
+        conversation.append({"role": "assistant", "content": chat.choices[0].message.content})
+        instructions = system[0]["content"] if system else None
+        body = {"model": "tiny", "instructions": instructions, "max_output_tokens": 12}
+        body |= {"input": shown(words, *images), "previous_response_id": previous}
+        answer = client.responses.create(**body, stream=True) if stream else client.responses.create(**body)
+        found = list(answer)[-1].response if stream else answer
+        assert found.output_text == chat.choices[0].message.content
+        assert found.usage.input_tokens == chat.usage.prompt_tokens
+        assert found.previous_response_id == previous
+        previous = found.id
+
+
+def missing(server: Live, name: str, key: str = "none") -> str:
+    """The sentence of the errors of a response that is not there."""
+    client, sentences = server.client(key), set()
+    for call in (
+        lambda: client.responses.retrieve(name),
+        lambda: client.responses.delete(name),
+        lambda: client.responses.create(model="tiny", input="x", previous_response_id=name),
+    ):
+        with pytest.raises(openai.NotFoundError) as problem:
+            call()
+        assert problem.value.code == "response_not_found"
+        sentences.add(problem.value.body["message"])
+    (sentence,) = sentences
+    return str(sentence).replace(name, "")
+
+
+def test_responses_are_kept_up_to_the_limits_and_until_they_are_deleted() -> None:
+    with live(stored_responses=2, stored_responses_mib=1) as server:
+        responses = server.client().responses
+
+        def made(words: str, **more: Any) -> str:
+            return responses.create(model="tiny", input=words, max_output_tokens=2, **more).id
+
+        unknown = missing(server, "resp_unknown")
+        assert missing(server, made("One", store=False)) == unknown
+        first = made("One")
+        second, third = made("Two", previous_response_id=first), made("Three")
+        assert missing(server, first) == unknown, "two are kept"
+        fourth = made("Four", previous_response_id=second)
+        assert missing(server, second) == unknown
+        assert {responses.retrieve(name).id for name in (third, fourth)} == {third, fourth}
+        responses.delete(third)
+        assert missing(server, third) == unknown
+        assert "send the whole conversation" in unknown
+        large = shown("Big", uri(1, (32, 32)) + " " * 700_000)
+        fifth = responses.create(model="tiny", input=large, max_output_tokens=2).id
+        sixth = made("Six", previous_response_id=fifth)
+        assert {responses.retrieve(name).id for name in (fifth, sixth)} == {fifth, sixth}, "its picture counts once"
+        seventh = responses.create(model="tiny", input=large, max_output_tokens=2).id
+        assert missing(server, fifth) == missing(server, sixth) == unknown
+        assert responses.retrieve(seventh).id == seventh
+
+
+def test_responses_belong_to_the_key_that_made_them(keys: str) -> None:
+    with live(api_key_file=keys) as server:
+        mine = server.client("first").responses.create(model="tiny", input="Hi", max_output_tokens=2).id
+        assert missing(server, mine, "second") == missing(server, "resp_unknown", "first")
+        assert server.client("first").responses.retrieve(mine).id == mine
+        assert server.call("GET", f"{PATH}/{mine}")[0] == server.call("DELETE", f"{PATH}/{mine}")[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"input": None}, "input", "The field input is missing."),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "input[0].role must be one of"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "'web_search_call' is not supported here"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments", "must be text"),
+        ({"input": [*shown("x"), {"role": "user", "content": [{"type": "input_image"}]}]}, None, "input[1].content[0]"),
+        ({"input": shown("x", "/etc/passwd")}, None, "path"),
+        ({"max_output_tokens": 5000}, "input", "or lower max_output_tokens."),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is wrong"),
+        ({"max_output_token": 4}, "max_output_token", "max_output_tokens may be meant"),
+        ({"max_tokens": 4}, "max_tokens", "max_output_tokens may be meant"),
+        ({"messages": asks("x")}, "messages", "input may be meant"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format.schema is missing"),
+        ({"text": {"format": "json"}}, "text.format", "must be an object|should be an object"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs message.output_text.logprobs in include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "must be function"),
+        ({"background": True}, "background", "background is not supported"),
+        ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "prompt is not supported"),
+        ({"n": 2}, "n", "leave n out"),
+        ({"truncation": "middle"}, "truncation", "'auto' or 'disabled'"),
+        ({"temperature": -1}, "temperature", "temperature is wrong"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_field_is_named_by_its_own_name(
+    shared: Live, change: dict[str, Any], param: str | None, words: str, stream: bool
+) -> None:
+    status, answer = shared.post({**HELLO, "stream": stream, **change}, PATH)
+    assert status == 400
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert any(each in answer["error"]["message"] for each in words.split("|")), answer
+    assert param in (None, answer["error"]["param"])
+
+
+def test_fields_that_change_nothing_are_ignored(shared: Live) -> None:
+    change = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "include": ["reasoning.encrypted_content"],
+    }
+    change |= {"truncation": "auto", "service_tier": "auto", "prompt_cache_key": "a", "reasoning": {"summary": "auto"}}
+    change |= {"background": False, "conversation": None, "text": {"verbosity": "low"}, "safety_identifier": "b"}
+    status, answer = shared.post({**HELLO, **change}, PATH)
+    assert (status, answer["truncation"]) == (200, "disabled")
+    assert answer["output"][0]["content"] == shared.post(HELLO, PATH)[1]["output"][0]["content"]
+
+
+def test_log_probabilities_come_with_the_text(shared: Live) -> None:
+    body = {**HELLO, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (item,) = shared.post(body, PATH)[1]["output"]
+    entries = item["content"][0]["logprobs"]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    _, expected = shared.post({**chat, "logprobs": True, "top_logprobs": 2})
+    assert entries == expected["choices"][0]["logprobs"]["content"]
+    events = events_of(shared.call("POST", PATH, json.dumps({**body, "stream": True}).encode())[2])
+    assert [entry for event in events if "delta" in event for entry in event["logprobs"]] == entries
+
+
+# -- reasoning and tool calls ------------------------------------------------------------------------------
+
+CALLS = [
+    {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+    for city in ("Oslo", "Rome")
+]
+USED = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+USED |= {"prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 2}}
+
+
+def called() -> tuple[ResponseForm, Choice, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """The form of an answer that reasons, speaks and calls a tool twice, and what it has kept."""
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    repeated = {"model": "m", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    form = ResponseForm("resp_1", repeated, lambda body, answer: kept.append((json.loads(body), answer)))
+    choice = Choice(tokenizer(), (), True, None, False, text="I look.", finish="tool_calls", reasoning="Hm, so.")
+    choice.calls = CALLS
+    return form, choice, kept
+
+
+def test_reasoning_and_tool_calls_are_items_of_their_own() -> None:
+    form, choice, kept = called()
+    pieces = [Piece("", None, None, None, reasoning=text) for text in ("Hm", ", so.")]
+    pieces += [Piece(text, None, None, None) for text in ("I ", "look.")]
+    for index, call in enumerate(CALLS):
+        name, arguments = call["function"].values()
+        parts = [{**call, "index": index, "function": {"name": name, "arguments": ""}}]
+        parts += [{"index": index, "function": {"arguments": part}} for part in (arguments[:5], arguments[5:])]
+        pieces += [Piece("", None, None, None, calls=(part,)) for part in parts]
+    pieces.append(Piece("", None, None, "tool_calls"))
+    content = (
+        form.begin(0) + b"".join(form.chunk(0, piece, None, (0, 0)) for piece in pieces) + form.end([choice], USED)
+    )
+    events = events_of(content)
+    reader = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
+    for event in events:
+        reader.handle_event(EVENTS.validate_python(event))
+    reasoning, message, *calls = events[-1]["response"]["output"]
+    assert [item["type"] for item in (reasoning, message, *calls)] == ["reasoning", "message", *["function_call"] * 2]
+    assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("Hm, so.", "I look.")
+    assert [(call["call_id"], call["name"], call["arguments"]) for call in calls] == [
+        (call["id"], *call["function"].values()) for call in CALLS
+    ]
+    for kind, number in (("reasoning_text.delta", 2), ("output_text.delta", 2), ("function_call_arguments.done", 2)):
+        assert sum(event["type"] == f"response.{kind}" for event in events) == number
+    places = [event["output_index"] for event in events if "output_index" in event]
+    assert places == sorted(places)
+    form, choice, kept_whole = called()
+    whole = json.loads(form.body([choice], USED, []))
+    Response.model_validate(whole)
+    assert alike(whole) == alike(events[-1]["response"])
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+    ((_, answer),) = kept
+    assert answer == {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm, so.",
+        "tool_calls": CALLS,
+    }
+    assert kept_whole[0] == (whole, answer)
+    outputs = [{"type": "function_call_output", "call_id": "call_Oslo", "output": "Rain."}]
+    given = [*shown("Weather?"), *whole["output"], *outputs]
+    tool = {"role": "tool", "tool_call_id": "call_Oslo", "content": "Rain."}
+    question, *rest = messages_of(given)
+    assert question == shown("Weather?")[0]
+    assert rest == [{**answer, "content": message["content"]}, tool]
+
+
+def test_a_stream_that_breaks_ends_with_the_reason() -> None:
+    form, _, kept = called()
+    error = {"message": "The server failed.", "type": "server_error", "param": None, "code": "internal_error"}
+    content = form.begin(0) + form.chunk(0, Piece("I", None, None, None), None, (0, 0)) + form.broken({"error": error})
+    *_, reason, failed = events_of(content)
+    assert (reason["type"], reason["message"], reason["code"]) == ("error", "The server failed.", "internal_error")
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"] == {"code": "server_error", "message": "The server failed."}
+    assert not kept
