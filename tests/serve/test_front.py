@@ -14,7 +14,7 @@ import yaml
 
 from isolated import ROOT
 from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
-from saccade.serve.front import ATTEMPTS, Forwarded, Front, QueueFull, ReplicaLost, key_of_body, ranked
+from saccade.serve.front import ATTEMPTS, Forwarded, Front, QueueFull, ReplicaLost, key_of_body, key_of_response, ranked
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 WHOLE = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
@@ -88,6 +88,21 @@ def test_a_request_goes_home_until_it_would_wait_there() -> None:
     assert ranked("key", {home: 2, other: 0}, rows=2) == [["a", "b"]], "the least loaded one of all"
     assert ranked("", {"a": 0, "b": 0}, rows=2) == [["a", "b"]]
     assert ranked("key", {}, rows=2) == []
+
+
+def test_turns_of_kept_responses_go_to_the_replica_that_keeps_them() -> None:
+    def body(**fields: Any) -> bytes:
+        return json.dumps(fields).encode()
+
+    shown = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:a"}]}]
+    assert key_of_body(body(input="Hello")) == key_of_body(chat("Hello"))
+    assert key_of_body(body(input=shown)) == key_of_body(chat("What is it?", picture="data:a"))
+    assert key_of_body(body(input="Hello", previous_response_id="resp_12")) == key_of_body(chat("Hello"))
+    key = key_of_body(body(input="Hello", previous_response_id="resp_b-12"))
+    assert key == key_of_response("resp_b-34") != key_of_response("resp_a-12")
+    assert ranked(key, {"a": 0, "b": 9}, rows=2) == [["b"]]
+    assert ranked(key, {"a": 0, "c": 0}, rows=2) == [["a", "c"]], "which says that it is not there"
+    assert ranked(key, {}, rows=2) == []
 
 
 # -- the front ---------------------------------------------------------------------------------------------
@@ -206,8 +221,11 @@ def test_a_client_may_name_what_belongs_together() -> None:
         yield [HEAD, piece("a", more=False)]
 
     visit(behave, body=chat("Hello"))
-    visit(behave, body=chat("Hello"), headers=((b"x-saccade-affinity", b"mine"),))
-    assert keys == [key_of_body(chat("Hello")), "mine"]
+    header = (b"x-saccade-affinity", b"mine")
+    visit(behave, body=chat("Hello"), headers=(header,))
+    for path, previous in (("/v1/responses/resp_b-12", ""), ("/v1/responses", "resp_b-12")):
+        visit(behave, body=chat("Hello", previous_response_id=previous), path=path, headers=(header,))
+    assert keys == [key_of_body(chat("Hello")), "mine", *[key_of_response("resp_b-12")] * 2]
 
 
 def test_a_client_that_leaves_ends_the_work_of_its_replica() -> None:

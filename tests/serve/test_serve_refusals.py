@@ -205,7 +205,7 @@ NAMES = [
     *("model", "messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "temperature"),
     *("top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "logprobs", "top_logprobs", "response_format", "speculation", "saccade", "num_frames", "fps"),
-    *("prompt", "best_of", "echo", "tools", "min_tokens"),
+    *("prompt", "best_of", "echo", "tools", "min_tokens", "input", "text", "include", "previous_response_id"),
 ]
 
 
@@ -228,11 +228,16 @@ def fuzz(server: Live, count: int, seed: int) -> dict[int, int]:
     rng, statuses = random.Random(seed), dict[int, int]()
     whole = {"model": "tiny", "messages": asks("Hello", uri(1)), "max_tokens": 1, "stop": ["a"], "seed": 1}
     raw = {"model": "words", "prompt": ["Hello"], "max_tokens": 1}
+    answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+    items = [*asks("Hello"), {"type": "reasoning", "summary": [{"text": "b"}]}, answer, *asks("Hello", uri(1))]
+    response = {"model": "tiny", "input": items, "max_output_tokens": 1, "text": {"format": {"type": "text"}}}
+    paths = [("/v1/chat/completions", whole), ("/v1/completions", raw), ("/v1/responses", response)]
     for _ in range(count):
-        path = rng.choice(("/v1/chat/completions", "/v1/completions"))
-        body = mutated(whole if "chat" in path else raw, rng)
+        path, body = rng.choice(paths)
+        body = mutated(body, rng)
         if isinstance(body, dict):
-            body["max_tokens"] = 1 if rng.random() < 0.9 else body.get("max_tokens")
+            most = "max_output_tokens" if "responses" in path else "max_tokens"
+            body[most] = 1 if rng.random() < 0.9 else body.get(most)
         content = json.dumps(body).encode()
         if rng.random() < 0.1:
             cut = rng.randrange(len(content) + 1)

@@ -50,18 +50,11 @@ def alike(response: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("images", [(), (uri(3), uri(4, (60, 40)))], ids=["text", "pictures"])
 def test_an_answer_is_that_of_the_chat_and_has_the_form_of_openai(shared: Live, images: tuple[str, ...]) -> None:
-    given = shown("What is it?", *images) if images else "What is it?"
-    fields = {"max_output_tokens": 20, "temperature": 0.7, "seed": 5, "metadata": {"a": "b"}, "user": "me"}
-    body = {"model": "tiny", "input": given, "instructions": "Be brief.", **fields}
-    status, answer = shared.post(body, PATH)
+    fields = {"model": "tiny", "temperature": 0.7, "seed": 5}
+    body = {"input": shown("What is it?", *images), "instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me"}
+    status, answer = shared.post({**fields, **body, "max_output_tokens": 20}, PATH)
     messages = [{"role": "system", "content": "Be brief."}, *asks("What is it?", *images)]
-    chat = shared.client().chat.completions.create(
-        model="tiny",
-        messages=messages if images else [messages[0], {"role": "user", "content": given}],
-        max_tokens=20,
-        temperature=0.7,
-        seed=5,
-    )
+    chat = shared.client().chat.completions.create(messages=messages, max_tokens=20, **fields)
     found = Response.model_validate(answer)
     assert (status, found.output_text) == (200, chat.choices[0].message.content)
     assert (found.status, found.output[0].status) == ("incomplete", "incomplete")
@@ -88,7 +81,7 @@ def test_events_come_in_order_and_end_with_the_whole(shared: Live) -> None:
     last = events[-1]["response"]
     assert alike(last) == alike(stopped)
     assert last["id"] == events[0]["response"]["id"]
-    assert [last["saccade"][name] for name in ("steps",)] == [stopped["saccade"][name] for name in ("steps",)]
+    assert last["saccade"]["steps"] == stopped["saccade"]["steps"]
     assert last["saccade"]["stats"]["method"] == stopped["saccade"]["stats"]["method"]
     with shared.client().responses.stream(
         model="tiny", input="Hello", max_output_tokens=20, extra_body={"stop": text[9:12]}
@@ -127,6 +120,7 @@ def test_answers_are_parsed_into_the_clients_class(writer: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_later_turns_are_those_of_the_whole_conversation(shared: Live, stream: bool) -> None:
     client, conversation, previous = shared.client(), list[dict[str, Any]](), None
+    items: list[Any] = []
     for number, (words, images) in enumerate([("What is it?", (uri(5),)), ("And?", ()), ("This?", (uri(6),))]):
         system = [{"role": "system", "content": f"Rule {number}."}] * (number < 2)
         conversation += asks(words, *images)
@@ -141,6 +135,10 @@ def test_later_turns_are_those_of_the_whole_conversation(shared: Live, stream: b
         assert found.usage.input_tokens == chat.usage.prompt_tokens
         assert found.previous_response_id == previous
         previous = found.id
+        items += shown(words, *images)
+        again = client.responses.create(**{**body, "input": items, "previous_response_id": None, "store": False})
+        assert (again.output_text, again.usage.input_tokens) == (found.output_text, found.usage.input_tokens)
+        items += again.output
 
 
 def missing(server: Live, name: str, key: str = "none") -> str:
@@ -234,12 +232,8 @@ def test_a_wrong_field_is_named_by_its_own_name(
 
 
 def test_fields_that_change_nothing_are_ignored(shared: Live) -> None:
-    change = {
-        "tools": [],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "include": ["reasoning.encrypted_content"],
-    }
+    change = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    change |= {"include": ["reasoning.encrypted_content"]}
     change |= {"truncation": "auto", "service_tier": "auto", "prompt_cache_key": "a", "reasoning": {"summary": "auto"}}
     change |= {"background": False, "conversation": None, "text": {"verbosity": "low"}, "safety_identifier": "b"}
     status, answer = shared.post({**HELLO, **change}, PATH)

@@ -97,16 +97,20 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
+    reasoning = ""  # before the next item
     for number, item in enumerate(given):
-        where, last = f"input[{number}]", messages[-1] if messages else {}
-        new = _message_of(item, where)
-        is_more = last.get("role") == new["role"] == "assistant"
-        if is_more and "tool_calls" in new:
+        where = f"input[{number}]"
+        if item.get("type") == "reasoning":
+            reasoning += _reasoning(item, where)
+            continue
+        new, last = _message_of(item, where), messages[-1] if messages else {}
+        if "tool_calls" in new and last.get("role") == "assistant":
             last.setdefault("tool_calls", []).extend(new["tool_calls"])
-        elif is_more and "reasoning_content" in last and not last["content"] and "tool_calls" not in last:
-            last["content"] = new["content"]
+        elif new["role"] == "assistant" and reasoning:
+            messages.append({**new, "reasoning_content": reasoning})
         else:
             messages.append(new)
+        reasoning = ""
     return messages
 
 
@@ -120,10 +124,6 @@ def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
             words, param = (text.replace("messages[0]", where) for text in (refusal.message, refusal.param or where))
             raise invalid(words, param) from None
         return message
-    if kind == "reasoning":
-        parts = item.get("content") or item.get("summary")
-        texts = [_text(part, "text", f"{where}.content") for part in parts] if isinstance(parts, list) else []
-        return {"role": "assistant", "content": "", "reasoning_content": "".join(texts)}
     if kind == "function_call":
         function = {name: _text(item, name, where) for name in ("name", "arguments")}
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
@@ -135,6 +135,11 @@ def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     raise invalid(f"{where}.type {str(kind)[:60]!r} is not supported here; leave this item out.", f"{where}.type")
 
 
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    parts = item.get("content") or item.get("summary")
+    return "".join(_text(part, "text", f"{where}.content") for part in (parts if isinstance(parts, list) else ()))
+
+
 def _text(item: Any, name: str, where: str) -> str:
     text = item.get(name) if isinstance(item, Mapping) else None
     if not isinstance(text, str):
@@ -143,7 +148,7 @@ def _text(item: Any, name: str, where: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class KeptTurn:
     """A question and its answer."""
 
     messages: Sequence[dict[str, Any]]
@@ -151,12 +156,12 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptResponse:
     """A response."""
 
     client: str  # whose it is
     body: bytes
-    turns: tuple[Turn, ...]  # of its conversation, the last with its answer; shared with other responses
+    turns: tuple[KeptTurn, ...]  # of its conversation, the last with its answer; shared with other responses
 
 
 class KeptResponses:
@@ -164,11 +169,11 @@ class KeptResponses:
 
     def __init__(self, limits: Limits) -> None:
         self._most, self._most_bytes = limits.stored_responses, limits.stored_responses_mib * MIB
-        self._kept: dict[str, Kept] = {}
-        self._uses: Counter[Turn] = Counter()
+        self._kept: dict[str, KeptResponse] = {}
+        self._uses: Counter[KeptTurn] = Counter()
         self._size = 0  # bytes of all turns
 
-    def find(self, name: str, client: str) -> Kept:
+    def find(self, name: str, client: str) -> KeptResponse:
         """Return a client's response; 404 where it is not here, or another client's."""
         kept = self._kept.get(name)
         if kept is None or kept.client != client:
@@ -176,7 +181,7 @@ class KeptResponses:
             raise Refusal(404, message, "not_found", code="response_not_found")
         return kept
 
-    def add(self, name: str, kept: Kept) -> None:
+    def add(self, name: str, kept: KeptResponse) -> None:
         self._kept[name] = kept
         for turn in kept.turns:
             self._size += 0 if turn in self._uses else turn.size
@@ -371,7 +376,7 @@ class ResponseExchange(Exchange):
 
         def keep(response: bytes, answer: dict[str, Any]) -> None:
             if asked.store:
-                kept.add(name, Kept(client, response, (*before, Turn((*question, answer), size + len(response)))))
+                kept.add(name, KeptResponse(client, response, (*before, KeptTurn((*question, answer), size + len(response)))))
 
         self._keep = keep
         return chat_request(asked, [*system, *(each for turn in before for each in turn.messages), *question])
