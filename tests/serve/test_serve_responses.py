@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from checkpoints import llama, tokenizer
 from saccade import load
 from saccade.serve.answers import Choice, Piece
-from saccade.serve.responses import ResponseForm, messages_of
+from saccade.serve.response_form import ResponseForm
+from saccade.serve.responses import messages_of
 
 PATH = "/v1/responses"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -1,22 +1,20 @@
-"""OpenAI's Responses API: its requests as chat requests, its items and events, and the responses that are kept."""
+"""OpenAI's Responses API: its requests as chat requests, and the responses that are kept for later turns."""
 
 from __future__ import annotations
 
-import json
 import re
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from saccade.serve.answers import Choice, Form, Piece, metrics
+from saccade.serve.answers import Form
 from saccade.serve.configuration import MIB, Limits
 from saccade.serve.refusals import Refusal, invalid
+from saccade.serve.response_form import ResponseForm
 from saccade.serve.schemas import ChatRequest, CompletionRequest, Count, checked, conversation, object_of, validated
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange, Message, Receive, Send
@@ -54,6 +52,10 @@ IN_CHAT = {
 }
 """Fields of chat requests -> where this API has them."""
 _IN_CHAT = re.compile(rf"\b({'|'.join(map(re.escape, IN_CHAT))})\b")
+
+
+def _by_own_names(text: str) -> str:
+    return _IN_CHAT.sub(lambda found: IN_CHAT[found[0]], text)
 
 
 def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
@@ -121,7 +123,8 @@ def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             conversation([message])
         except Refusal as refusal:
-            words, param = (text.replace("messages[0]", where) for text in (refusal.message, refusal.param or where))
+            words = refusal.message.replace("messages[0]", where)
+            param = (refusal.param or where).replace("messages[0]", where)
             raise invalid(words, param) from None
         return message
     if kind == "function_call":
@@ -137,7 +140,9 @@ def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
     parts = item.get("content") or item.get("summary")
-    return "".join(_text(part, "text", f"{where}.content") for part in (parts if isinstance(parts, list) else ()))
+    if not isinstance(parts, list):
+        return ""
+    return "".join(_text(part, "text", f"{where}.content") for part in parts)
 
 
 def _text(item: Any, name: str, where: str) -> str:
@@ -168,7 +173,8 @@ class KeptResponses:
     """Responses for later turns, the oldest of which are dropped first. For the event loop alone."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most, self._most_bytes = limits.stored_responses, limits.stored_responses_mib * MIB
+        self._most = limits.stored_responses
+        self._most_bytes = limits.stored_responses_mib * MIB
         self._kept: dict[str, KeptResponse] = {}
         self._uses: Counter[KeptTurn] = Counter()
         self._size = 0  # bytes of all turns
@@ -197,156 +203,6 @@ class KeptResponses:
                 self._size -= turn.size
 
 
-_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "message": (
-        "msg",
-        {"role": "assistant", "content": []},
-        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-    ),
-    "reasoning": ("rs", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
-    "function_call": ("fc", {"arguments": ""}, {}),
-}
-"""Kinds of items -> how their ids begin, their own fields, and their only part, as they begin."""
-
-
-class ResponseForm(Form):
-    """One answer as OpenAI's ``Response``: its events while it grows, and the whole.
-
-    Args:
-        name: its id.
-        repeated: fields of the request that it has as well.
-        keep: called at its end with its body, and with the answer as a message of a chat.
-    """
-
-    def __init__(self, name: str, repeated: Mapping[str, Any], keep: Callable[[bytes, dict[str, Any]], None]) -> None:
-        self.id, self._repeated, self._keep = name, repeated, keep
-        self._created, self._events = int(time.time()), 0
-        self._output: list[dict[str, Any]] = []  # items so far
-        self._item: dict[str, Any] = {}  # the last of them while it is in progress
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back
-        self._details: dict[str, Any] = {}  # traces and statistics
-
-    def begin(self, index: int) -> bytes:
-        response = self._response("in_progress")
-        return self._event("created", response=response) + self._event("in_progress", response=response)
-
-    def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None, used: tuple[int, int]) -> bytes:
-        """Events of a piece; its trace and statistics are in the whole alone."""
-        if piece.trace is not None:
-            self._details.setdefault("steps", []).append(piece.trace)
-        if stats is not None:
-            self._details["stats"] = stats
-        self._logprobs += (piece.logprobs or {}).get("content") or ()
-        events = self._grow("reasoning", piece.reasoning) if piece.reasoning else b""
-        events += self._grow("message", piece.text) if piece.text else b""
-        for call in piece.calls:
-            begin = {"call_id": call["id"], "name": call["function"]["name"]} if call.get("id") else {}
-            events += self._grow("function_call", call["function"].get("arguments") or "", **begin)
-        if piece.finish is not None:
-            if not self._output or (self._logprobs and self._item.get("type") == "message"):
-                events += self._grow("message", "")
-            events += self._close("incomplete" if piece.finish == "length" else "completed")
-        return events
-
-    def end(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
-        response = self._finished(choices[0], used)
-        return self._event(response["status"], response=response)
-
-    def broken(self, error: dict[str, Any]) -> bytes:
-        about = {name: error["error"][name] for name in ("code", "message", "param")}
-        cause = {"code": "server_error", "message": about["message"]}
-        return self._event("error", **about) + self._event("failed", response=self._response("failed", error=cause))
-
-    def body(self, choices: Sequence[Choice], used: dict[str, Any], details: list[dict[str, Any]]) -> bytes:
-        choice = choices[0]
-        whole = Piece(choice.text, choice.logprobs, None, choice.finish, choice.reasoning, tuple(choice.calls))
-        self.chunk(0, whole, None, (0, 0))
-        self._details = details[0] if details else {}
-        return json.dumps(self._finished(choice, used)).encode()
-
-    def _finished(self, choice: Choice, used: Mapping[str, Any]) -> dict[str, Any]:
-        is_cut = choice.finish == "length"
-        counts = {
-            "input_tokens": used["prompt_tokens"],
-            "input_tokens_details": {"cache_write_tokens": 0, **used["prompt_tokens_details"]},
-            "output_tokens": used["completion_tokens"],
-            "output_tokens_details": used["completion_tokens_details"],
-            "total_tokens": used["total_tokens"],
-        }
-        response = self._response(
-            "incomplete" if is_cut else "completed",
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            completed_at=None if is_cut else int(time.time()),
-            usage=counts,
-            **metrics([choice]),
-            **({"saccade": self._details} if self._details else {}),
-        )
-        more = {"reasoning_content": choice.reasoning, "tool_calls": choice.calls}
-        given = {name: value for name, value in more.items() if value}
-        self._keep(json.dumps(response).encode(), {"role": "assistant", "content": choice.text, **given})
-        return response
-
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.id, "object": "response", "created_at": self._created, "status": status}
-        ends = {"error": None, "incomplete_details": None, "usage": None, **fields}
-        return {**head, **self._repeated, "output": self._output, **ends}
-
-    def _grow(self, kind: str, text: str, **begin: Any) -> bytes:
-        """Append to the item in progress; begin another where that is of another kind, or with ``begin``."""
-        events = self._open(kind, **begin) if begin or self._item.get("type") != kind else b""
-        if kind == "function_call":
-            self._item["arguments"] += text
-            return events + self._of_item("function_call_arguments.delta", delta=text)
-        (part,) = self._item["content"]
-        part["text"] += text
-        new = {}
-        if kind == "message":
-            new["logprobs"], self._logprobs = self._logprobs, []
-            part["logprobs"] += new["logprobs"]
-        return events + self._of_item(f"{part['type']}.delta", delta=text, **new)
-
-    def _open(self, kind: str, **fields: Any) -> bytes:
-        events = self._close("completed")
-        prefix, own, part = deepcopy(_ITEMS[kind])
-        self._item = {"type": kind, "id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **own, **fields}
-        self._output.append(self._item)
-        events += self._of_item("output_item.added", item=self._item)
-        if not part:
-            return events
-        events += self._of_item("content_part.added", part=part)
-        self._item["content"].append(part)
-        return events
-
-    def _close(self, status: str) -> bytes:
-        """End the item in progress, where there is one."""
-        if not self._item:
-            return b""
-        self._item["status"] = status
-        if self._item["type"] == "function_call":
-            events = self._of_item("function_call_arguments.done", arguments=self._item["arguments"])
-        else:
-            (part,) = self._item["content"]
-            whole = {name: part[name] for name in ("text", "logprobs") if name in part}
-            events = self._of_item(f"{part['type']}.done", **whole) + self._of_item("content_part.done", part=part)
-        events += self._of_item("output_item.done", item=self._item)
-        self._item = {}
-        return events
-
-    def _of_item(self, kind: str, **fields: Any) -> bytes:
-        """An event of the item in progress."""
-        place: dict[str, Any] = {"output_index": len(self._output) - 1}
-        if "item" not in fields:
-            place["item_id"] = self._item["id"]
-            place |= {"content_index": 0} if "content" in self._item else {}
-        return self._event(kind, **place, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        kind = kind if kind == "error" else f"response.{kind}"
-        event = {"type": kind, "sequence_number": self._events, **fields}
-        self._events += 1
-        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
-
-
 class ResponseExchange(Exchange):
     """Answer of ``/v1/responses``."""
 
@@ -361,9 +217,9 @@ class ResponseExchange(Exchange):
         except Refusal as refusal:
             if refusal.code == "unknown_parameter":  # of the client's own words
                 raise
-            texts = (refusal.message, refusal.param or "")
-            message, param = (_IN_CHAT.sub(lambda found: IN_CHAT[found[0]], text) for text in texts)
-            raise replace(refusal, message=message, param=param or None) from refusal
+            message = _by_own_names(refusal.message)
+            param = _by_own_names(refusal.param or "") or None
+            raise replace(refusal, message=message, param=param) from refusal
 
     def _read(self, content: bytes, client: str) -> ChatRequest:
         asked = self._asked = validated(ResponseRequest, object_of(content))
@@ -376,7 +232,8 @@ class ResponseExchange(Exchange):
 
         def keep(response: bytes, answer: dict[str, Any]) -> None:
             if asked.store:
-                kept.add(name, KeptResponse(client, response, (*before, KeptTurn((*question, answer), size + len(response)))))
+                turn = KeptTurn((*question, answer), size + len(response))
+                kept.add(name, KeptResponse(client, response, (*before, turn)))
 
         self._keep = keep
         return chat_request(asked, [*system, *(each for turn in before for each in turn.messages), *question])
