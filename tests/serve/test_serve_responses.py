@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from checkpoints import llama, tokenizer
 from saccade import load
 from saccade.serve.answers import Choice, Piece
+from saccade.serve.front import key_of_response
 from saccade.serve.response_form import ResponseForm
 from saccade.serve.responses import messages_of
 
@@ -187,7 +188,9 @@ def test_responses_are_kept_up_to_the_limits_and_until_they_are_deleted() -> Non
 
 def test_responses_belong_to_the_key_that_made_them(keys: str) -> None:
     with live(api_key_file=keys) as server:
+        server.service.replica = "r1-"
         mine = server.client("first").responses.create(model="tiny", input="Hi", max_output_tokens=2).id
+        assert key_of_response(mine) == "replica r1"
         assert missing(server, mine, "second") == missing(server, "resp_unknown", "first")
         assert server.client("first").responses.retrieve(mine).id == mine
         assert server.call("GET", f"{PATH}/{mine}")[0] == server.call("DELETE", f"{PATH}/{mine}")[0] == 401
@@ -324,9 +327,11 @@ def test_reasoning_and_tool_calls_are_items_of_their_own() -> None:
 def test_a_stream_that_breaks_ends_with_the_reason() -> None:
     form, _, kept = called()
     error = {"message": "The server failed.", "type": "server_error", "param": None, "code": "internal_error"}
-    content = form.begin(0) + form.chunk(0, Piece("I", None, None, None), None, (0, 0)) + form.broken({"error": error})
-    *_, reason, failed = events_of(content)
+    content = form.begin(0, "So ")
+    content += form.chunk(0, Piece("I", None, None, None), None, (0, 0))
+    *_, reason, failed = events_of(content + form.broken({"error": error}))
     assert (reason["type"], reason["message"], reason["code"]) == ("error", "The server failed.", "internal_error")
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "The server failed."}
+    assert failed["response"]["output"][0]["content"][0]["text"] == "So I"
     assert not kept

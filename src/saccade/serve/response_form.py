@@ -42,10 +42,12 @@ class ResponseForm(Form):
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back
         self._details: dict[str, Any] = {}  # traces and statistics
 
-    def begin(self, index: int) -> bytes:
+    def begin(self, index: int, echo: str = "") -> bytes:
+        """The first events, with the text that the answer continues."""
         response = self._response("in_progress")
         events = self._event("created", response=response)
-        return events + self._event("in_progress", response=response)
+        events += self._event("in_progress", response=response)
+        return events + (self._grow("message", echo) if echo else b"")
 
     def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None, used: tuple[int, int]) -> bytes:
         """Events of a piece; its trace and statistics are in the whole alone."""

@@ -48,7 +48,6 @@ IN_CHAT = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     **dict.fromkeys(("logprobs: true", "logprobs"), f"{LOGPROBS} in include"),
-    "reasoning_effort": "reasoning.effort",
 }
 """Fields of chat requests -> where this API has them."""
 _IN_CHAT = re.compile(rf"\b({'|'.join(map(re.escape, IN_CHAT))})\b")
@@ -74,7 +73,6 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
         "tool_choice": None if choice == "auto" else choice,
         "parallel_tool_calls": None if asked.parallel_tool_calls else False,
         "logprobs": LOGPROBS in asked.include,
-        "reasoning_effort": asked.reasoning.get("effort"),
     }
     body = checked(ChatRequest, {**more, **fields}, list(ResponseRequest.model_fields))
     if body.n not in (None, 1):
