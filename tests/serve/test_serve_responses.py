@@ -18,9 +18,10 @@ from saccade import load
 from saccade.serve.answers import Choice, Piece
 from saccade.serve.front import key_of_response
 from saccade.serve.response_form import ResponseForm
-from saccade.serve.responses import messages_of
+from saccade.serve.responses import ResponseRequest, chat_request, messages_of
 
 PATH = "/v1/responses"
+CALL = {"type": "function_call", "name": "f", "call_id": "1"}
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HELLO = {"model": "tiny", "input": "Hello", "max_output_tokens": 4}
 OWN = ("id", "created_at", "completed_at", "usage", "metrics", "saccade")  # fields that differ between equal answers
@@ -203,7 +204,11 @@ def test_responses_belong_to_the_key_that_made_them(keys: str) -> None:
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "input[0].role must be one of"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "'web_search_call' is not supported here"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments", "must be text"),
+        ({"input": [{**CALL, "arguments": None}]}, "input[0].arguments", "must be text"),
+        ({"input": [*shown("x"), {**CALL, "arguments": "x"}]}, None, "input[1].tool_calls[0].function.arguments must"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].content", "content is missing"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name", "name is wrong"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among the tools"),
         ({"input": [*shown("x"), {"role": "user", "content": [{"type": "input_image"}]}]}, None, "input[1].content[0]"),
         ({"input": shown("x", "/etc/passwd")}, None, "path"),
         ({"max_output_tokens": 5000}, "input", "or lower max_output_tokens."),
@@ -257,6 +262,54 @@ def test_log_probabilities_come_with_the_text(shared: Live) -> None:
 
 
 # -- reasoning and tool calls ------------------------------------------------------------------------------
+
+PAINT = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "layers": {"type": "integer", "maximum": 9}},
+        "required": ["colour", "layers"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_calls_and_their_results_are_those_of_the_chat(shared: Live) -> None:
+    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
+    client, messages = shared.client(), asks("Paint it.", uri(2))
+    chat: dict[str, Any] = {"model": "tiny", "tools": [{"type": "function", "function": PAINT}], "temperature": 0}
+    chat |= {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    expected = client.chat.completions.create(messages=messages, **chat).choices[0].message
+    body: dict[str, Any] = {"model": "tiny", "tools": [{"type": "function", **PAINT, "strict": True}], "temperature": 0}
+    forced = {**body, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    first = client.responses.create(input=shown("Paint it.", uri(2)), **forced)
+    (call,) = first.output
+    (known,) = expected.tool_calls
+    assert (call.type, call.name, call.arguments) == ("function_call", "paint", known.function.arguments)
+    assert (first.status, first.tool_choice, first.tools[0].name) == ("completed", "required", "paint")
+    with client.responses.stream(input=shown("Paint it.", uri(2)), **forced) as stream:
+        kinds = [event.type.removeprefix("response.") for event in stream]
+        (streamed,) = stream.get_final_response().output
+    assert streamed.parsed_arguments == json.loads(call.arguments)
+    assert kinds[2:4] == ["output_item.added", "function_call_arguments.delta"]
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    messages += [expected.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": known.id, "content": "Done."}]
+    chat |= {"tool_choice": "auto", "max_tokens": 9}
+    answer = client.chat.completions.create(messages=messages, **chat)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Done."}
+    body["max_output_tokens"] = 9
+    items = [*shown("Paint it.", uri(2)), *first.output, result]
+    for more in ({"input": [result], "previous_response_id": first.id}, {"input": items}):
+        last = client.responses.create(**body, **more)
+        assert last.output_text == answer.choices[0].message.content
+        assert last.usage.input_tokens == answer.usage.prompt_tokens
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template() -> None:
+    asked = ResponseRequest(input="x", reasoning={"effort": "low"}, chat_template_kwargs={"enable_thinking": True})
+    variables = chat_request(asked, [{"role": "user", "content": "x"}]).chat_template_kwargs
+    assert variables == {"reasoning_effort": "low", "enable_thinking": True}
+
 
 CALLS = [
     {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}

@@ -62,6 +62,9 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
     more = asked.model_extra or {}
     for name in more.keys() & IN_CHAT.keys():
         raise invalid(f"The field {name} is unknown; {IN_CHAT[name]} may be meant.", name, "unknown_parameter")
+    template, effort = more.get("chat_template_kwargs", {}), asked.reasoning.get("effort")
+    if effort is not None and isinstance(template, dict):
+        template = {"reasoning_effort": effort, **template}
     choice = asked.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -73,6 +76,7 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
         "tool_choice": None if choice == "auto" else choice,
         "parallel_tool_calls": None if asked.parallel_tool_calls else False,
         "logprobs": LOGPROBS in asked.include,
+        "chat_template_kwargs": template or None,
     }
     body = checked(ChatRequest, {**more, **fields}, list(ResponseRequest.model_fields))
     if body.n not in (None, 1):
@@ -115,24 +119,26 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    message = _translated(item, where)
+    try:
+        conversation([message])
+    except Refusal as refusal:
+        words = refusal.message.replace("messages[0]", where)
+        param = (refusal.param or where).replace("messages[0]", where)
+        raise invalid(words, param) from None
+    return message
+
+
+def _translated(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
-        message = {"role": item.get("role"), "content": item.get("content")}
-        try:
-            conversation([message])
-        except Refusal as refusal:
-            words = refusal.message.replace("messages[0]", where)
-            param = (refusal.param or where).replace("messages[0]", where)
-            raise invalid(words, param) from None
-        return message
+        return {"role": item.get("role"), "content": item.get("content")}
     if kind == "function_call":
         function = {name: _text(item, name, where) for name in ("name", "arguments")}
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
-        output = item.get("output")
-        content = output if isinstance(output, list) else _text(item, "output", where)
-        return {"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content}
+        return {"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": item.get("output")}
     raise invalid(f"{where}.type {str(kind)[:60]!r} is not supported here; leave this item out.", f"{where}.type")
 
 

@@ -121,7 +121,6 @@ class Exchange(Response):
         if not 1 <= count <= self._limits.max_choices:
             raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
         service.check_room(count)
-        chat = isinstance(body, ChatRequest)
         media = isinstance(body, ChatRequest) and has_media(body.messages)
         self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
         self._vlm, self._extension = self._jobs[0].vlm, body.saccade or Extension()
