@@ -116,7 +116,7 @@ FAMILIES = {
         several=False,
     ),
     "llama": Family(
-        """{% if tools %}{{ tools | tojson }} {"name": "x", "parameters": {}}{% endif %}""",
+        """{% if tools %}{{ tools | tojson }} {"name": "x", "parameters": {}}<|eot_id|>{% endif %}""",
         f'{{"name": "weather", "parameters": {JSON}}}',
         '{"name": "clock", "parameters": {}}',
         several=False,
@@ -175,6 +175,22 @@ def test_a_grammar_allows_calls_as_the_family_writes_them(name: str) -> None:
     both = follows(family, FORCED, family.call + between + family.clock)
     assert both == family.several
     assert not follows(family, CallPolicy(POLICY.functions, FORCED.forced, parallel=False), family.call + family.call)
+
+
+@pytest.mark.parametrize("name", ["hermes", "elements", "mistral"])
+def test_forced_calls_have_no_arguments_but_those_of_the_schema_unless_it_allows_them(name: str) -> None:
+    family, mapping = FAMILIES[name], {"type": "object", "properties": {"a": {"type": "integer"}}}
+    member, more = '{"a": 1, "b": 2}', '{"a": 1}'
+    for schema, allows in ((mapping, False), ({**mapping, "additionalProperties": True}, True)):
+        function = Function(name="f", parameters={"type": "object", "properties": {"x": schema}})
+        policy = CallPolicy([function], [function])
+        for value, right in ((more, True), (member, allows)):
+            call = {
+                "hermes": f'<tool_call>\n{{"name": "f", "arguments": {{"x": {value}}}}}\n</tool_call>',
+                "elements": f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>",
+                "mistral": f'[TOOL_CALLS]f[ARGS]{{"x": {value}}}',
+            }[name]
+            assert follows(family, policy, call) == right
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -310,7 +326,6 @@ TOOLS: list[Any] = [
                     "layers": {"type": "integer", "minimum": 1, "maximum": 20},
                 },
                 "required": ["colour", "layers"],
-                "additionalProperties": False,
             },
         },
     },

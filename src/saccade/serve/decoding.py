@@ -128,7 +128,8 @@ class Planner:
         self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
         self._tokenizer = vlm.processor.tokenizer
         template = vlm.processor.chat_template or getattr(self._tokenizer, "chat_template", None)
-        self.replies = ReplyFormat(self._tokenizer, json.dumps(template) if isinstance(template, dict) else template)
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        self.replies = ReplyFormat(self._tokenizer, "\n".join(texts))
         self._compiled = lru_cache(MOST_SCHEMAS)(self._compile)
 
     @property

@@ -111,16 +111,26 @@ def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
         yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
 
 
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it names, unless it says that they may."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closing = {"additionalProperties": False} if "properties" in schema else {}
+    return {**closing, **{name: _closed(each) for name, each in schema.items()}}
+
+
 def _named_json(key: str) -> Callable[[Rules, Function], str]:
     def body(rules: Rules, function: Function) -> str:
         begin = f'{{"name": {json.dumps(function.name)}, "{key}": '
-        return f"{rules.literal(begin)} {rules.json(function.arguments)} {rules.literal('}')}"
+        return f"{rules.literal(begin)} {rules.json(_closed(function.arguments))} {rules.literal('}')}"
 
     return body
 
 
 def _mistral(rules: Rules, function: Function) -> str:
-    return f"{rules.literal(f'{function.name}[ARGS]')} {rules.json(function.arguments)}"
+    return f"{rules.literal(f'{function.name}[ARGS]')} {rules.json(_closed(function.arguments))}"
 
 
 def _elements(rules: Rules, function: Function) -> str:
@@ -134,7 +144,7 @@ def _elements(rules: Rules, function: Function) -> str:
         elif schema.get("type") == "string":
             value = f"{rules.until(close)} {line}"
         else:
-            value = f"{rules.json(schema)} {rules.literal(end)}"
+            value = f"{rules.json(_closed(schema))} {rules.literal(end)}"
         members.append((f"{begin} {value}", required))
     begin, end = (rules.literal(text) for text in (f"<function={function.name}>\n", "</function>"))
     return f"{begin} {rules.members(members)} {end}"
@@ -255,7 +265,7 @@ SYNTAXES = (
         },
     ),
     Syntax(
-        ("tools", '"parameters"'),
+        ("<|eot_id|>", '"parameters"'),
         "",
         "",
         "",
@@ -312,14 +322,14 @@ def policy_of(body: Decoding) -> CallPolicy:
 class ReplyFormat:
     """How a model writes reasoning and calls: from its tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
+    def __init__(self, tokenizer: Any, template: str) -> None:
         self.tokenizer = tokenizer  # the target's
         self._own: Any = getattr(tokenizer, "response_template", None)
-        text = template or ""
-        found = next((each for each in SYNTAXES if "tools" in text and all(mark in text for mark in each.marks)), None)
+        reads = "tools" in template
+        found = next((each for each in SYNTAXES if reads and all(mark in template for mark in each.marks)), None)
         self.syntax = found or HERMES
-        self.reads_tools = found is not None or (self._own is not None and "tools" in text)
-        self.thought = next((pair for pair in THOUGHTS if pair[1] in text), None)
+        self.reads_tools = reads and (found is not None or self._own is not None)
+        self.thought = next((pair for pair in THOUGHTS if pair[1] in template), None)
 
     @cached_property
     def dropped(self) -> frozenset[int]:
@@ -339,7 +349,7 @@ class ReplyFormat:
         if policy.functions:
             tools = "\n".join(json.dumps(tool) for tool in policy.as_templates_take_them)
             at = 0 if told[0]["role"] == "system" else next((i for i, m in enumerate(told) if m["role"] == "user"), 0)
-            told[at] = _behind(INSTRUCTIONS.format(tools=tools), told[at])
+            told[at] = _joined(told[at], before=INSTRUCTIONS.format(tools=tools))
         return told
 
     def _opened(self, prompt: Sequence[int]) -> str:
@@ -409,12 +419,13 @@ Its result comes in <tool_response>.
 """
 
 
-def _behind(text: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with a text in front of its own."""
+def _joined(message: Mapping[str, Any], before: str = "", behind: str = "") -> dict[str, Any]:
+    """A message with a text in front of its own, and one behind it."""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return {**message, "content": f"{text}\n{content}"}
-    return {**message, "content": [{"type": "text", "text": f"{text}\n"}, *content]}
+        return {**message, "content": "\n".join(filter(None, (before, content, behind)))}
+    texts = [[{"type": "text", "text": text}] if text else [] for text in (f"{before}\n" * bool(before), behind)]
+    return {**message, "content": [*texts[0], *content, *texts[1]]}
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -423,22 +434,12 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         content = message["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    calls = message.get("tool_calls", ())
-    written = [
-        json.dumps({"name": call["function"]["name"], "arguments": call["function"]["arguments"]}) for call in calls
+    called = [
+        json.dumps({name: call["function"][name] for name in ("name", "arguments")})
+        for call in message.get("tool_calls", ())
     ]
     rest = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
-    for text in reversed(written):
-        rest = _before(rest, f"<tool_call>\n{text}\n</tool_call>")
-    return rest
-
-
-def _before(message: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """A message with a text behind its own."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return {**message, "content": f"{content}\n{text}".lstrip()}
-    return {**message, "content": [*content, {"type": "text", "text": text}]}
+    return _joined(rest, behind="\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in called))
 
 
 @dataclass
