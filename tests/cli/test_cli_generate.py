@@ -52,8 +52,10 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
         page += f"‹{text}›" if marks and mark == "draft" else text
     assert (result.code, result.out) == (0, page + "\n")
     assert result.err.startswith("24 tokens in ")
-    assert f"block efficiency {expected.stats.block_efficiency:.2f} · method chain" in result.err
-    assert result.err.count("\n") == 1, "libraries kept quiet"
+    stats = expected.stats
+    assert f"\n{stats.accepted_tokens} of {stats.drafted_tokens} draft tokens accepted" in result.err
+    assert f"{stats.block_efficiency:.1f} tokens per pass of the target" in result.err
+    assert result.err.count("\n") == 2, "libraries kept quiet"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_drafter_that_falls_back_is_reported_once(
     monkeypatch.setattr(pruning, "_transfer_scores", nothing_transferred)
     two = ("-i", image, "-i", saved_picture(tmp_path / "b.png", 1))
     arguments = (*PAIR, "-m", "specvlm", *two, "What?")
-    warning, summary = shell("generate", *arguments).err.splitlines()
+    warning, summary, _ = shell("generate", *arguments).err.splitlines()
     assert warning.startswith("saccade: The target's attention does not apply to the drafter's visual tokens: ")
     assert warning.endswith("They are pruned evenly instead.")
     assert summary.startswith("24 tokens")

@@ -8,15 +8,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from saccade.cli import screen
+from saccade.cli.account import account, plain_pass
 from saccade.cli.option_groups import DecodingOptions, ModelOptions, ReadingOptions, option
 from saccade.errors import InputError, SaccadeError
 
 if TYPE_CHECKING:
+    from saccade.output import Output
     from saccade.vlm import VLM
 
 HELP = """\
   /image FILE   attach an image to your next message (may be repeated)
   /video FILE   attach a video to your next message
+  /stats        speed, accepted draft tokens and time saved in this conversation
   /reset        start a new conversation
   /help         this list
   /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
@@ -76,11 +79,13 @@ class Session:
 
     def __init__(self, vlm: VLM, system: str | None, options: dict[str, Any], marks: bool) -> None:
         self._vlm, self._system, self._options, self._marks = vlm, system, options, marks
+        self._plain: float | None = None  # seconds of plain decoding's passes
         self.reset()
 
     def reset(self) -> None:
         """Begin a new conversation."""
         self._chat = self._vlm.chat(self._system)
+        self._answers: list[Output] = []
         self.files: dict[str, list[str]] = {"image": [], "video": []}
 
     def take(self, line: str) -> None:
@@ -92,7 +97,9 @@ class Session:
             self.files = {"image": [], "video": []}  # even if they are refused, or every later message would fail
             turn = self._chat.stream(line, images, videos, **self._options)
             painter = screen.Painter(self._vlm.processor.tokenizer, screen.out(), self._marks)
-            screen.note(screen.summary(screen.answer(turn, painter), self._vlm.method))
+            self._answers.append(screen.answer(turn, painter))
+            self._plain = self._plain or plain_pass(self._vlm, self._options, self._answers[-1])
+            screen.note(account(self._answers[-1:], self._vlm.method, self._plain))
         elif kind in self.files:
             file = argument.strip().strip("'\"")
             if not file:
@@ -100,6 +107,8 @@ class Session:
             screen.check_media(**{kind: [file]})  # reported now, not with the next message
             self.files[kind] = [*self.files[kind], file]
             screen.note(f"{file} is attached to your next message.")
+        elif line == "/stats":
+            screen.note(account(self._answers, self._vlm.method, self._plain) if self._answers else "No answer yet.")
         elif line == "/reset":
             self.reset()
             screen.note("A new conversation.")

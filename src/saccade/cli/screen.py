@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from saccade.errors import InputError, SaccadeWarning
-from saccade.wording import count, duration
+from saccade.wording import duration
 
 if TYPE_CHECKING:
     from saccade.chat import Turn
@@ -264,17 +264,3 @@ ENDS = {  # finish reasons in words
     "interrupted": "interrupted",
     "visual": "cut before a placeholder of an image",
 }
-
-
-def summary(output: Output, method: str) -> str:
-    """Return one line of statistics."""
-    stats, times = output.stats, output.stats.times
-    parts = [f"{count(stats.new_tokens, 'token')} in {times.total:.2f} s"]
-    if stats.reused_tokens:
-        parts.append(f"{stats.reused_tokens} of {stats.prompt_tokens} prompt tokens reused")
-    if stats.target_passes and times.decode > 0:
-        parts.append(f"{stats.decoded_tokens / times.decode:.0f} tokens/s after prefill")
-        parts.append(f"block efficiency {stats.block_efficiency:.2f}")
-    parts.append(f"method {method}" + ("" if output.lossless else " (lossy)"))
-    parts.append(ENDS[output.finish_reason])
-    return " · ".join(parts)
