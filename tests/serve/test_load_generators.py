@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from live_server import Live, live
+from outside import environment, install, run
 
 import saccade
 from saccade.pocket import target_path
@@ -50,8 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(request: pytest.FixtureRequest) -> Iterator[Path]:
     """Program of a load generator in an environment of its own, from the package index."""
     name: str = request.param
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    with environment() as folder:
         fixed = f"torch=={torch.__version__.partition('+')[0]}"
         if name == "vllm":
             install(folder, "--no-deps", "vllm")
@@ -62,19 +57,6 @@ def client(request: pytest.FixtureRequest) -> Iterator[Path]:
         else:
             install(folder, {"guidellm": "guidellm[vision]"}.get(name, name), fixed)
         yield Path(folder, "bin", name)
-
-
-def install(folder: str, *packages: str) -> None:
-    done = subprocess.run([f"{folder}/bin/pip", "install", "-q", *packages], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"{packages[-1]} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-
-
-def run(program: Path, *words: Any) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
-    done = subprocess.run([str(word) for word in (program, *words)], capture_output=True, text=True, env=kept)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def test_a_load_generator_runs_unchanged(client: Path, pocket: Live, tokenizer: Path, tmp_path: Path) -> None:

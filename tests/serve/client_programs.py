@@ -1,0 +1,205 @@
+"""Programs of `test_client_packages.py`, which run where the packages are: ``client_programs.py NAME URL``.
+
+Each asks the model `pocket` as the package's own documentation does. It calls no functions of its own accord, so calls
+are demanded.
+"""
+
+import json
+import os
+import sys
+from typing import Any, Literal
+
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel, ConfigDict, Field
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # which it would download
+QUESTION = "Read the values from the bar chart."
+ASKED: Any = [{"role": "user", "content": QUESTION}]
+KEY, MOST = "none", 200
+
+
+class Bar(BaseModel):
+    """Report a bar of the chart."""
+
+    model_config = ConfigDict(extra="forbid")  # or a model that has learnt no JSON goes on with fields of its own
+
+    colour: Literal["red", "green", "blue"] = Field(description="of the bar")
+    height: int = Field(ge=0, le=9)
+    is_last: bool
+
+
+TOOLS: Any = [pydantic_function_tool(Bar)]
+
+
+def openai(url: str) -> OpenAI:
+    return OpenAI(base_url=url, api_key=KEY, max_retries=0)
+
+
+def expected(url: str) -> str:
+    """The answer to the question."""
+    answer = openai(url).chat.completions.create(model="pocket", messages=ASKED, max_tokens=MOST)
+    assert answer.choices[0].message.content
+    return answer.choices[0].message.content
+
+
+def check(arguments: Any) -> None:
+    """Check the arguments of a call."""
+    values = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert Bar.model_validate(values).model_dump() == values
+
+
+def openai_structured(url: str) -> None:
+    chat, asked = openai(url).chat.completions, {"model": "pocket", "messages": ASKED, "max_tokens": MOST}
+    bar = chat.parse(**asked, response_format=Bar).choices[0].message.parsed
+    assert isinstance(bar, Bar)
+    with chat.stream(**asked, response_format=Bar) as stream:
+        assert [event.parsed for event in stream if event.type == "content.done"] == [bar]
+
+
+def openai_tools(url: str) -> None:
+    chat, asked = openai(url).chat.completions, {"model": "pocket", "max_tokens": MOST, "tools": TOOLS}
+    for choice in ("required", {"type": "function", "function": {"name": "Bar"}}):
+        message = chat.parse(**asked, messages=ASKED, tool_choice=choice).choices[0].message
+        called = message.tool_calls[0].function.parsed_arguments
+        assert isinstance(called, Bar)
+        with chat.stream(**asked, messages=ASKED, tool_choice=choice) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        assert done[0].parsed_arguments == called
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "recorded"}
+    answer = chat.parse(**asked, messages=[*ASKED, message, result], tool_choice="none").choices[0].message
+    assert answer.content
+    assert not answer.tool_calls
+
+
+def openai_responses(url: str) -> None:
+    responses, asked = openai(url).responses, {"model": "pocket", "max_output_tokens": MOST}
+    assert responses.create(**asked, input=QUESTION).output_text == expected(url)
+    bar = responses.parse(**asked, input=QUESTION, text_format=Bar).output_parsed
+    assert isinstance(bar, Bar)
+    with responses.stream(**asked, input=QUESTION, text_format=Bar) as stream:
+        assert [event.parsed for event in stream if event.type == "response.output_text.done"] == [bar]
+    found = responses.parse(**asked, input=QUESTION, tools=TOOLS, tool_choice="required")
+    assert isinstance(found.output[0].parsed_arguments, Bar)
+    result: Any = {"type": "function_call_output", "call_id": found.output[0].call_id, "output": "recorded"}
+    assert responses.create(**asked, input=[result], previous_response_id=found.id).output_text
+
+
+def langchain(url: str, **options: Any) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(model="pocket", base_url=url, api_key=KEY, max_tokens=MOST, max_retries=0, **options)
+
+
+def langchain_chat(url: str) -> None:
+    text = expected(url)
+    for options in ({}, {"use_responses_api": True}):
+        model = langchain(url, **options)
+        answer = model.invoke(QUESTION)
+        assert answer.text == "".join(chunk.text for chunk in model.stream(QUESTION)) == text
+        assert answer.usage_metadata["output_tokens"] > 0
+        assert [each.text for each in model.batch([QUESTION, QUESTION])] == [text, text]
+
+
+def langchain_tools(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    for options in ({}, {"use_responses_api": True}):
+        for choice in ("required", "Bar"):
+            model = langchain(url, **options).bind_tools([Bar], tool_choice=choice)
+            answer = model.invoke(QUESTION)
+            check(answer.tool_calls[0]["args"])
+            first, *more = model.stream(QUESTION)
+            assert sum(more, first).tool_calls[0]["args"] == answer.tool_calls[0]["args"]
+        result = ToolMessage("recorded", tool_call_id=answer.tool_calls[0]["id"])
+        assert langchain(url, **options).invoke([HumanMessage(QUESTION), answer, result]).text
+
+
+def langchain_structured(url: str) -> None:
+    for options in ({}, {"use_responses_api": True}):
+        for method in ("function_calling", "json_schema"):
+            model = langchain(url, **options).with_structured_output(Bar, method=method)
+            assert isinstance(model.invoke(QUESTION), Bar), (method, options)
+
+
+def litellm(url: str) -> dict[str, Any]:
+    return {"model": "openai/pocket", "api_base": url, "api_key": KEY, "num_retries": 0}
+
+
+def litellm_chat(url: str) -> None:
+    from litellm import completion, stream_chunk_builder
+
+    for model in ("openai/pocket", "hosted_vllm/pocket"):
+        asked = {**litellm(url), "model": model, "messages": ASKED, "max_tokens": MOST}
+        text = completion(**asked).choices[0].message.content
+        chunks = list(completion(**asked, stream=True))
+        assert stream_chunk_builder(chunks, messages=ASKED).choices[0].message.content == text == expected(url)
+        check(completion(**asked, response_format=Bar).choices[0].message.content)
+
+
+def litellm_tools(url: str) -> None:
+    from litellm import completion, stream_chunk_builder
+
+    asked = {**litellm(url), "max_tokens": MOST, "tools": TOOLS}
+    message = completion(**asked, messages=ASKED, tool_choice="required").choices[0].message
+    check(message.tool_calls[0].function.arguments)
+    chunks = list(completion(**asked, messages=ASKED, tool_choice="required", stream=True))
+    streamed = stream_chunk_builder(chunks, messages=ASKED).choices[0].message
+    assert streamed.tool_calls[0].function.arguments == message.tool_calls[0].function.arguments
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "recorded"}
+    answer = completion(**asked, messages=[*ASKED, message, result], tool_choice="none")
+    assert answer.choices[0].message.content
+
+
+def litellm_responses(url: str) -> None:
+    from litellm import responses
+
+    asked: Any = {**litellm(url), "input": QUESTION, "max_output_tokens": MOST}
+    assert responses(**asked).output_text == expected(url)
+    *_, last = responses(**asked, stream=True)
+    assert last.type == "response.completed"
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    check(responses(**asked, tools=tools, tool_choice="required").output[0].arguments)
+
+
+def llama_index(url: str, **options: Any) -> Any:
+    from llama_index.llms.openai_like import OpenAILike
+
+    kinds = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 4096, "max_retries": 0}
+    given = {"model": "pocket", "api_base": url, "api_key": KEY, "max_tokens": MOST, "temperature": 0.0}
+    return OpenAILike(**given, **kinds, **options)
+
+
+def llama_index_chat(url: str) -> None:
+    from llama_index.core.llms import ChatMessage
+
+    model, messages = llama_index(url), [ChatMessage(role="user", content=QUESTION)]
+    text = model.chat(messages).message.content
+    assert text == "".join(chunk.delta or "" for chunk in model.stream_chat(messages)) == expected(url)
+
+
+def llama_index_tools(url: str) -> None:
+    from llama_index.core.tools import FunctionTool
+
+    def record(colour: Literal["red", "green", "blue"], height: Literal[1, 2, 3]) -> str:
+        """Record a bar."""
+        return f"{height} {colour}"
+
+    tool, model = FunctionTool.from_defaults(record), llama_index(url)
+    answer = model.chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
+    (call,) = model.get_tool_calls_from_response(answer)
+    *_, last = model.stream_chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
+    assert model.get_tool_calls_from_response(last)[0].tool_kwargs == call.tool_kwargs
+    called = model.predict_and_call([tool], user_msg=QUESTION, tool_required=True)
+    assert str(called) == record(**call.tool_kwargs)
+
+
+def llama_index_structured(url: str) -> None:
+    from llama_index.core.prompts import PromptTemplate
+
+    for by_schema in (False, True):
+        model = llama_index(url, should_use_structured_outputs=by_schema)
+        assert isinstance(model.structured_predict(Bar, PromptTemplate("{it}"), it=QUESTION), Bar)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2])
