@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Live, live
+from live_server import Live
 from outside import environment, install, run
-
-import saccade
-from saccade.serve.configuration import ModelEntry
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PACKAGES = {
@@ -22,12 +19,6 @@ PACKAGES = {
 }
 FILE = Path(__file__).with_name("client_programs.py")
 PROGRAMS = re.findall(r"^def (\w+)\(url: str\) -> None:", FILE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def pocket() -> Iterator[Live]:
-    with live([(ModelEntry("pocket"), saccade.load("pocket", method="chain"))], kv_memory_mib=512) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

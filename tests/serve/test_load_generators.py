@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import Live, live
+from live_server import Live
 from outside import environment, install, run
 
-import saccade
 from saccade.pocket import target_path
-from saccade.serve.configuration import ModelEntry
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 UNNEEDED = (
@@ -24,12 +22,6 @@ UNNEEDED = (
 )
 """Dependencies of vLLM that serve its engine alone, as a pattern of their names' beginnings."""
 REQUESTS, TOKENS = 6, 24
-
-
-@pytest.fixture(scope="module")
-def pocket() -> Iterator[Live]:
-    with live([(ModelEntry("pocket"), saccade.load("pocket", method="chain"))], kv_memory_mib=512) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
