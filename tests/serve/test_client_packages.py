@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,20 @@ PROGRAMS = re.findall(r"^def (\w+)\(url: str\) -> None:", FILE.read_text(encodin
 
 
 @pytest.fixture(scope="module")
-def python(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Python of an environment with a package."""
-    with environment() as folder:
-        install(folder, PACKAGES[request.param])
-        yield f"{folder}/bin/python"
+def python_with() -> Iterator[Callable[[str], str]]:
+    """Python of an environment with a package, by the package's name."""
+    with ExitStack() as environments:
+
+        @cache
+        def python(name: str) -> str:
+            folder = environments.enter_context(environment())
+            install(folder, PACKAGES[name])
+            return f"{folder}/bin/python"
+
+        yield python
 
 
-@pytest.mark.parametrize(
-    ("python", "program"),
-    [(name, program) for name in PACKAGES for program in PROGRAMS if program.startswith(name)],
-    indirect=["python"],
-)
-def test_a_package_runs_unchanged(python: str, program: str, pocket: Live) -> None:
-    run(python, FILE, program, pocket.url)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_package_runs_unchanged(program: str, python_with: Callable[[str], str], pocket: Live) -> None:
+    package = next(name for name in PACKAGES if program.startswith(name))
+    run(python_with(package), FILE, program, pocket.url)
