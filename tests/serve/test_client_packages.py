@@ -14,7 +14,7 @@ from outside import environment, install, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PACKAGES = {
-    "openai": "openai>=2,<3",
+    "openai": "openai>=3,<4",
     "langchain": "langchain-openai>=1,<2",
     "litellm": "litellm>=1.110,<2",
     "llama_index": "llama-index-llms-openai-like>=0.8,<0.9",

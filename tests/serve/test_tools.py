@@ -187,7 +187,7 @@ def test_forced_calls_have_no_arguments_but_those_of_the_schema_unless_it_allows
         for value, right in ((more, True), (member, allows)):
             call = {
                 "hermes": f'<tool_call>\n{{"name": "f", "arguments": {{"x": {value}}}}}\n</tool_call>',
-                "elements": f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>",
+                "elements": family.clock.replace("clock>\n", f"f>\n<parameter=x>\n{value}\n</parameter>\n"),
                 "mistral": f'[TOOL_CALLS]f[ARGS]{{"x": {value}}}',
             }[name]
             assert follows(family, policy, call) == right

@@ -196,7 +196,10 @@ class ServedModel:
 
     def _template(self, body: ChatRequest) -> tuple[MediaOptions, CallPolicy]:
         """How a conversation is read, with the variables of its chat template."""
-        policy, variables = policy_of(body), dict(body.chat_template_kwargs or {})
+        policy, variables = policy_of(body), dict[str, Any]()
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        variables |= body.chat_template_kwargs or {}
         if policy.functions and self.planner.replies.reads_tools:
             variables["tools"] = policy.as_templates_take_them
         if body.continue_final_message:

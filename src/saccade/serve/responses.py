@@ -62,9 +62,6 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
     more = asked.model_extra or {}
     for name in more.keys() & IN_CHAT.keys():
         raise invalid(f"The field {name} is unknown; {IN_CHAT[name]} may be meant.", name, "unknown_parameter")
-    template, effort = more.get("chat_template_kwargs", {}), asked.reasoning.get("effort")
-    if effort is not None and isinstance(template, dict):
-        template = {"reasoning_effort": effort, **template}
     choice = asked.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -76,7 +73,7 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
         "tool_choice": None if choice == "auto" else choice,
         "parallel_tool_calls": None if asked.parallel_tool_calls else False,
         "logprobs": LOGPROBS in asked.include,
-        "chat_template_kwargs": template or None,
+        "reasoning_effort": asked.reasoning.get("effort"),
     }
     body = checked(ChatRequest, {**more, **fields}, list(ResponseRequest.model_fields))
     if body.n not in (None, 1):

@@ -180,6 +180,7 @@ class ChatRequest(Decoding):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # a variable of chat templates
 
     @property
     def num_logprobs(self) -> int | None:
