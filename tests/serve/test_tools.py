@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,41 @@ def test_calls_are_streamed_in_parts_that_join_to_the_whole(families: tuple[Live
         assert (whole.finish_reason, streamed.finish_reason) == ("tool_calls", "tool_calls")
         for call in whole.message.tool_calls:
             arguments_of(call)
+
+
+def test_calls_among_others_are_as_alone(families: tuple[Live, dict[str, VLM]]) -> None:
+    server, _ = families
+    bodies = list[dict[str, Any]]()
+    for number in range(24):
+        tools = {"tools": TOOLS, "tool_choice": ["auto", "required"][number % 2], "parallel_tool_calls": False}
+        form = [{}, {"guided_regex": "[ab]{3,9}"}, tools][number % 3]
+        body = {
+            "model": list(FAMILIES)[number % 4],
+            "messages": [{"role": "user", "content": f"Say {number}."}],
+            **form,
+        }
+        sampled = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0}
+        bodies.append(
+            {
+                **body,
+                **sampled,
+                "max_tokens": 200 if "tools" in form else 40,
+                "speculation": ["off", "chain"][number % 2],
+            }
+        )
+
+    def ask(body: dict[str, Any]) -> Any:
+        status, answer = server.post(body)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        for call in choice["message"].get("tool_calls", ()):
+            del call["id"]
+        return choice
+
+    alone = [ask(body) for body in bodies]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, bodies)) == alone
+    assert {choice["finish_reason"] for choice in alone} >= {"tool_calls", "length"}
 
 
 def history(client: OpenAI, model: str) -> list[Any]:
