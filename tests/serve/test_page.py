@@ -7,6 +7,7 @@ Chromium (Debian: ``apt-get install chromium``).
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
 import subprocess
@@ -44,6 +45,7 @@ QUIET += [f"--disable-{part}" for part in ("background-networking", "component-u
 LONG = 400
 """Tokens of an answer that is stopped: the tiny model's random weights never end one."""
 DESKTOP = {"width": 1200, "height": 900}
+DRAFTED = r"Drafted (\d+), accepted (\d+): \w+ tokens? for one pass of the large model\."
 WAIT = 120_000
 """Milliseconds that an answer may take."""
 
@@ -171,8 +173,25 @@ class Window:
         self.page.wait_for_selector("#media img")
 
     def give_sample(self) -> None:
-        self.page.click("#sample")
+        self.page.click("#gallery button >> nth=0")
         self.page.wait_for_selector("#media img")
+
+    def refuse(self, status: int, message: str, times: int | None = None, **about: Any) -> None:
+        """Answer questions with a refusal, always or some times."""
+        error, headers = {"message": message, **about}, {"retry-after": "1"}
+        answer: Any = {"status": status, "headers": headers, "json": {"error": error}}
+        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer), times=times)
+
+    def stream(self, *chunks: dict[str, Any]) -> None:
+        """Answer questions with these chunks."""
+        events = [json.dumps(chunk) for chunk in chunks]
+        body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+        answer: Any = {"body": body, "content_type": "text/event-stream"}
+        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+
+    def to_the_end(self) -> None:
+        """Show the end of a replay."""
+        self.page.locator(".replay input").fill("500")
 
     def ended(self, turn: int = 1) -> Any:
         """The answers of a turn, at their end."""
@@ -203,7 +222,7 @@ def window(chromium: Any, pocket: Live) -> Iterator[Window]:
 
 
 def shown(answer: Any) -> str:
-    return str(answer.locator(".tokens").text_content())
+    return str(answer.locator("> .tokens").text_content())
 
 
 @pytest.mark.browser
@@ -251,10 +270,12 @@ def test_the_tree_of_a_step_shows_under_the_pointer_and_the_arrow_keys(window: W
     answer = window.ended()
     answer.locator(".step").nth(2).hover()
     first = page.locator("#tree p").inner_text()
-    assert re.match(r"Step 2 of \d+: \d+ tokens? drafted, \d+ accepted", first)
-    drafted, accepted = map(int, re.findall(r"(\d+) (?:tokens? drafted|accepted)", first))
-    assert page.locator("#tree g").count() == drafted + 1
+    parts = re.fullmatch(rf"Step 2 of \d+\. {DRAFTED}", first)
+    assert parts
+    drafted, accepted = map(int, parts.groups())
+    assert page.locator("#tree g:not(.own)").count() == drafted + 1
     assert page.locator("#tree g.accepted").count() == accepted
+    assert page.locator("#tree g.own").count() == 1
     page.keyboard.press("Escape")
     assert page.locator("#tree").is_hidden()
     answer.locator(".tokens").focus()
@@ -307,13 +328,130 @@ def test_a_race_gives_the_same_answer_twice_and_the_speed_up(window: Window) -> 
     assert shown(plain) == shown(fast) != ""
     assert plain.locator("mark.draft").count() == 0 < fast.locator("mark.draft").count()
     verdict = page.locator(".verdict").inner_text()
-    assert re.fullmatch(
-        r"Both answers are the same, token for token\. chain: \d+\.\d\d× the speed of plain decoding\.", verdict
-    )
+    same = r"Both answers are the same, token for token\. From the first token to the last: plain \d+\.\d\d s, chain "
+    assert re.fullmatch(same + r"\d+\.\d\d s: chain has \d+\.\d\d× the speed of plain decoding\.", verdict)
     assert page.locator("#chart .line").count() == 2
     assert page.locator("#table tbody tr").count() == 2
+    page.select_option(".answer:first-child select", "sage")  # the other answer stays
+    page.wait_for_selector("#stop", state="hidden", timeout=WAIT)
+    page.wait_for_selector(".verdict:text('sage')")
+    assert shown(answers.nth(0)) == shown(answers.nth(1))
+    assert answers.nth(0).locator("mark.draft").count() > 0
+    assert page.locator("#table tbody tr").count() == 3
     page.click("#new")
     assert page.locator(".turn").count() == 0
+
+
+@pytest.mark.browser
+def test_a_replay_unfolds_both_drafts_on_one_clock(window: Window) -> None:
+    page = window.ready()
+    window.give_sample()
+    page.click("#race")
+    plain, fast = window.ended().all()
+    page.click("[aria-label=Pause]")
+    page.wait_for_selector("[aria-label=Play]")
+    page.locator(".replay input").fill("0")
+    counts, texts = page.locator(".count"), []
+    for _ in range(4):
+        texts.append(counts.nth(1).inner_text())
+        page.click("[aria-label='One pass forward']")
+    passes = [int(re.search(r"in (\d+) of", text)[1]) for text in texts]  # type: ignore[index]
+    assert passes == sorted({*passes})
+    parts = re.fullmatch(DRAFTED, fast.locator(".caption").inner_text())
+    assert parts
+    drafted, accepted = map(int, parts.groups())
+    assert fast.locator(".stage g:not(.own):not(.root)").count() == drafted
+    assert fast.locator(".stage g.accepted").count() == accepted
+    assert fast.locator(".stage .future").count() == 0
+    assert parts[0] in page.locator("#status").text_content()
+    assert 0 < fast.locator(".later").count() < plain.locator(".later").count()
+    page.locator(".replay input").press("ArrowRight")  # inside a pass: drafts, before their verdict
+    assert fast.locator(".stage svg.open .own:not(.future)").count() == 0
+    page.click("[aria-label='One pass back']")
+    page.click("[aria-label='One pass back']")
+    assert counts.nth(1).inner_text() == texts[-1]
+    page.select_option(".replay select", "1")
+    page.click("[aria-label=Play]")
+    page.wait_for_selector("[aria-label=Play]", timeout=WAIT)
+    assert page.locator(".later").count() == 0
+    assert all("done after" in text for text in counts.all_inner_texts())
+
+
+@pytest.mark.browser
+def test_a_reader_who_wants_no_motion_goes_from_pass_to_pass(chromium: Any, pocket: Live) -> None:
+    with opened(chromium, pocket, viewport=DESKTOP, reduced_motion="reduce") as window:
+        page = window.ready()
+        window.give_sample()
+        page.click("#race")
+        window.ended()
+        assert page.locator("[aria-label=Play], [aria-label=Pause]").is_hidden()
+        assert page.locator(".later").count() == 0
+        page.click("[aria-label='One pass back']")
+        page.click("[aria-label='One pass back']")
+        assert page.locator(".later").count() > 0
+        moving = "(part) => getComputedStyle(part).transitionProperty"
+        assert page.locator(".stage svg > *").first.evaluate(moving) == "none"
+
+
+@pytest.mark.browser
+def test_a_reload_keeps_the_conversation_and_a_new_chat_forgets_it(window: Window) -> None:
+    page = window.ready()
+    window.give_sample()
+    page.click("#send")
+    first = shown(window.ended())
+    window.give(draw(3, "line").image)
+    window.ask("What does the line show?", "#race")
+    second = shown(window.ended(2).last)
+    verdict = page.locator(".verdict").inner_text()
+    page.reload()
+    window.ready()
+    page.wait_for_selector(".turn:nth-child(2) .replay")
+    answers = page.locator(".answer")
+    assert [shown(answer) for answer in answers.all()] == [first, second, second]
+    assert page.locator(".verdict").inner_text() == verdict
+    assert page.locator(".question img").count() == 2
+    assert page.locator("#table tbody tr").count() == 3
+    page.locator(".answer").first.locator(".tokens").focus()
+    page.keyboard.press("End")
+    assert page.locator("#tree svg").count() == 1
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    window.ask("Again.")
+    window.ended(3)
+    messages = sent[0]["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert [messages[1]["content"], messages[3]["content"]] == [first, second]
+    assert all(messages[at]["content"][0]["image_url"]["url"].startswith("data:image/png") for at in (0, 2))
+    page.click("#new")
+    page.reload()
+    window.ready()
+    page.wait_for_selector("#gallery li")
+    assert page.locator(".turn").count() == 0
+
+
+@pytest.mark.browser
+def test_an_answer_that_a_reload_cuts_off_is_kept_so_far(window: Window) -> None:
+    page = window.ready()
+    window.ask("Say much.", length=LONG)
+    page.wait_for_selector(".answer mark")
+    page.reload()
+    note = page.locator(".answer .note")
+    note.wait_for()
+    assert note.inner_text().endswith("cut off when the page was left")
+    assert page.locator(".answer mark").count() > 0
+
+
+@pytest.mark.browser
+def test_the_page_works_without_any_storage(window: Window) -> None:
+    page = window.page
+    denied = "{ get() { throw new DOMException('no'); } }"
+    for name in ("indexedDB", "sessionStorage"):
+        page.add_init_script(f"Object.defineProperty(window, '{name}', {denied})")
+    page.reload()
+    window.ready()
+    window.give_sample()
+    page.click("#send")
+    assert shown(window.ended())
 
 
 @pytest.mark.browser
@@ -333,13 +471,19 @@ def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, keys: 
     with live(api_key_file=keys) as server, opened(chromium, server) as window:
         assert server.call("GET", "/v1/models")[0] == 401
         page = window.page
-        page.wait_for_selector("#trouble:not([hidden])")
-        assert "API key" in page.locator("#trouble").inner_text()
+        page.wait_for_selector("#key-problem:not(:empty)")
+        assert page.locator("#key-problem").inner_text() == "This server needs an API key; give it."
+        page.fill("#key", "third")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-problem:text('does not know')")
+        assert page.evaluate("document.activeElement.id") == "key"
         page.fill("#key", "second")
         page.keyboard.press("Tab")
         window.ready()
-        assert page.locator("#trouble").is_hidden()
+        assert page.locator("#key-problem").inner_text() == ""
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        stored = page.evaluate("Object.entries({ ...sessionStorage }).flat()")
+        assert stored[stored.index("second") - 1] == "saccade-key"
         page.fill("#length", "5")
         window.ask("Hello?")
         assert shown(window.ended())
@@ -349,10 +493,7 @@ def test_a_key_is_requested_kept_in_the_tab_alone_and_used(chromium: Any, keys: 
 @pytest.mark.browser
 def test_errors_are_shown_as_text_and_the_question_comes_back(window: Window) -> None:
     page = window.ready()
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(status=400, json={"error": {"message": "<img src=x onerror=alert(1)> is wrong."}}),
-    )
+    window.refuse(400, "<img src=x onerror=alert(1)> is wrong.")
     window.ask("<b>bold</b>")
     answer = window.ended()
     assert answer.locator(".error").inner_text() == "<img src=x onerror=alert(1)> is wrong."
@@ -396,25 +537,155 @@ def test_bad_files_are_named_when_they_are_chosen_and_good_ones_are_kept(either:
         (tmp_path / name).write_bytes(content)
     page.set_input_files("#files", [str(tmp_path / name) for name in (*BAD, "good.png", "good.tiff")])
     page.wait_for_selector("#trouble:not([hidden])")
-    assert page.locator("#trouble").inner_text() == " ".join(words for _, words in BAD.values())
+    assert page.locator("#trouble").inner_text() == "\n".join(words for _, words in BAD.values())
     assert in_sight(page, page.locator("#trouble"), above="#text")
     assert [image.get_attribute("alt") for image in page.locator("#media img").all()] == ["good.png", "good.tiff"]
 
 
 @pytest.mark.browser
-def test_an_error_is_in_sight_above_the_composer_and_in_words_of_the_page(either: Window) -> None:
+def test_an_error_of_the_server_is_in_sight_above_the_composer(either: Window) -> None:
     page, tall = either.ready(), draw(5, "chart").image.resize((400, 600))
-    message = "The image in the data: URI has too many pixels; send a smaller one."
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": message}}))
+    either.refuse(500, "Broken.")
     for _ in range(5):
         either.give(tall)
-    for turn, key in enumerate(["Enter", "Control+Enter", "Enter"], 1):  # each brings the pictures back
+    for key in ("Enter", "Control+Enter", "Enter"):  # each brings the pictures back, and drops the turn that failed
         page.press("#text", key)
-        error = either.ended(turn).last.locator(".error")
-        assert error.inner_text() == "The image has too many pixels; send a smaller one."
+        error = either.ended().last.locator(".error")
+        assert error.inner_text() == "Broken."
         page.wait_for_selector("#media li:nth-child(5) img")
         assert in_sight(page, error)
-    either.problems.clear()  # the 400, which was planted
+    either.problems.clear()  # the 500, which was planted
+
+
+REFUSED: dict[str, tuple[int, str, dict[str, str], str]] = {
+    "The picture has more than 20 MB; give a smaller file.": (
+        *(400, "The image in the data: URI has more than 20,971,520 bytes; give a smaller file.", {}, "trouble"),
+    ),
+    "The conversation with its pictures is larger than 32 MiB, the most that this server takes; send smaller pictures, "
+    "or start a new chat.": (413, "The body is larger than 32 MiB; send smaller media.", {}, "trouble"),
+    "The model has room for 68 tokens of an answer here; give that or less.": (
+        *(400, "The sequence needs 700 tokens but this model's context is 512; shorten the prompt."),
+        *({"param": "messages", "code": "context_length_exceeded"}, "length-problem"),
+    ),
+    "This server answers with at most 200 tokens; give that or less.": (
+        *(400, "This server answers with at most 200 tokens; lower max_tokens.", {"param": "max_tokens"}),
+        "length-problem",
+    ),
+    "This server needs an API key; give it.": (401, "The API key is missing or wrong.", {}, "key-problem"),
+    "There is no method 'x' here.": (
+        *(400, "There is no method 'x' here.", {"param": "speculation.method"}, "method-problem"),
+    ),
+}
+"""Sentence on the page -> the server's status, sentence and fields, and the place on the page."""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refusal_is_said_where_its_cause_is_in_words_of_the_page(either: Window, words: str) -> None:
+    page = either.ready()
+    status, message, about, place = REFUSED[words]
+    either.give_sample()
+    either.refuse(status, message, **about)
+    page.click("#send")
+    problem = page.locator(f"#{place}")
+    page.wait_for_selector(f"#{place}:not(:empty)")
+    assert problem.inner_text() == words
+    assert in_sight(page, problem, above="#text")
+    assert page.evaluate("document.activeElement.id") == place.removesuffix("-problem").replace("trouble", "text")
+    assert page.locator("#text").input_value() == "Read the values from the bar chart."
+    assert page.locator("#media img").count() == 1
+    assert page.locator(".turn").count() == 0
+    page.unroute("**/v1/chat/completions")
+    page.click("#send")
+    assert shown(either.ended())
+    either.problems.clear()  # the refusal, which was planted
+
+
+@pytest.mark.browser
+def test_a_picture_that_the_server_cannot_read_is_named_at_the_composer(window: Window, tmp_path: Path) -> None:
+    path, page = tmp_path / "scan.tiff", window.ready()
+    path.write_bytes(b"no picture")  # a format that browsers cannot check
+    page.set_input_files("#files", str(path))
+    page.wait_for_selector("#media img")
+    page.click("#send")
+    page.wait_for_selector("#trouble:not(:empty)", timeout=WAIT)
+    begin = "The picture is damaged, or not a picture in an accepted format; give one of PNG, "
+    assert page.locator("#trouble").inner_text().startswith(begin)
+    window.problems.clear()  # the refusal
+
+
+@pytest.mark.browser
+def test_files_that_the_model_or_the_server_does_not_take_are_refused_when_chosen(chromium: Any) -> None:
+    with live(max_body_mib=1) as server, opened(chromium, server) as window:
+        about, page = json.loads(server.call("GET", "/v1/models")[2]), window.page
+        extension = about["data"][0]["saccade"]
+        assert (extension["media"], extension["max_body_mib"]) == (["image", "video"], 1)
+        extension["media"] = ["image"]
+        page.route("**/v1/models", lambda route: route.fulfill(json=about))
+        page.reload()
+        window.ready()
+        clip = {"name": "film.mp4", "mimeType": "video/mp4", "buffer": b"....ftyp"}
+        page.set_input_files("#files", [clip, {"name": "large.png", "mimeType": "image/png", "buffer": bytes(2**20)}])
+        page.wait_for_selector("#trouble:not(:empty)")
+        assert page.locator("#trouble").inner_text() == (
+            "film.mp4 is a video, which this model does not take; choose a picture of it.\n"
+            "large.png is too large with its 2 MB: all files of a question may have 0 MB; choose a smaller one."
+        )
+
+
+@pytest.mark.browser
+def test_a_busy_server_is_asked_again(window: Window) -> None:
+    page = window.ready()
+    window.refuse(503, "The server is overloaded.", times=1, code="overloaded")
+    window.give_sample()
+    page.click("#send")
+    page.wait_for_selector(".note:text('The server is busy; it is asked again in 1 s.')")
+    assert shown(window.ended())
+    window.refuse(429, "This API key exceeds 1 request per minute.")
+    window.ask("Again.")
+    page.wait_for_selector(".note:text('more questions than the server takes')")
+    page.click("#stop")
+    page.wait_for_selector("#send")
+    assert page.locator("#text").input_value() == "Again."
+    window.problems.clear()  # the refusals, which were planted
+
+
+@pytest.mark.browser
+def test_reasoning_is_folded_and_tool_calls_are_code(window: Window) -> None:
+    window.ready()
+
+    def chunk(**delta: Any) -> dict[str, Any]:
+        return {"choices": [{"delta": delta, "finish_reason": None}]}
+
+    def call(**function: str) -> dict[str, Any]:
+        return chunk(tool_calls=[{"index": 0, "function": function}])
+
+    marked = {"tokens": [{"id": 1, "text": "Let me ", "mark": "target"}], "tree": None}
+    window.stream(
+        {**chunk(reasoning_content="Let me "), "saccade": marked},
+        *(chunk(reasoning_content="think."), chunk(content="Yes.")),
+        *(call(name="look_up", arguments='{"town": '), call(arguments='"Oslo"}')),
+    )
+    window.ask("Is it cold in Oslo?")
+    answer = window.ended()
+    assert shown(answer) == "Yes."
+    assert answer.locator("details[open]").count() == 0
+    assert answer.locator("details .tokens").text_content() == "Let me think."
+    assert answer.locator("pre").inner_text() == 'look_up({"town": "Oslo"})'
+
+
+@pytest.mark.browser
+def test_every_picture_of_the_gallery_is_small_and_has_its_question(window: Window) -> None:
+    page = window.ready()
+    for button in page.locator("#gallery button").all():
+        image = button.locator("img")
+        assert image.evaluate("(image) => image.complete && image.naturalWidth") == 96
+        button.click()
+        page.wait_for_selector("#media img")
+        assert page.locator("#text").input_value() in button.inner_text()
+        page.click("#media button")
+    assert 4 <= page.locator("#gallery button").count() <= 6
+    assert all(len((STATIC / name).read_bytes()) < 15_000 for name in FILES if name.startswith("gallery"))
 
 
 @pytest.mark.browser
@@ -494,10 +765,19 @@ def test_axe_finds_nothing_and_no_width_scrolls_sideways(chromium: Any, pocket: 
         check()
         page.click("#race")
         window.ended()
+        page.click("[aria-label=Pause]")
         check()
+        window.to_the_end()
         page.locator(".answer:last-child .step").nth(5).click()
         page.wait_for_selector("#tree:not([hidden])")
         check()
+        for status, place in ((413, "#trouble"), (401, "#key-problem"), (500, ".answer .error")):
+            window.refuse(status, "The server failed.")
+            window.ask("Why?")
+            page.wait_for_selector(f"{place}:not(:empty)")
+            page.wait_for_selector("#send")
+            check()
+        window.problems.clear()  # the refusals, which were planted
 
 
 @pytest.mark.browser
@@ -511,7 +791,7 @@ def test_the_keyboard_alone_is_enough(window: Window) -> None:
             page.keyboard.press("Tab")
         raise AssertionError(f"{selector} cannot be reached by Tab")
 
-    tab_to("#sample")
+    tab_to("#gallery button")
     page.keyboard.press("Enter")
     page.wait_for_selector("#media img")
     page.wait_for_function("document.activeElement.id === 'send'")

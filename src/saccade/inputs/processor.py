@@ -213,6 +213,13 @@ class InputProcessor:
         settings = family.video_settings(self.video_settings, options.sampling)
         return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings), options.limits)
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of media that the model takes; both where its family is not known."""
+        family = self._family
+        taken = {"image": family.reads_images, "video": family.video_defaults is not None}
+        return tuple(kind for kind in KINDS if taken[kind] or not family.is_known)
+
     def encode(self, text: str, *, text_as_text: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a text without chat template and media, which a model continues."""
         check_unicode(text)

@@ -16,7 +16,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from saccade.serve.configuration import ServerConfig
+from saccade.serve.configuration import Limits, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
 from saccade.serve.responses import KeptResponses, ResponseExchange
@@ -85,12 +85,12 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         service.gate.client(request.scope)
-        return JSONResponse({"object": "list", "data": [_about(m) for m in service.models.values()]})
+        return JSONResponse({"object": "list", "data": [_about(m, config.limits) for m in service.models.values()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
         service.gate.client(request.scope)
-        return JSONResponse(_about(service.model(name)))
+        return JSONResponse(_about(service.model(name), config.limits))
 
     @app.api_route("/health", methods=PROBES)
     @app.api_route("/ping", methods=[*PROBES, "POST"])
@@ -131,8 +131,8 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     return app
 
 
-def _about(model: ServedModel) -> dict[str, Any]:
-    """A model in OpenAI's form, with its context and the methods that requests may choose."""
+def _about(model: ServedModel, limits: Limits) -> dict[str, Any]:
+    """A model in OpenAI's form, with its context, and the methods and media that requests may have."""
     return {
         "id": model.label,
         "object": "model",
@@ -149,6 +149,8 @@ def _about(model: ServedModel) -> dict[str, Any]:
             "profiles": model.names,
             "methods": model.open_methods,
             "lossy": model.lossy,
+            "media": model.vlm.processor.kinds,
+            "max_body_mib": limits.max_body_mib,
         },
     }
 

@@ -1,55 +1,52 @@
 // An answer: its tokens with their marks, step by step, and the draft tree of the step under the pointer.
 
-import { byId, element, plural } from "./dom.js";
-import { rounded, times } from "./meter.js";
+import { announce, byId, element, plural } from "./dom.js";
+import { Meter, rounded, times } from "./meter.js";
 import { describe, drawTree } from "./tree.js";
 
 const MARKS = new Set(["target", "draft", "loose", "shifted"]);
 const FRAME = 60; // pixels of the tree's panel around the tree
 
 export class Answer {
-  constructor(title, meter) {
-    this.meter = meter;
+  // `record`: what is kept of an answer, its events with their times in milliseconds among it
+  constructor(record, isPlain) {
+    const { method } = record;
+    this.record = record;
+    this.meter = new Meter(method);
+    this.meter.isPlain = isPlain;
+    this.meter.plain = record.plain;
     this.text = "";
     this.ids = [];
     this.steps = [];
-    this.tokens = element("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `Answer of ${title}` });
+    this.folds = new Map(); // name -> folded part
+    this.calls = [];
+    this.tokens = element("div", {
+      class: "tokens", tabindex: "0", role: "group", "aria-label": `Answer of ${method}`,
+    });
     this.note = element("p", { class: "note" }, "waiting");
-    this.element = element("article", { class: "answer", "aria-label": title, "aria-busy": "true" },
-      element("h3", {}, title), this.tokens, this.note);
+    this.title = element("h3", {}, method);
+    this.element = element("article", { class: "answer", "aria-label": method, "aria-busy": "true" },
+      this.title, this.tokens, this.note);
     this.current = -1;
-    this.tokens.addEventListener("pointerover", (event) => this.#point(event.target));
-    this.tokens.addEventListener("click", (event) => this.#point(event.target));
-    this.tokens.addEventListener("pointerleave", hideTree);
+    this.element.addEventListener("pointerover", (event) => this.#point(event.target));
+    this.element.addEventListener("click", (event) => this.#point(event.target));
+    this.element.addEventListener("pointerleave", hideTree);
     this.tokens.addEventListener("blur", (event) => {
       if (!byId("tree").contains(event.relatedTarget)) hideTree();
     });
     this.tokens.addEventListener("keydown", (event) => this.#move(event));
+    for (const [at, event] of record.events) this.#show(event, at);
   }
 
-  // Take a chunk; `now` in milliseconds.
-  add(chunk, now) {
-    const content = chunk.choices?.[0]?.delta?.content ?? "", trace = chunk.saccade;
-    this.text += content;
-    if (!trace?.tokens) {
-      this.tokens.append(content);
-      return;
-    }
-    this.ids.push(...trace.tokens.map((token) => token.id));
-    this.meter.add(trace, now);
-    const step = element("span", { class: "step" });
-    for (const token of trace.tokens) {
-      const mark = MARKS.has(token.mark) ? token.mark : "target";
-      if (token.text) step.append(element("mark", { class: mark }, token.text));
-    }
-    step.dataset.step = String(this.steps.length);
-    this.steps.push({ tree: trace.tree, marks: trace.tokens.map((token) => token.mark), element: step });
-    this.tokens.append(step);
-    this.note.textContent = this.#figures();
+  // Take an event that has just arrived.
+  add(event, now) {
+    this.record.events.push([now, event]);
+    this.#show(event, now);
   }
 
   // End the answer; `reason` in a few words where it did not end by itself.
   finish(reason = "") {
+    this.record.end = reason;
     this.element.removeAttribute("aria-busy");
     this.note.textContent = [this.#figures(), reason].filter(Boolean).join(" · ");
   }
@@ -59,6 +56,51 @@ export class Answer {
     this.finish(this.text ? "ended early" : "");
     if (!this.text) this.tokens.remove();
     this.element.append(element("p", { class: "error", role: "alert" }, message));
+  }
+
+  #show({ content, reasoning, calls, trace }, at) {
+    this.text += content;
+    this.#call(calls);
+    if (!trace) {
+      this.tokens.append(content);
+      if (reasoning) this.#fold("Reasoning").append(reasoning);
+      return;
+    }
+    this.ids.push(...trace.tokens.map((token) => token.id));
+    this.meter.add(trace, at);
+    const span = element("span", { class: "step" });
+    for (const token of trace.tokens) {
+      const mark = MARKS.has(token.mark) ? token.mark : "target";
+      if (token.text) span.append(element("mark", { class: mark }, token.text));
+    }
+    span.dataset.step = String(this.steps.length);
+    this.steps.push({ ...trace, isFirst: !this.steps.length, at: this.meter.seconds, element: span });
+    const name = reasoning ? "Reasoning" : calls.length ? "The call as generated" : "";
+    (content || !name ? this.tokens : this.#fold(name)).append(span);
+    this.note.textContent = this.#figures();
+  }
+
+  // A part that opens on demand, before the answer.
+  #fold(name) {
+    if (!this.folds.has(name)) {
+      const inner = element("div", { class: "tokens" });
+      this.tokens.before(element("details", { class: "fold" }, element("summary", {}, name), inner));
+      this.folds.set(name, inner);
+    }
+    return this.folds.get(name);
+  }
+
+  // Pieces of tool calls, each with the number of its call.
+  #call(pieces) {
+    for (const { index = 0, function: { name = "", arguments: given = "" } = {} } of pieces) {
+      if (!this.calls[index]) {
+        this.calls[index] = { name: element("b"), given: element("span") };
+        this.note.before(element("pre", { class: "call", tabindex: "0", role: "group", "aria-label": "Tool call" },
+          element("code", {}, this.calls[index].name, "(", this.calls[index].given, ")")));
+      }
+      this.calls[index].name.append(name);
+      this.calls[index].given.append(given);
+    }
   }
 
   #figures() {
@@ -74,7 +116,7 @@ export class Answer {
 
   #point(target) {
     const step = target.closest?.(".step");
-    if (step) this.#show(Number(step.dataset.step));
+    if (step) this.#inspect(Number(step.dataset.step));
   }
 
   #move(event) {
@@ -85,25 +127,25 @@ export class Answer {
     if (event.key === "End") next = last;
     if (next === null || last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    this.#show(Math.min(Math.max(next, 0), last), true);
+    this.#inspect(Math.min(Math.max(next, 0), last), true);
   }
 
-  #show(number, aloud = false) {
+  #inspect(number, aloud = false) {
     hideTree();
-    const step = this.steps[number], panel = byId("tree");
+    const step = this.steps[number], panel = byId("tree"), fold = step.element.closest("details");
+    if (fold) fold.open = true;
     this.current = number;
     shown = step.element;
     shown.classList.add("now");
-    const name = `Step ${number} of ${this.steps.length - 1}: ${describe(step.tree, step.marks)}`;
-    const line = number ? name : "The prompt’s prefill: the model’s own first token";
+    const line = `Step ${number} of ${this.steps.length - 1}. ${describe(step)}`;
     panel.replaceChildren(element("p", {}, line));
-    if (step.tree) panel.append(element("div", { class: "scroll" }, drawTree(step.tree, line)));
+    if (step.tree) panel.append(element("div", { class: "scroll tree" }, drawTree(step, line)));
     panel.hidden = false;
     if (aloud) shown.scrollIntoView({ block: "nearest" });
     const scroll = panel.lastElementChild;
     if (scroll.scrollWidth > scroll.clientWidth) scroll.tabIndex = 0;
     place(panel, shown);
-    if (aloud) byId("status").textContent = `${step.element.textContent}. ${line}`;
+    if (aloud) announce(`${step.element.textContent}. ${line}`);
   }
 }
 

@@ -1,11 +1,17 @@
 // Requests to the server of this page.
 
 export class ServerError extends Error {
-  constructor(message, status = 0) {
-    super(message.replace(" in the data: URI", ""));  // the API's word for a file of this page
+  // `error` as the API has it; seconds after which a repetition may help, 0 where it would not
+  constructor(message, status = 0, error = {}, retryAfter = 0) {
+    super(message);
     this.status = status;
+    this.code = error.code ?? "";
+    this.param = error.param ?? "";
+    this.retryAfter = retryAfter;
   }
 }
+
+const BUSY = [429, 503], RETRY_SECONDS = 2, LEAVING = 500;
 
 function headers(key) {
   const all = { "content-type": "application/json" };
@@ -19,13 +25,13 @@ async function send(path, options) {
     response = await fetch(path, { credentials: "omit", redirect: "error", ...options });
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
-    const cause = options.body ? ", or takes no question of this size" : "";
-    throw new ServerError(`The server does not answer${cause}; check that it runs, then try again.`);
+    throw new ServerError("The server does not answer; check that it runs, then ask again.");
   }
   if (response.ok) return response;
-  const body = await response.json().catch(() => null);
-  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
-  throw new ServerError(message, response.status);
+  const body = await response.json().catch(() => null), { status } = response;
+  const message = body?.error?.message ?? `The server answered with status ${status}; ask again later.`;
+  const wait = Number(response.headers.get("retry-after")) || RETRY_SECONDS;
+  throw new ServerError(message, status, body?.error ?? {}, BUSY.includes(status) ? wait : 0);
 }
 
 // Models with their methods, as /v1/models lists them.
@@ -46,6 +52,7 @@ export async function* streamChat(request, key, signal) {
       part = await reader.read();
     } catch (problem) {
       if (problem.name === "AbortError") throw problem;
+      await new Promise((resolve) => setTimeout(resolve, LEAVING)); // where the page is being left, nothing follows
       throw new ServerError("The connection broke in the middle of the answer; ask again.");
     }
     if (part.done) throw new ServerError("The answer ended early; ask again.");
@@ -55,7 +62,7 @@ export async function* streamChat(request, key, signal) {
       const data = event.replace(/^data: ?/, "");
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new ServerError(chunk.error.message);
+      if (chunk.error) throw new ServerError(chunk.error.message, 0, chunk.error);
       yield chunk;
     }
   }

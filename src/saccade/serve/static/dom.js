@@ -22,6 +22,11 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+// Say something to screen readers.
+export function announce(text) {
+  byId("status").textContent = text;
+}
+
 export function plural(count, noun) {
   return `${count} ${noun}${count === 1 ? "" : "s"}`;
 }

@@ -7,14 +7,24 @@ const chosen = [];
 const PICTURES = /^image\/(png|jpeg|webp|gif|bmp|tiff)$/;
 const FILMS = /^(.{4}(ftyp|moov|mdat|wide|free|skip|pnot)|\x1aE\xdf\xa3|RIFF.{4}AVI |OggS|\0\0\x01[\xb3\xba]|G)/s; // first bytes
 
-// What is wrong with a file, in a sentence; nothing where the server may read it.
-async function fault(file) {
-  const name = file.name || "The file";
+const takes = (about, kind) => about?.media?.includes(kind) ?? true;
+const encodedSize = (files) => files.reduce((sum, file) => sum + file.size * 4 / 3, 0); // bytes in a request
+
+// What is wrong with a file, in a sentence; nothing where the server may read it. `about`: of the model
+async function fault(file, about) {
+  const name = file.name || "The file", megabytes = about?.max_body_mib ?? Infinity;
+  if (encodedSize([...chosen, file]) > megabytes * 2 ** 20) {
+    const most = Math.floor((megabytes * 2 ** 20 * 0.75) / 1e6), own = Math.ceil(file.size / 1e6);
+    return `${name} is too large with its ${own} MB: all files of a question may have ${most} MB; choose a smaller one.`;
+  }
+  if (!file.size) return `${name} is empty; choose another file.`;
   if (file.type.startsWith("video/")) {
+    if (!takes(about, "video")) return `${name} is a video, which this model does not take; choose a picture of it.`;
     const begin = new Uint8Array(await file.slice(0, 12).arrayBuffer().catch(() => new ArrayBuffer(0)));
     return FILMS.test(String.fromCharCode(...begin)) ? "" : `${name} is no video that can be read; choose another file.`;
   }
   if (!file.type.startsWith("image/")) return `${name} is neither a picture nor a video; choose another file.`;
+  if (!takes(about, "image")) return `${name} is a picture, and this model reads text only; choose another model.`;
   if (!PICTURES.test(file.type)) return `${name} is no PNG, JPEG, WebP, GIF, BMP or TIFF; save it as one of them.`;
   if (file.type === "image/tiff") return ""; // which most browsers cannot show
   try {
@@ -53,12 +63,16 @@ function draw() {
   }));
 }
 
-// Add the files that can be read, and return a sentence about each of the others.
-export async function addMedia(files) {
-  const all = [...files], faults = await Promise.all(all.map(fault));
-  chosen.push(...all.filter((_, place) => !faults[place]));
+// Add the files that a model and its server can read, and return a sentence about each of the others.
+export async function addMedia(files, model) {
+  const faults = [];
+  for (const file of [...files]) { // the dialogue's own list is emptied meanwhile
+    const sentence = await fault(file, model?.saccade);
+    if (sentence) faults.push(sentence);
+    else chosen.push(file);
+  }
   draw();
-  return faults.filter(Boolean);
+  return faults;
 }
 
 // Files of the next question, which are then no longer chosen.
