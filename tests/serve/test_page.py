@@ -182,13 +182,6 @@ class Window:
         answer: Any = {"status": status, "headers": headers, "json": {"error": error}}
         self.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer), times=times)
 
-    def stream(self, *chunks: dict[str, Any]) -> None:
-        """Answer questions with these chunks."""
-        events = [json.dumps(chunk) for chunk in chunks]
-        body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-        answer: Any = {"body": body, "content_type": "text/event-stream"}
-        self.page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
-
     def to_the_end(self) -> None:
         """Show the end of a replay."""
         self.page.locator(".replay input").fill("500")
@@ -351,22 +344,22 @@ def test_a_replay_unfolds_both_drafts_on_one_clock(window: Window) -> None:
     page.click("[aria-label=Pause]")
     page.wait_for_selector("[aria-label=Play]")
     page.locator(".replay input").fill("0")
-    counts, texts = page.locator(".count"), []
+    counts, course, texts = page.locator(".count"), page.locator(".course").nth(1), []
     for _ in range(4):
         texts.append(counts.nth(1).inner_text())
         page.click("[aria-label='One pass forward']")
     passes = [int(re.search(r"in (\d+) of", text)[1]) for text in texts]  # type: ignore[index]
     assert passes == sorted({*passes})
-    parts = re.fullmatch(DRAFTED, fast.locator(".caption").inner_text())
+    parts = re.fullmatch(DRAFTED, course.locator(".caption").inner_text())
     assert parts
     drafted, accepted = map(int, parts.groups())
-    assert fast.locator(".stage g:not(.own):not(.root)").count() == drafted
-    assert fast.locator(".stage g.accepted").count() == accepted
-    assert fast.locator(".stage .future").count() == 0
+    assert course.locator(".stage g:not(.own):not(.root)").count() == drafted
+    assert course.locator(".stage g.accepted").count() == accepted
+    assert course.locator(".stage .future").count() == 0
     assert parts[0] in page.locator("#status").text_content()
     assert 0 < fast.locator(".later").count() < plain.locator(".later").count()
     page.locator(".replay input").press("ArrowRight")  # inside a pass: drafts, before their verdict
-    assert fast.locator(".stage svg.open .own:not(.future)").count() == 0
+    assert course.locator(".stage svg.open .own:not(.future)").count() == 0
     page.click("[aria-label='One pass back']")
     page.click("[aria-label='One pass back']")
     assert counts.nth(1).inner_text() == texts[-1]
@@ -374,7 +367,6 @@ def test_a_replay_unfolds_both_drafts_on_one_clock(window: Window) -> None:
     page.click("[aria-label=Play]")
     page.wait_for_selector("[aria-label=Play]", timeout=WAIT)
     assert page.locator(".later").count() == 0
-    assert all("done after" in text for text in counts.all_inner_texts())
 
 
 @pytest.mark.browser
@@ -387,41 +379,34 @@ def test_a_reader_who_wants_no_motion_goes_from_pass_to_pass(chromium: Any, pock
         assert page.locator("[aria-label=Play], [aria-label=Pause]").is_hidden()
         assert page.locator(".later").count() == 0
         page.click("[aria-label='One pass back']")
-        page.click("[aria-label='One pass back']")
-        assert page.locator(".later").count() > 0
         moving = "(part) => getComputedStyle(part).transitionProperty"
         assert page.locator(".stage svg > *").first.evaluate(moving) == "none"
 
 
 @pytest.mark.browser
 def test_a_reload_keeps_the_conversation_and_a_new_chat_forgets_it(window: Window) -> None:
-    page = window.ready()
+    page, sent = window.ready(), list[Any]()
     window.give_sample()
     page.click("#send")
     first = shown(window.ended())
     window.give(draw(3, "line").image)
     window.ask("What does the line show?", "#race")
-    second = shown(window.ended(2).last)
-    verdict = page.locator(".verdict").inner_text()
+    second, verdict = shown(window.ended(2).last), page.locator(".verdict").inner_text()
     page.reload()
     window.ready()
     page.wait_for_selector(".turn:nth-child(2) .replay")
-    answers = page.locator(".answer")
-    assert [shown(answer) for answer in answers.all()] == [first, second, second]
+    assert [shown(answer) for answer in page.locator(".answer").all()] == [first, second, second]
     assert page.locator(".verdict").inner_text() == verdict
-    assert page.locator(".question img").count() == 2
     assert page.locator("#table tbody tr").count() == 3
-    page.locator(".answer").first.locator(".tokens").focus()
+    page.locator(".tokens").first.focus()
     page.keyboard.press("End")
     assert page.locator("#tree svg").count() == 1
-    sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
     window.ask("Again.")
     window.ended(3)
     messages = sent[0]["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
-    assert [messages[1]["content"], messages[3]["content"]] == [first, second]
-    assert all(messages[at]["content"][0]["image_url"]["url"].startswith("data:image/png") for at in (0, 2))
+    assert [message["content"] for message in messages[1::2]] == [first, second]
+    assert [len(message["content"]) for message in messages[::2]] == [2, 2, 1]  # pictures are sent again
     page.click("#new")
     page.reload()
     window.ready()
@@ -549,7 +534,8 @@ def test_an_error_of_the_server_is_in_sight_above_the_composer(either: Window) -
     for _ in range(5):
         either.give(tall)
     for key in ("Enter", "Control+Enter", "Enter"):  # each brings the pictures back, and drops the turn that failed
-        page.press("#text", key)
+        with page.expect_response("**/v1/chat/completions"):
+            page.press("#text", key)
         error = either.ended().last.locator(".error")
         assert error.inner_text() == "Broken."
         page.wait_for_selector("#media li:nth-child(5) img")
@@ -629,7 +615,7 @@ def test_files_that_the_model_or_the_server_does_not_take_are_refused_when_chose
         page.wait_for_selector("#trouble:not(:empty)")
         assert page.locator("#trouble").inner_text() == (
             "film.mp4 is a video, which this model does not take; choose a picture of it.\n"
-            "large.png is too large with its 2 MB: all files of a question may have 0 MB; choose a smaller one."
+            "large.png has 2 MB, and all files of a question may have 0 MB; choose a smaller one."
         )
 
 
@@ -652,20 +638,14 @@ def test_a_busy_server_is_asked_again(window: Window) -> None:
 
 @pytest.mark.browser
 def test_reasoning_is_folded_and_tool_calls_are_code(window: Window) -> None:
-    window.ready()
-
-    def chunk(**delta: Any) -> dict[str, Any]:
-        return {"choices": [{"delta": delta, "finish_reason": None}]}
-
-    def call(**function: str) -> dict[str, Any]:
-        return chunk(tool_calls=[{"index": 0, "function": function}])
-
     marked = {"tokens": [{"id": 1, "text": "Let me ", "mark": "target"}], "tree": None}
-    window.stream(
-        {**chunk(reasoning_content="Let me "), "saccade": marked},
-        *(chunk(reasoning_content="think."), chunk(content="Yes.")),
-        *(call(name="look_up", arguments='{"town": '), call(arguments='"Oslo"}')),
-    )
+    calls = [{"name": "look_up", "arguments": '{"town": '}, {"arguments": '"Oslo"}'}]
+    deltas = [{"reasoning_content": "Let me "}, {"reasoning_content": "think."}, {"content": "Yes."}]
+    deltas += [{"tool_calls": [{"index": 0, "function": call}]} for call in calls]
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+    chunks[0]["saccade"] = marked
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    window.ready().route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     window.ask("Is it cold in Oslo?")
     answer = window.ended()
     assert shown(answer) == "Yes."
@@ -675,16 +655,18 @@ def test_reasoning_is_folded_and_tool_calls_are_code(window: Window) -> None:
 
 
 @pytest.mark.browser
-def test_every_picture_of_the_gallery_is_small_and_has_its_question(window: Window) -> None:
+def test_pictures_of_the_gallery_are_small_and_come_with_their_questions(window: Window) -> None:
     page = window.ready()
-    for button in page.locator("#gallery button").all():
-        image = button.locator("img")
-        assert image.evaluate("(image) => image.complete && image.naturalWidth") == 96
+    buttons = page.locator("#gallery button").all()
+    for button in buttons:  # one takes the place of the other
         button.click()
-        page.wait_for_selector("#media img")
-        assert page.locator("#text").input_value() in button.inner_text()
-        page.click("#media button")
-    assert 4 <= page.locator("#gallery button").count() <= 6
+        page.wait_for_selector(f"#media img[alt='{button.locator('b').inner_text()}']")
+        assert page.locator("#text").input_value() == button.locator("span span").inner_text()
+    page.fill("#text", "My own question")
+    buttons[0].click()
+    page.wait_for_selector("#media img[alt='Bar chart']")
+    assert page.locator("#text").input_value() == "My own question"
+    assert page.locator("#media img").count() == 1
     assert all(len((STATIC / name).read_bytes()) < 15_000 for name in FILES if name.startswith("gallery"))
 
 
@@ -757,6 +739,9 @@ def test_axe_finds_nothing_and_no_width_scrolls_sideways(chromium: Any, pocket: 
         check()
         page.click("#settings")
         check()
+        if phone:
+            for control in page.locator("button, select, #sheet input").all():
+                assert not (box := control.bounding_box()) or min(box["width"], box["height"]) >= 44
         sheet = page.locator("#sheet").bounding_box()
         assert 0 <= sheet["x"] <= sheet["x"] + sheet["width"] <= width
         page.click("#settings")

@@ -1,6 +1,7 @@
 // Pictures to try, each with its question.
 
 import { byId, element } from "./dom.js";
+import { removeMedia } from "./media.js";
 
 const PICTURES = [
   ["chart", "Bar chart", "Read the values from the bar chart."],
@@ -11,8 +12,10 @@ const PICTURES = [
   ["story", "Shapes, in words", "Describe the picture. Use full sentences."],
 ];
 
-// `take` gets the file and the question of the picture that is chosen.
-export function showGallery(take) {
+let last = {}; // file and question of the picture that was chosen last
+
+// `add` gets the file that is chosen. It takes the place of the one before, and its question that of no other text.
+export function showGallery(add) {
   byId("gallery").append(...PICTURES.map(([name, title, question]) => {
     const source = `gallery-${name}.png`;
     const button = element("button", { type: "button" },
@@ -20,7 +23,12 @@ export function showGallery(take) {
       element("span", {}, element("b", {}, title), element("span", {}, question)));
     button.addEventListener("click", async () => {
       const response = await fetch(source);
-      take(new File([await response.blob()], title, { type: "image/png" }), question);
+      const file = new File([await response.blob()], title, { type: "image/png" }), text = byId("text");
+      removeMedia(last.file);
+      if (!text.value.trim() || text.value === last.question) text.value = question;
+      last = { file, question };
+      await add([file]);
+      byId("send").focus({ preventScroll: true });
     });
     return element("li", {}, button);
   }));

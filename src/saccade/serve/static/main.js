@@ -79,7 +79,7 @@ async function stream(answer, request, signal, redraw) {
 
 // Answer one record of a turn; returns place and sentence of what went wrong, where that is not in the answer.
 async function run(turn, place, messages, signal) {
-  const answer = turn.answers[place], { request, records, files } = turn.data;
+  const answer = turn.answers[place], { request, records } = turn.data;
   const { speculation } = records[place], meters = turn.answers.map(({ meter }) => meter);
   answer.meter.plain = answer.record.plain = plainRates.get(request.model) ?? null;
   let drawing = 0;
@@ -99,8 +99,9 @@ async function run(turn, place, messages, signal) {
       answer.finish("stopped");
       return null;
     }
-    const about = { key: key(), length: request.max_tokens, hasFiles: files.length || turns.some((one) => one.data.files.length) };
-    const [where, text] = problem instanceof ServerError ? explain(problem, about)
+    const hasFiles = turns.some((one) => one.data.files.length);
+    const [where, text] = problem instanceof ServerError
+      ? explain(problem, { key: key(), length: request.max_tokens, hasFiles })
       : ["answer", `This page failed: ${problem.message}`];
     if (where !== "answer" && !turn.isAnswered) return [where, text];
     answer.fail(text);
@@ -166,7 +167,7 @@ async function answer(turn, places) {
   if (verdict && follows) turn.head.firstChild.scrollIntoView({ block: "start" });
   else if (error || follows) (error ?? turn.element.lastElementChild).scrollIntoView({ block: "nearest" });
   busy(null);
-  if (verdict) turn.replay.start();
+  if (verdict) turn.replay?.start();
   if (trouble) complainAt(...trouble);
 }
 
@@ -306,10 +307,6 @@ addEventListener("error", (event) => complain(`This page failed: ${event.message
 addEventListener("unhandledrejection", (event) => complain(`This page failed: ${event.reason}`));
 watchTree();
 watchMedia(add);
-showGallery(async (file, text) => {
-  byId("text").value = text;
-  await add([file]);
-  focus("send");
-});
+showGallery(add);
 drawChart([]);
 const ready = load().then(restore);

@@ -15,7 +15,7 @@ async function fault(file, about) {
   const name = file.name || "The file", megabytes = about?.max_body_mib ?? Infinity;
   if (encodedSize([...chosen, file]) > megabytes * 2 ** 20) {
     const most = Math.floor((megabytes * 2 ** 20 * 0.75) / 1e6), own = Math.ceil(file.size / 1e6);
-    return `${name} is too large with its ${own} MB: all files of a question may have ${most} MB; choose a smaller one.`;
+    return `${name} has ${own} MB, and all files of a question may have ${most} MB; choose a smaller one.`;
   }
   if (!file.size) return `${name} is empty; choose another file.`;
   if (file.type.startsWith("video/")) {
@@ -55,8 +55,7 @@ function draw() {
     const name = file.name || "picture";
     const button = element("button", { type: "button", "aria-label": `Remove ${name}` }, "×");
     button.addEventListener("click", () => {
-      chosen.splice(chosen.indexOf(file), 1);
-      draw();
+      removeMedia(file);
       byId("text").focus({ preventScroll: true });
     });
     return element("li", {}, preview(file), button);
@@ -73,6 +72,11 @@ export async function addMedia(files, model) {
   }
   draw();
   return faults;
+}
+
+export function removeMedia(file) {
+  if (chosen.includes(file)) chosen.splice(chosen.indexOf(file), 1);
+  draw();
 }
 
 // Files of the next question, which are then no longer chosen.

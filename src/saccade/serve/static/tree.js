@@ -38,26 +38,33 @@ function nodesOf(step, before) {
   return nodes;
 }
 
-// Places in pixels of all nodes, in the drafter's order, which tells nothing of the verdict.
+// Places in pixels of all nodes: drafted ones as if nothing were known of the verdict, then the model's own.
 function layout(nodes) {
-  const widths = [], lefts = [2];
+  const widths = [], lefts = [2], taken = new Set();
+  let rows = 0;
   for (const [number, node] of nodes.entries()) {
     node.children = [];
-    node.depth = 0;
-    if (number) {
-      const parent = nodes[node.parent];
-      node.depth = parent.depth + 1;
-      parent.children.push(node);
-    }
+    node.depth = number ? nodes[node.parent].depth + 1 : 0;
+    if (number) nodes[node.parent].children.push(node);
     widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.text.length * SIGN + 2 * PAD);
   }
-  let rows = 0;
   (function place(node) {
-    node.children.forEach(place);
-    node.row = node.children.length ? node.children[0].row : rows++;
+    const drafts = node.children.filter(({ kind }) => kind !== "own");
+    drafts.forEach(place);
+    node.row = drafts.length ? drafts[0].row : rows++;
+    taken.add(`${node.depth} ${node.row}`);
   })(nodes[0]);
+  for (const node of nodes.filter(({ kind }) => kind === "own")) {
+    node.row = nodes[node.parent].row;
+    while (taken.has(`${node.depth} ${node.row}`)) node.row += 1;
+    rows = Math.max(rows, node.row + 1);
+  }
   widths.forEach((width, depth) => { lefts[depth + 1] = lefts[depth] + width + GAP; });
   return { widths, lefts, width: lefts[widths.length] - GAP + 2, height: rows * ROW };
+}
+
+export function treeHeight(step) {
+  return layout(nodesOf(step, "")).height;
 }
 
 // The drawing; `before`: text of the last token before the step, for a step without a tree.
@@ -68,7 +75,7 @@ export function drawTree(step, name, before = "") {
   for (const node of nodes) {
     const x = lefts[node.depth], wide = widths[node.depth], { kind, depth } = node;
     for (const child of node.children) {
-      const bend = x + wide + GAP / 2, d = `M${x + wide} ${middle(node)}H${bend}V${middle(child)}H${lefts[child.depth]}`;
+      const d = `M${x + wide} ${middle(node)}h${GAP / 2}V${middle(child)}H${lefts[child.depth]}`;
       svg.prepend(drawn("path", { d, class: `edge ${child.kind}`, "data-depth": child.depth }));
     }
     svg.append(drawn("g", { class: kind, "data-depth": depth },
@@ -76,10 +83,6 @@ export function drawTree(step, name, before = "") {
       drawn("text", { x: x + wide / 2, y: middle(node) + 4 }, node.text)));
   }
   return svg;
-}
-
-export function treeHeight(step) {
-  return layout(nodesOf(step, "")).height;
 }
 
 // Stages of a step as it unfolds: a level of the draft after the other, the pass that checks them all, its verdict.
@@ -103,5 +106,5 @@ export function unfold(svg, step, stage) {
   if (isChecked) return describe(step);
   if (!drafted(step)) return "The large model works out its next token.";
   const many = plural(drafted(step), "token");
-  return stage === verdict - 1 ? `One pass of the large model checks ${many} at once.` : `The drafter proposes ${many}.`;
+  return stage < verdict - 1 ? `The drafter proposes ${many}.` : `One pass of the large model checks ${many} at once.`;
 }

@@ -1,7 +1,7 @@
 // A server's refusal in a user's words, with the place on the page where it belongs.
 
 const FIELDS = {
-  max_tokens: "length", temperature: "temperature", model: "model", speculation: "method", "speculation.method": "method",
+  max_tokens: "length", temperature: "temperature", speculation: "method", "speculation.method": "method",
 };
 
 const STRANGE = [405, 415, 422]; // statuses that this page gives no reason for
@@ -24,14 +24,14 @@ function tooLong(problem, length) {
   const left = context - (needed - length);
   if (left >= 1) return ["length", `The model has room for ${left} tokens of an answer here; give that or less.`];
   const of = context ? ` of ${context} tokens` : "";
-  return ["question", `This is longer than the model’s context${of}; shorten it, take fewer pictures, or start a new chat.`];
+  return ["question", `This is longer than the model’s context${of}; shorten it, or start a new chat.`];
 }
 
 // Place and sentence: `question` is the composer, `answer` the answer itself, other places are settings.
 export function explain(problem, { key, length, hasFiles }) {
   const { status, code, param, message } = problem;
   if (status === 401) {
-    return ["key", key ? "The server does not know this API key; correct it." : "This server needs an API key; give it."];
+    return ["key", key ? "The server does not know this key; correct it." : "This server needs an API key; give it."];
   }
   if (status === 413) {
     const [size] = message.match(/\d+ MiB/) ?? ["the limit"];

@@ -27,6 +27,7 @@ export class Turn {
   fill(awaited = []) {
     const { records, request } = this.data;
     this.head.replaceChildren();
+    this.replay = null;
     this.answers = records.map((record) => new Answer(record, isPlain(record.speculation)));
     this.lanes.replaceChildren(...this.answers.map((answer) => answer.element));
     const model = modelOf(request.model);
@@ -43,10 +44,12 @@ export class Turn {
   // Compare two answers that are whole, and return the verdict; "" where there is none.
   compare() {
     const isWhole = this.data.records.every(({ end, error }) => end === "" && !error);
-    if (!this.isRace || !isWhole || !this.answers.every((answer) => answer.steps.length > 1)) return "";
-    this.replay = new Replay(this.answers);
+    if (!this.isRace || !isWhole) return "";
     const text = verdict(this.answers, this.data.request.temperature);
-    this.head.append(element("p", { class: "verdict" }, text), this.replay.element);
+    this.head.append(element("p", { class: "verdict" }, text));
+    if (this.answers.some((answer) => answer.steps.length < 2)) return text; // too short to go through
+    this.replay = new Replay(this.answers);
+    this.head.append(...this.replay.elements);
     return text;
   }
 
