@@ -11,7 +11,7 @@ export class ServerError extends Error {
   }
 }
 
-const BUSY = [429, 503], RETRY_SECONDS = 2, LEAVING = 500;
+const BUSY = [429, 503], RETRY_SECONDS = 2, LEAVING = 500, LARGE = 2 ** 22;
 
 function headers(key) {
   const all = { "content-type": "application/json" };
@@ -25,7 +25,8 @@ async function send(path, options) {
     response = await fetch(path, { credentials: "omit", redirect: "error", ...options });
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
-    throw new ServerError("The server does not answer; check that it runs, then ask again.");
+    const cause = options.body?.length > LARGE ? ", or does not take this much at once" : "";
+    throw new ServerError(`The server does not answer${cause}; check that it runs, then ask again.`);
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => null), { status } = response;

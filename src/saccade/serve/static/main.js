@@ -117,6 +117,7 @@ const hasScreenKeyboard = () => matchMedia("(pointer: coarse)").matches; // it w
 
 function busy(turn) {
   running = turn;
+  for (const one of turns) one.replay?.pause(); // which would slow the answer down
   const hadFocus = ["send", "race", "stop"].includes(document.activeElement?.id);
   for (const id of ["model", "method", "new"]) byId(id).disabled = Boolean(turn);
   for (const select of document.querySelectorAll(".lanes select")) select.disabled = Boolean(turn);
