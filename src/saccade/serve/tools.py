@@ -10,7 +10,8 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,22 +31,15 @@ class Rules:
     """Rules of a grammar in llguidance's Lark; a token that was added to the vocabulary is never written as text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-        names = sorted(filter(str.strip, self._added), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        tokens = tokenizer.added_tokens_decoder.items()
+        self._added = {token.content: number for number, token in tokens if token.content.strip()}
+        names = sorted(self._added, key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
         self._rules: dict[str, str] = {}
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name}: {body}" for name, body in self._rules.items())
-
     def literal(self, text: str) -> str:
-        parts, place = [], 0
-        for match in self._pattern.finditer(text):
-            parts += [json.dumps(text[place : match.start()])] * (match.start() > place)
-            parts.append(f"<[{self._added[match[0]]}]>")
-            place = match.end()
-        parts += [json.dumps(text[place:])] * (place < len(text))
-        return " ".join(parts)
+        parts = filter(None, self._pattern.split(text))
+        return " ".join(f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts)
 
     def rule(self, body: str, attributes: str = "") -> str:
         """Add a rule and return its name."""
@@ -55,7 +49,7 @@ class Rules:
 
     def start(self, body: str) -> str:
         """Return the whole grammar, which begins with this rule."""
-        return f"start: {body}\n{self}"
+        return "\n".join([f"start: {body}", *(f"{name}: {rule}" for name, rule in self._rules.items())])
 
     def json(self, schema: Any, form: Mapping[str, Any] = SPACED) -> str:
         whole = {**schema, "x-guidance": form} if isinstance(schema, Mapping) else schema
@@ -121,16 +115,14 @@ def _closed(schema: Any) -> Any:
     return {**closing, **{name: _closed(each) for name, each in schema.items()}}
 
 
-def _named_json(key: str) -> Callable[[Rules, Function], str]:
+def _json(before: str, behind: str = "") -> Callable[[Rules, Function], str]:
+    """Arguments as JSON, with what is in front of them (NAME: that of the function), and behind."""
+
     def body(rules: Rules, function: Function) -> str:
-        begin = f'{{"name": {json.dumps(function.name)}, "{key}": '
-        return f"{rules.literal(begin)} {rules.json(_closed(function.arguments))} {rules.literal('}')}"
+        begin = rules.literal(before.replace("NAME", function.name))
+        return f"{begin} {rules.json(_closed(function.arguments))} {rules.literal(behind)}"
 
     return body
-
-
-def _mistral(rules: Rules, function: Function) -> str:
-    return f"{rules.literal(f'{function.name}[ARGS]')} {rules.json(_closed(function.arguments))}"
 
 
 def _elements(rules: Rules, function: Function) -> str:
@@ -204,6 +196,7 @@ class Syntax:
 
 
 _JSON_HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+_HERMES_JSON = _json('{"name": "NAME", "arguments": ', "}")
 _CALL = {"repeats": True, "content": "text"}
 _PARSED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 HERMES = Syntax(
@@ -211,18 +204,16 @@ HERMES = Syntax(
     "<tool_call>\n",
     "\n</tool_call>",
     "\n",
-    _named_json("arguments"),
+    _HERMES_JSON,
     {"open_pattern": r"\s*<tool_call>\s*", "close": "</tool_call>", **_CALL},
     re.compile(_JSON_HEAD),
 )
 SYNTAXES = (
-    Syntax(
-        ("<tool_call>", "<function=", "<parameter="),
-        "<tool_call>\n",
-        "\n</tool_call>",
-        "\n",
-        _elements,
-        {
+    replace(
+        HERMES,
+        marks=("<tool_call>", "<function=", "<parameter="),
+        body=_elements,
+        region={
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
@@ -230,6 +221,7 @@ SYNTAXES = (
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
             "transform": _PARSED,
         },
+        head=None,
     ),
     HERMES,
     Syntax(
@@ -237,7 +229,7 @@ SYNTAXES = (
         "[TOOL_CALLS]",
         "",
         "",
-        _mistral,
+        _json("NAME[ARGS]"),
         {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", **_CALL},
         re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\S)"),
     ),
@@ -246,7 +238,7 @@ SYNTAXES = (
         "[TOOL_CALLS] [",
         "]",
         "",
-        _named_json("arguments"),
+        _HERMES_JSON,
         {"open_pattern": r"\[TOOL_CALLS\]", **_CALL},
     ),
     Syntax(
@@ -269,7 +261,7 @@ SYNTAXES = (
         "",
         "",
         "",
-        _named_json("parameters"),
+        _json('{"name": "NAME", "parameters": ', "}"),
         {"open_pattern": r"^\s*(?:<\|python_tag\|>)?(?=\{)", **_CALL},
         re.compile(_JSON_HEAD),
     ),
@@ -294,17 +286,11 @@ class CallPolicy:
 
     @property
     def as_templates_take_them(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": function.name,
-                    "description": function.description or "",
-                    "parameters": function.arguments,
-                },
-            }
-            for function in self.functions
-        ]
+        tools = []
+        for function in self.functions:
+            about = {"name": function.name, "description": function.description or ""}
+            tools.append({"type": "function", "function": {**about, "parameters": function.arguments}})
+        return tools
 
 
 def policy_of(body: Decoding) -> CallPolicy:
@@ -491,15 +477,9 @@ class ReplyParser:
             elif kind == "region_open":
                 self._call = _Call(self._syntax)
             elif kind == "region_chunk":
-                parts = self._call.add(event["text"])
-                if self._allows_more or not parts or parts[0][0] == "arguments":
-                    reply.calls += self._numbered(parts)
-            elif not self._call.is_open:
+                self._grow(*self._call.add(event["text"]), reply)
+            elif not self._call.name:
                 self._close(event["value"], reply)
-
-    @property
-    def _allows_more(self) -> bool:
-        return self._policy.parallel or not self._count
 
     def _close(self, value: Any, reply: Reply) -> None:
         """End a call that could not be read as it grew; one that is none is text."""
@@ -508,25 +488,19 @@ class ReplyParser:
             begin, end = ("", "") if self._syntax is None else (self._syntax.begin, self._syntax.end)
             reply.content += begin + self._call.text + end
         for name, arguments in calls:
-            if self._allows_more:
-                reply.calls += self._numbered([("name", name), ("arguments", arguments)])
+            self._grow(name, arguments, reply)
 
-    def _numbered(self, parts: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        made = list[dict[str, Any]]()
-        for kind, text in parts:
-            if kind == "name":
-                self._count += 1
-                function = {"name": text, "arguments": ""}
-                made.append({"index": self._count - 1, "id": _new_id(), "type": "function", "function": function})
-            elif made:
-                made[-1]["function"]["arguments"] += text
-            else:
-                made.append({"index": self._count - 1, "function": {"arguments": text}})
-        return made
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:9]  # the only length that Mistral's templates take
+    def _grow(self, name: str, arguments: str, reply: Reply) -> None:
+        """Add a part of a call; one with a name begins the next call."""
+        self._count += bool(name)
+        if self._count > 1 and not self._policy.parallel:
+            return
+        place = {"index": self._count - 1}
+        if name:
+            about = {"id": uuid.uuid4().hex[:9], "type": "function"}  # the only length that Mistral's templates take
+            reply.calls.append({**place, **about, "function": {"name": name, "arguments": arguments}})
+        elif arguments:
+            reply.calls.append({**place, "function": {"arguments": arguments}})
 
 
 def _whole(value: Any) -> Iterator[tuple[str, str]]:
@@ -543,43 +517,34 @@ def _whole(value: Any) -> Iterator[tuple[str, str]]:
             yield function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
+_JSON = json.JSONDecoder(strict=False)  # which reads line breaks in strings
+
+
 class _Call:
     """Reader of one call as it grows: its name, then the pieces of its arguments, up to their end."""
 
     def __init__(self, syntax: Syntax | None) -> None:
         self._head = None if syntax is None else syntax.head
-        self._depth, self._in_string, self._is_escaped, self._has_ended = 0, False, False, False
+        self._arguments, self._has_ended = "", False
         self.text = ""  # so far
-        self.is_open = False  # whether its name is known
+        self.name = ""  # empty until it is known
 
-    def add(self, text: str) -> list[tuple[str, str]]:
+    def add(self, text: str) -> tuple[str, str]:
+        """Append text; return the name once it is known, and what is new of the arguments."""
         self.text += text
-        parts = list[tuple[str, str]]()
-        if not self.is_open:
+        name = ""
+        if not self.name:
             match = self._head and self._head.match(self.text)
             if not match:
-                return parts
-            self.is_open = True
-            parts.append(("name", match["name"]))
+                return "", ""
+            self.name = name = match["name"]
             text = self.text[match.end() :]
-        if piece := text[: self._length(text)]:
-            parts.append(("arguments", piece))
-        return parts
-
-    def _length(self, text: str) -> int:
-        """Signs of a text that belong to the arguments, an object of JSON."""
-        for place, sign in enumerate(text):
-            if self._has_ended:
-                return place
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped, self._in_string = sign == "\\", sign != '"'
-            elif sign == '"':
-                self._in_string = True
-            elif sign in "{[":
-                self._depth += 1
-            elif sign in "}]":
-                self._depth -= 1
-                self._has_ended = self._depth <= 0
-        return len(text)
+        if self._has_ended:
+            return name, ""
+        known = len(self._arguments)
+        self._arguments += text
+        if "}" in text:
+            with suppress(ValueError, RecursionError):  # they are not whole yet
+                _, end = _JSON.raw_decode(self._arguments)
+                self._arguments, self._has_ended = self._arguments[:end], True
+        return name, self._arguments[known:]
