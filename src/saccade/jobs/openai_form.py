@@ -11,6 +11,7 @@ from saccade.data.conversations import resolve
 from saccade.engine import Row
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.media import LOCAL
+from saccade.inputs.processor import MediaOptions
 from saccade.jobs.items import NO_ID, SAME_ID, Item
 from saccade.jobs.job import BatchJob, PreparedItem, key_of, seed_of
 
@@ -19,7 +20,7 @@ try:
     from saccade.serve.configuration import Limits, ModelEntry
     from saccade.serve.models import ServedModel
     from saccade.serve.refusals import Refusal
-    from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, parse
+    from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, checked, object_of
 except ImportError as problem:
     raise SaccadeError(
         f"OpenAI batch files need the server's packages, of which {problem.name} is missing; run "
@@ -47,7 +48,8 @@ class OpenAIForm:
                 f"Requests of OpenAI's batch format bring their own options; leave out {', '.join(others)}."
             )
         limits = Limits(default_max_tokens=options.get("max_new_tokens") or Limits().default_max_tokens)
-        self._model = ServedModel(ModelEntry(target=""), vlm, limits, LOCAL, job.reading.text_as_text)
+        reading = MediaOptions(limits=LOCAL, text_as_text=job.reading.text_as_text)
+        self._model = ServedModel(ModelEntry(target=""), vlm, limits, reading)
         self._vlm, self._seed, self._created = vlm, job.seed, created
 
     def prepare(self, item: Item) -> PreparedItem:
@@ -69,7 +71,7 @@ class OpenAIForm:
                 choices.append(choice)
             form = Form(chat, body.model or self._model.entry.label, StreamOptions())
             about = {"method": self._vlm.method, "lossless": self._vlm.lossless}
-            whole = json.loads(form.body(choices, usage(choices, body.n or 1), []))
+            whole = json.loads(form.body(choices, usage(choices, body.n), []))
             kind = str(whole["id"]).partition("-")[0]
             named = {**whole, "id": f"{kind}-{_hash(item, 'answer')}", "created": self._created, "saccade": about}
             return _response(item, 200, named)
@@ -97,12 +99,13 @@ class OpenAIForm:
             raise InputError("the body must be a JSON object, such as one with model and messages")
         if url == _CHAT:
             fields = {**fields, "messages": _resolved(fields.get("messages"), item.root)}
-        body: Any = parse(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(fields).encode())
+        content = object_of(json.dumps(fields).encode())
+        body: Any = checked(ChatRequest if url == _CHAT else CompletionRequest, content)
         if body.stream:
             raise InputError("the answer of a batch is not streamed; leave out stream")
-        if body.speculation is not None or body.saccade is not None:
+        if not body.model_fields_set.isdisjoint({"speculation", "saccade"}):
             raise InputError(_CHOSEN)
-        count = (body.n or 1) * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         if not 1 <= count <= _MOST_CHOICES:
             raise InputError(f"a request may have 1 to {_MOST_CHOICES} answers, not {count}")
         if body.seed is None:

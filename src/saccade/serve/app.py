@@ -20,7 +20,14 @@ from saccade.serve.configuration import Limits, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Refusal, broken
 from saccade.serve.responses import KeptResponses, ResponseExchange
-from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_fields
+from saccade.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    object_of,
+    validated,
+)
 from saccade.serve.service import AccessLog, Service
 from saccade.serve.streaming import Exchange, json_of
 from saccade.target_model.lean import caveat
@@ -66,7 +73,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
 
     async def prepared(request: Request, kind: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
         with service.gate.request(service.gate.client(request.scope)):
-            body = parse_fields(kind, await json_of(request.scope, request.receive, config.limits))
+            body = validated(kind, object_of(await json_of(request.scope, request.receive, config.limits)))
             service.check_room(1)
             return JSONResponse(await service.prepare(work, service.model(body.model), body))
 

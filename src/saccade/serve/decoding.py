@@ -16,9 +16,10 @@ from saccade.engine.row import RowPlan
 from saccade.engine.row import plan as plan_rows
 from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.families.family import Prompt
+from saccade.serve.configuration import Limits
 from saccade.serve.refusals import invalid
 from saccade.serve.schemas import ChatRequest, Decoding
-from saccade.serve.tools import ReplyFormat, Rules, policy_of, structure_rule
+from saccade.serve.tools import ReplyFormat, policy_of, structure_rule
 from saccade.stream import Detokenizer
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ class Planned:
 
 
 class Planner:
-    def __init__(self, vlm: VLM, default_max_tokens: int, most_tokens: int | None) -> None:
-        self._vlm, self._default, self._most = vlm, default_max_tokens, most_tokens
+    def __init__(self, vlm: VLM, limits: Limits) -> None:
+        self._vlm, self._default, self._most = vlm, limits.default_max_tokens, limits.max_tokens
         self._tokenizer = vlm.processor.tokenizer
         template = vlm.processor.chat_template or getattr(self._tokenizer, "chat_template", None)
         texts = template.values() if isinstance(template, dict) else [template or ""]
@@ -188,31 +189,27 @@ class Planner:
         if structure is None and not policy.has_grammar:
             return None
         thinks = isinstance(body, ChatRequest) and self.replies.thought is not None
+        is_whole = structure is not None and not policy.functions and not thinks  # of the answer
         if structure is not None and structure.kind == "grammar":
-            if policy.functions or thinks:
+            if not is_whole:
                 raise invalid(
                     "A grammar constrains the whole answer, which leaves no place for reasoning or tools; give a "
                     "schema, a regex or a choice.",
                     "structured_outputs",
                 )
-            return self._compiled("grammar", structure.value, False)
-        if structure is not None and structure.kind == "json" and not policy.functions and not thinks:
-            schema = structure.value if isinstance(structure.value, str) else json.dumps(structure.value)
-            return self._compiled(
-                "json", schema, structure.whitespace
-            )  # unsorted: answers follow the properties' order
+            return self._compiled(structure.value)
+        if structure is not None and structure.kind == "json" and is_whole:
+            schema = structure.value  # unsorted: answers follow the properties' order
+            return self._compiled(schema if isinstance(schema, str) else json.dumps(schema), structure.whitespace)
         form = None if structure is None else partial(structure_rule, structure)
-        if isinstance(body, ChatRequest):
-            return self._compiled("grammar", self.replies.grammar(policy, prompt.ids, form), False)
-        rules = Rules(self._tokenizer)
-        assert form is not None
-        return self._compiled("grammar", rules.start(form(rules)), False)
+        return self._compiled(self.replies.grammar(policy, prompt.ids, form, thinks))
 
-    def _compile(self, kind: str, text: str, whitespace: bool) -> Rollback:
-        size = self._vlm.target.vocab_size
+    def _compile(self, text: str, whitespace: bool | None = None) -> Rollback:
+        """Compile a grammar, or a schema, whose JSON may or may not have white space."""
         if len(text) > MOST_SCHEMA_BYTES:
             raise invalid(f"The schema is longer than {MOST_SCHEMA_BYTES} bytes; shorten it.", "response_format")
-        if kind == "grammar":
+        size = self._vlm.target.vocab_size
+        if whitespace is None:
             return lark(text, self._tokenizer, size)
         return json_schema(text, self._tokenizer, size, whitespace=whitespace)
 

@@ -17,7 +17,6 @@ from saccade import methods
 from saccade.errors import SaccadeError
 from saccade.inputs.families import vision_signature, visual_ids
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.media import MediaLimits
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.loading import mtp_config
 from saccade.methods.settings import GROUPS
@@ -58,20 +57,12 @@ class ServedModel:
     """A loaded model, its profiles and the methods that fit."""
 
     def __init__(
-        self,
-        entry: ModelEntry,
-        vlm: VLM,
-        limits: Limits,
-        media: MediaLimits,
-        text_as_text: bool = True,
-        workers: PromptWorkers | None = None,
+        self, entry: ModelEntry, vlm: VLM, limits: Limits, reading: MediaOptions, workers: PromptWorkers | None = None
     ) -> None:
-        self.entry, self.vlm = entry, vlm
+        self.entry, self.vlm, self._reading, self._workers = entry, vlm, reading, workers
         self.created = int(time.time())
-        self.planner = Planner(vlm, limits.default_max_tokens, limits.max_tokens)
-        self._most_option, self._text_as_text = limits.max_option, text_as_text
-        self._reading = MediaOptions(limits=media, text_as_text=text_as_text)
-        self._workers = workers
+        self.planner = Planner(vlm, limits)
+        self._most_option = limits.max_option
         self._composed = lru_cache(MOST_METHODS)(self._compose)
         self._lock = threading.Lock()
         for name in self.names:
@@ -178,20 +169,19 @@ class ServedModel:
         setting = self._setting(body)
         if isinstance(body, ChatRequest):
             self._check_size(_characters(body.messages), "messages")
-            rows = [self._row(body.messages, setting, *self._template(body))]
+            rows = [self._row(body.messages, setting.vlm, *self._template(body))]
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
             rows = [RowInput(self._raw(prompt), options=self._reading) for prompt in body.prompts]
         seed, jobs = seed_of(body), list[Job]()
         for row in rows:
             shared = setting.vlm.request(row, seed)
-            for _ in range(body.n or 1):
+            for _ in range(body.n):
                 request = replace(shared, seed=(seed + len(jobs)) & (2**63 - 1))
                 if salt := _salt(client, body.cache_salt):
                     request = request.salted(salt)
                 plan, send = partial(self.planner.plan, body, request.prompt), partial(deliver, len(jobs))
-                trace = body.saccade is not None and body.saccade.trace
-                jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, trace))
+                jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, body.saccade.trace))
         return jobs
 
     def _template(self, body: ChatRequest) -> tuple[MediaOptions, CallPolicy]:
@@ -209,16 +199,14 @@ class ServedModel:
         options = replace(self._reading, num_frames=body.num_frames, fps=body.fps, template_options=variables)
         return options, policy
 
-    def choices(self, body: ChatRequest | CompletionRequest, jobs: Sequence[Job], traced: bool) -> list[Choice]:
+    def choices(self, body: ChatRequest | CompletionRequest, jobs: Sequence[Job]) -> list[Choice]:
         """Make the empty answers of a request's jobs."""
         chat, replies, policy = isinstance(body, ChatRequest), self.planner.replies, policy_of(body)
-        hidden, choices = frozenset(body.stop_token_ids or ()), list[Choice]()
+        choices = list[Choice]()
         for job in jobs:
             parser = replies.parser(policy, job.request.prompt.ids) if chat else None
-            silent = hidden if parser is None else hidden | replies.dropped
-            choice = Choice(
-                replies.tokenizer, body.stops, chat, body.num_logprobs, traced, parser=parser, hidden=silent
-            )
+            choice = Choice(replies.tokenizer, body.stops, chat, body.num_logprobs, body.saccade.trace, parser=parser)
+            choice.hidden = (replies.dropped if parser else frozenset()).union(body.stop_token_ids or ())
             if body.echo:
                 choice.text = self._echo(body, job.request.prompt)
             choices.append(choice)
@@ -231,17 +219,11 @@ class ServedModel:
         content = conversation(body.messages)[-1]["content"]
         return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
-    def _row(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        setting: Setting,
-        options: MediaOptions,
-        policy: CallPolicy | None = None,
-    ) -> RowInput:
+    def _row(self, messages: list[dict[str, Any]], vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
-        turns = self.planner.replies.messages(conversation(messages), policy or CallPolicy())
+        turns = self.planner.replies.messages(conversation(messages), policy)
         if self._workers is not None and has_media(messages):
-            return self._workers.row(turns, _readers(setting.vlm), options)
+            return self._workers.row(turns, _readers(vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
@@ -249,14 +231,14 @@ class ServedModel:
         processor = self.vlm.processor
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either prompt or messages.", "prompt")
-        if body.prompt is not None:
-            self._check_size(len(body.prompt), "prompt")
-            special = body.add_special_tokens
-            ids = processor.encode(body.prompt, text_as_text=self._text_as_text, add_special_tokens=special)
+        if body.messages is not None:
+            self._check_size(_characters(body.messages), "messages")
+            vlm = self.setting("off").vlm
+            ids = vlm.request(self._row(body.messages, vlm, self._reading, CallPolicy()), 0).prompt.ids
         else:
-            self._check_size(_characters(body.messages or ()), "messages")
-            setting = self.setting("off")
-            ids = setting.vlm.request(self._row(body.messages or (), setting, self._reading), 0).prompt.ids
+            text, special = body.prompt or "", body.add_special_tokens
+            self._check_size(len(text), "prompt")
+            ids = processor.encode(text, text_as_text=self._reading.text_as_text, add_special_tokens=special)
         strings = processor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.planner.context, "tokens": list(ids), "token_strs": strings}
 
@@ -279,7 +261,7 @@ class ServedModel:
 
     def _raw(self, prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, str):
-            prompt = list(self.vlm.processor.encode(prompt, text_as_text=self._text_as_text))
+            prompt = list(self.vlm.processor.encode(prompt, text_as_text=self._reading.text_as_text))
         visual = set(visual_ids(self.vlm.target.config).values())
         size = self.vlm.target.vocab_size
         if any(not 0 <= token < size or token in visual for token in prompt):
@@ -299,14 +281,8 @@ def _salt(client: str | None, cache_salt: str | None) -> str:
 def _readers(vlm: VLM) -> list[InputProcessor]:
     """Processors of the prompts that `VLM.request` makes of media: the target's, and that of a drafter that sees."""
     draft = vlm.draft_model
-    if (
-        draft is None
-        or vlm.draft_processor is None
-        or not vlm.drafts_from_prompts
-        or vision_signature(draft.config) is None
-    ):
-        return [vlm.processor]
-    return [vlm.processor, vlm.draft_processor]
+    sees = draft is not None and vlm.drafts_from_prompts and vision_signature(draft.config) is not None
+    return [vlm.processor, *([vlm.draft_processor] if sees and vlm.draft_processor is not None else [])]
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:

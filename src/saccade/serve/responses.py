@@ -15,7 +15,7 @@ from saccade.serve.answers import Form
 from saccade.serve.configuration import MIB, Limits
 from saccade.serve.refusals import Refusal, invalid
 from saccade.serve.response_form import ResponseForm
-from saccade.serve.schemas import ChatRequest, CompletionRequest, Count, checked, conversation, object_of, validated
+from saccade.serve.schemas import ChatRequest, CompletionRequest, Count, checked, object_of, template_message, validated
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange, Message, Receive, Send
 
@@ -58,7 +58,7 @@ def _by_own_names(text: str) -> str:
 
 
 def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
-    """Return the chat request with the same answer; errors as of `saccade.serve.schemas.parse`."""
+    """Return the chat request with the same answer; errors as of `saccade.serve.schemas.checked`."""
     more = asked.model_extra or {}
     for name in more.keys() & IN_CHAT.keys():
         raise invalid(f"The field {name} is unknown; {IN_CHAT[name]} may be meant.", name, "unknown_parameter")
@@ -76,7 +76,7 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
         "reasoning_effort": asked.reasoning.get("effort"),
     }
     body = checked(ChatRequest, {**more, **fields}, list(ResponseRequest.model_fields))
-    if body.n not in (None, 1):
+    if body.n != 1:
         raise invalid("A request for a response has one answer; leave n out.", "n")
     return body
 
@@ -105,6 +105,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             reasoning += _reasoning(item, where)
             continue
         new, last = _message_of(item, where), messages[-1] if messages else {}
+        template_message(new, where)  # which refuses what is no message
         if "tool_calls" in new and last.get("role") == "assistant":
             last.setdefault("tool_calls", []).extend(new["tool_calls"])
         elif new["role"] == "assistant" and reasoning:
@@ -116,17 +117,6 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    message = _translated(item, where)
-    try:
-        conversation([message])
-    except Refusal as refusal:
-        words = refusal.message.replace("messages[0]", where)
-        param = (refusal.param or where).replace("messages[0]", where)
-        raise invalid(words, param) from None
-    return message
-
-
-def _translated(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": item.get("content")}

@@ -113,7 +113,7 @@ class Decoding(BaseModel):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Count | None = None
+    n: Count = 1
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
@@ -136,7 +136,7 @@ class Decoding(BaseModel):
     guided_grammar: str | None = None
     echo: bool | None = None  # whether the answer begins with the text that it continues
     speculation: str | dict[str, Any] | None = None  # `off`
-    saccade: Extension | None = None  # see `Extension`
+    saccade: Extension = Extension()  # see `Extension`
     exact: bool | None = None  # whether the answer needs exact mode, in which its model must be loaded
     # prefixes are shared with requests of the same salt alone
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -238,17 +238,12 @@ Body = TypeVar("Body", bound=Decoding)
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def parse(kind: type[Body], content: bytes) -> Body:
-    """Parse the body of a request for an answer.
+def checked(kind: type[Body], fields: Mapping[str, Any], others: Sequence[str] = ()) -> Body:
+    """Check the body of a request for an answer; ``others`` are names that may be meant besides the kind's own.
 
     Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
     are not supported, and misspelt ones, are refused.
     """
-    return checked(kind, object_of(content))
-
-
-def checked(kind: type[Body], fields: Mapping[str, Any], others: Sequence[str] = ()) -> Body:
-    """Check fields of a body as `parse` does; ``others`` are names that may be meant besides the kind's own."""
     body = validated(kind, fields)
     for name, value in (body.model_extra or {}).items():
         if name in REFUSED:
@@ -260,11 +255,6 @@ def checked(kind: type[Body], fields: Mapping[str, Any], others: Sequence[str] =
             raise invalid(f"The field {name} is unknown; {close[0]} may be meant.", name, "unknown_parameter")
     _check_together(body)
     return body
-
-
-def parse_fields(kind: type[Kind], content: bytes) -> Kind:
-    """Parse a body whose fields are checked one by one; errors as in `parse`."""
-    return validated(kind, object_of(content))
 
 
 def object_of(content: bytes) -> dict[str, Any]:
@@ -332,7 +322,7 @@ def _check_together(body: Decoding) -> None:
         if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them.", "max_tokens")
         body.max_tokens = body.max_tokens or body.max_completion_tokens
-    if isinstance(body, CompletionRequest) and body.best_of not in (None, body.n or 1):
+    if isinstance(body, CompletionRequest) and body.best_of not in (None, body.n):
         raise invalid("best_of other than n is not supported; leave it out.", "best_of")
     if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
         raise invalid("echo with logprobs needs those of the prompt, which are not supported; leave one out.", "echo")
@@ -377,7 +367,7 @@ TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages for `InputProcessor.load_media`, which reads their media as of clients."""
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [template_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -387,7 +377,8 @@ def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(not isinstance(part, Mapping) or str(part.get("type")) not in TEXTS for part in parts)
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message as chat templates take it; refusals name it by its place in the request."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(ROLES)}.", f"{where}.role")

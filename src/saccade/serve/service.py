@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.datastructures import Headers
 
 from saccade.errors import SaccadeError
+from saccade.inputs.processor import MediaOptions
 from saccade.serve.configuration import MIB, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.monitoring import Metrics
@@ -43,11 +44,12 @@ class Service:
         self._workers: PromptWorkers | None = None  # for media, where they are decoded in their own processes
         if sees and config.media.own_process and PromptWorkers.are_possible():
             self._workers = PromptWorkers(processors, limits.media_seconds, limits.media_memory_mib * MIB)
+        reading = MediaOptions(limits=config.media, text_as_text=config.text_as_text)
         self.models = dict[str, ServedModel]()
         for entry, vlm in zip(config.models, vlms, strict=True):
             for adapter in (None, *entry.adapters):
                 chosen = vlm if adapter is None else vlm.using(adapter=adapter)
-                made = ServedModel(entry, chosen, limits, config.media, config.text_as_text, self._workers)
+                made = ServedModel(entry, chosen, limits, reading, self._workers)
                 self.models[made.label] = made
         self.is_leaving = False  # from the first signal on
         self.replica = ""  # of several: its name and a hyphen, with which the ids of responses begin

@@ -15,7 +15,7 @@ from saccade.serve.configuration import Limits
 from saccade.serve.monitoring import Timing
 from saccade.serve.owner import Event, Job
 from saccade.serve.refusals import Refusal, invalid, refusal_of
-from saccade.serve.schemas import ChatRequest, CompletionRequest, Extension, StreamOptions, has_media, parse
+from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, checked, has_media, object_of
 from saccade.serve.service import Service
 
 Message = MutableMapping[str, Any]
@@ -108,7 +108,7 @@ class Exchange(Response):
             self._jobs = []  # which call back here; without the cycle, images are freed at once
 
     def _read(self, content: bytes, client: str) -> ChatRequest | CompletionRequest:
-        return parse(self._kind, content)
+        return checked(self._kind, object_of(content))
 
     def _make_form(self, body: ChatRequest | CompletionRequest, model: str) -> Form:
         return Form(isinstance(body, ChatRequest), model, body.stream_options or StreamOptions())
@@ -117,17 +117,17 @@ class Exchange(Response):
         """Prepare the jobs outside of the event loop, and queue them; ``sharing`` as of `ServedModel.chat_jobs`."""
         service = self._service
         model = service.model(body.model)
-        count = (body.n or 1) * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
         if not 1 <= count <= self._limits.max_choices:
             raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
         service.check_room(count)
         media = isinstance(body, ChatRequest) and has_media(body.messages)
         self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
-        self._vlm, self._extension = self._jobs[0].vlm, body.saccade or Extension()
+        self._vlm, self._extension = self._jobs[0].vlm, body.saccade
         self._form = self._make_form(body, model.label)
-        self._choices = model.choices(body, self._jobs, self._extension.trace)
+        self._choices = model.choices(body, self._jobs)
         self._timings = [Timing(model.labels(self._vlm), began) for _ in self._jobs]
-        self._per_prompt, self._is_extended = body.n or 1, body.saccade is not None
+        self._per_prompt, self._is_extended = body.n, "saccade" in body.model_fields_set
         service.owner.submit(self._jobs)
 
     async def _watch(self, receive: Receive) -> None:

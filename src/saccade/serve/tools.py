@@ -63,9 +63,7 @@ class Rules:
 
     def without(self, word: str) -> str:
         """Any text that lacks a word."""
-        if word in self._added:
-            return self.rule(ANY)
-        self._rules["WITHOUT"] = rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(word)}(.|\n)*/"
+        self._rules["WITHOUT"] = ANY if word in self._added else rf"{ANY} & ~/(.|\n)*{_escaped(word)}(.|\n)*/"
         return "WITHOUT"
 
     def members(self, members: Sequence[tuple[str, bool]], comma: str = "") -> str:
@@ -179,11 +177,11 @@ class Syntax:
     """How one family of models writes calls."""
 
     marks: tuple[str, ...]  # of its chat templates, each of which they contain
-    begin: str  # in front of a call
-    end: str  # behind it
-    separator: str  # between two calls; empty: an answer has one call
     body: Callable[[Rules, Function], str]  # makes the grammar of a call between begin and end
     region: Mapping[str, Any]  # of calls in transformers' response template
+    begin: str = ""  # in front of a call
+    end: str = ""  # behind it
+    separator: str = ""  # between two calls; empty: an answer has one call
     head: re.Pattern[str] | None = None  # of a call up to its arguments, where these are JSON
 
     def calls(self, rules: Rules, functions: Sequence[Function], parallel: bool) -> tuple[str, str]:
@@ -195,18 +193,17 @@ class Syntax:
         return begin, f"{one} {more}"
 
 
-_JSON_HEAD = r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
-_HERMES_JSON = _json('{"name": "NAME", "arguments": ', "}")
+_JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 _CALL = {"repeats": True, "content": "text"}
 _PARSED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 HERMES = Syntax(
     ("<tool_call>",),
-    "<tool_call>\n",
-    "\n</tool_call>",
-    "\n",
-    _HERMES_JSON,
+    _json('{"name": "NAME", "arguments": ', "}"),
     {"open_pattern": r"\s*<tool_call>\s*", "close": "</tool_call>", **_CALL},
-    re.compile(_JSON_HEAD),
+    begin="<tool_call>\n",
+    end="\n</tool_call>",
+    separator="\n",
+    head=_JSON_HEAD,
 )
 SYNTAXES = (
     replace(
@@ -226,26 +223,19 @@ SYNTAXES = (
     HERMES,
     Syntax(
         ("[TOOL_CALLS]", "[ARGS]"),
-        "[TOOL_CALLS]",
-        "",
-        "",
         _json("NAME[ARGS]"),
         {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", **_CALL},
-        re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\S)"),
+        begin="[TOOL_CALLS]",
+        head=re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\S)"),
     ),
     Syntax(
         ("[TOOL_CALLS]",),
-        "[TOOL_CALLS] [",
-        "]",
-        "",
-        _HERMES_JSON,
+        _json(' [{"name": "NAME", "arguments": ', "}]"),
         {"open_pattern": r"\[TOOL_CALLS\]", **_CALL},
+        begin="[TOOL_CALLS]",
     ),
     Syntax(
         ("<|tool_call>call:", QUOTE),
-        "<|tool_call>",
-        "<tool_call|>",
-        "",
         _gemma,
         {
             "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]+)",
@@ -255,15 +245,14 @@ SYNTAXES = (
             "content_args": {"unquoted_keys": True, "string_delims": [[QUOTE, QUOTE]], "allow_non_json": True},
             "transform": _PARSED,
         },
+        begin="<|tool_call>",
+        end="<tool_call|>",
     ),
     Syntax(
         ("<|eot_id|>", '"parameters"'),
-        "",
-        "",
-        "",
         _json('{"name": "NAME", "parameters": ', "}"),
         {"open_pattern": r"^\s*(?:<\|python_tag\|>)?(?=\{)", **_CALL},
-        re.compile(_JSON_HEAD),
+        head=_JSON_HEAD,
     ),
 )
 """Syntaxes of Qwen3-Coder and Qwen3.5, Hermes and Qwen, Mistral (two generations), Gemma 4, and Llama; the first that a
@@ -346,17 +335,16 @@ class ReplyFormat:
         tail = self.tokenizer.decode(list(prompt[-TAIL:]))
         return begin if tail.rfind(begin.strip()) > tail.rfind(end) else ""
 
-    def grammar(self, policy: CallPolicy, prompt: Sequence[int], form: Callable[[Rules], str] | None) -> str:
+    def grammar(
+        self, policy: CallPolicy, prompt: Sequence[int], form: Callable[[Rules], str] | None, thinks: bool = True
+    ) -> str:
         """Grammar of an answer; ``form`` makes that of an answer without calls, and None allows any text."""
         rules = Rules(self.tokenizer)
         thought = ""
-        if self.thought is not None:
+        if self.thought is not None and thinks:
             begin, end = self.thought
-            blank = rules.rule(r"/\s*/")
-            if self._opened(prompt):
-                thought = f"{rules.until(end)} {blank} "
-            else:
-                thought = f"({rules.literal(begin)} {rules.until(end)} {blank})? "
+            rest = rf"{rules.until(end)} /\s*/"
+            thought = f"{rest} " if self._opened(prompt) else f"({rules.literal(begin)} {rest})? "
         if not policy.functions:
             return rules.start(thought + (form(rules) if form else rules.rule(ANY)))
         begin, rest = self.syntax.calls(rules, policy.forced or policy.functions, policy.parallel)
@@ -367,20 +355,14 @@ class ReplyFormat:
         word = self.syntax.begin.strip()
         if not word:  # calls are the answers that begin with a brace
             return rules.start(f"{thought}({rules.rule('/([^{](.|[^.])*)?/')} | {rest})")
-        free = rules.without(word)
-        if "<[" not in rules.literal(word):
-            begin = f"{rules.until(word)} {rules.literal(self.syntax.begin[len(word) :])}"
-            return rules.start(f"{thought}({free} | {begin} {rest})")
-        return rules.start(f"{thought}{free} ({begin} {rest})?")
+        begin = f"{rules.until(word)} {rules.literal(self.syntax.begin[len(word) :])}"
+        return rules.start(f"{thought}({rules.without(word)} | {begin} {rest})")
 
     def parser(self, policy: CallPolicy, prompt: Sequence[int]) -> ReplyParser | None:
         """Parser of an answer to a prompt; None where it can only be text."""
-        own = self._own if isinstance(self._own, Mapping) else None
-        if own is not None:
-            prefix = self.tokenizer.decode(list(prompt[-TAIL:]))
-            return ReplyParser(own, prefix, policy)
+        if isinstance(self._own, Mapping):
+            return ReplyParser(self._own, self.tokenizer.decode(list(prompt[-TAIL:])), policy)
         regions: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
-        prefix = self._opened(prompt)
         if self.thought is not None:
             begin, end = (re.escape(word.strip()) for word in self.thought)
             reasoning = {"open_pattern": rf"^\s*{begin}\s*", "close_pattern": rf"\s*{end}\s*", "content": "text"}
@@ -389,7 +371,8 @@ class ReplyFormat:
             regions["tool_calls"] = self.syntax.region
         if len(regions) == 1:
             return None
-        return ReplyParser({"start_anchor_pattern": "^", "fields": regions}, prefix, policy, self.syntax)
+        whole = {"start_anchor_pattern": "^", "fields": regions}
+        return ReplyParser(whole, self._opened(prompt), policy, self.syntax)
 
 
 INSTRUCTIONS = """\
@@ -420,12 +403,9 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         content = message["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    called = [
-        json.dumps({name: call["function"][name] for name in ("name", "arguments")})
-        for call in message.get("tool_calls", ())
-    ]
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     rest = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
-    return _joined(rest, behind="\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in called))
+    return _joined(rest, behind="\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls))
 
 
 @dataclass
