@@ -77,7 +77,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_067),
-    "serve": (("serve",), 4_941),
+    "serve": (("serve",), 4_746),
     "training": (("train", "distill"), 4_871),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),

@@ -86,7 +86,7 @@ class Live:
     @property
     def is_idle(self) -> bool:
         owner = self.service.owner
-        return not owner.counts.running and not owner.waiting
+        return not owner.counts.running and not any(map(owner.waiting_for, self.service.models))
 
 
 @contextmanager

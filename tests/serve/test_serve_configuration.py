@@ -13,8 +13,8 @@ import pytest
 from checkpoints import ready
 from saccade.cli import main
 from saccade.serve import server
-from saccade.serve.answers import StopCutter
 from saccade.serve.configuration import ConfigError, Limits, ModelEntry, ServerConfig, read_config
+from saccade.serve.decoding import StopCutter
 from saccade.serve.refusals import Refusal
 from saccade.serve.service import Gate
 

@@ -220,7 +220,7 @@ def test_calls_are_read_as_they_grow(name: str) -> None:
             _, _, calls = read(family.format.parser(POLICY, ()), pieces)
             assert [name for name, _ in calls] == ["weather", "clock"]
             _, _, calls = read(family.format.parser(CallPolicy([WEATHER, CLOCK], parallel=False), ()), pieces)
-            assert [name for name, _ in calls] == ["weather"]
+            assert [(name, json.loads(text)) for name, text in calls] == [("weather", ARGUMENTS)]
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "told"])

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from saccade.data.conversations import resolve
 from saccade.engine import Row
 from saccade.errors import InputError, SaccadeError
-from saccade.inputs.media import LOCAL
 from saccade.inputs.processor import MediaOptions
 from saccade.jobs.items import NO_ID, SAME_ID, Item
 from saccade.jobs.job import BatchJob, PreparedItem, key_of, seed_of
@@ -20,7 +19,7 @@ try:
     from saccade.serve.configuration import Limits, ModelEntry
     from saccade.serve.models import ServedModel
     from saccade.serve.refusals import Refusal
-    from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, checked, object_of
+    from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, checked
 except ImportError as problem:
     raise SaccadeError(
         f"OpenAI batch files need the server's packages, of which {problem.name} is missing; run "
@@ -48,7 +47,7 @@ class OpenAIForm:
                 f"Requests of OpenAI's batch format bring their own options; leave out {', '.join(others)}."
             )
         limits = Limits(default_max_tokens=options.get("max_new_tokens") or Limits().default_max_tokens)
-        reading = MediaOptions(limits=LOCAL, text_as_text=job.reading.text_as_text)
+        reading = MediaOptions(text_as_text=job.reading.text_as_text)
         self._model = ServedModel(ModelEntry(target=""), vlm, limits, reading)
         self._vlm, self._seed, self._created = vlm, job.seed, created
 
@@ -99,8 +98,7 @@ class OpenAIForm:
             raise InputError("the body must be a JSON object, such as one with model and messages")
         if url == _CHAT:
             fields = {**fields, "messages": _resolved(fields.get("messages"), item.root)}
-        content = object_of(json.dumps(fields).encode())
-        body: Any = checked(ChatRequest if url == _CHAT else CompletionRequest, content)
+        body: Any = checked(ChatRequest if url == _CHAT else CompletionRequest, json.dumps(fields).encode())
         if body.stream:
             raise InputError("the answer of a batch is not streamed; leave out stream")
         if not body.model_fields_set.isdisjoint({"speculation", "saccade"}):

@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from saccade.output import Output, TreeTrace
+from saccade.serve.decoding import StopCutter
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.serve.owner import Event
+from saccade.serve.refusals import Json
 from saccade.serve.schemas import StreamOptions
 from saccade.serve.tools import Reply, ReplyParser
 from saccade.stream import Detokenizer, TokenTexts
@@ -21,41 +23,14 @@ from saccade.stream import Detokenizer, TokenTexts
 DONE = b"data: [DONE]\n\n"
 
 
-class StopCutter:
-    """Text up to the first stop string; text that may begin one is held back."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = stops, ""
-        self.stopped = False
-
-    def add(self, text: str, last: bool = False) -> str:
-        """Append text and return what can no longer be part of a stop string; ``last``: nothing follows."""
-        if not self._stops or self.stopped:
-            return "" if self.stopped else text
-        held = self._held + text
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if places:
-            self.stopped, self._held = True, ""
-            return held[: min(places)]
-        keep = 0 if last else max(_overlap(held, stop) for stop in self._stops)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that begins a stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     text: str  # completed characters
-    logprobs: dict[str, Any] | None  # of its tokens in the endpoint's form; None without
-    trace: dict[str, Any] | None  # tokens with marks, and the tree; None unless traced
+    logprobs: Json | None  # of its tokens in the endpoint's form; None without
+    trace: Json | None  # tokens with marks, and the tree; None unless traced
     finish: str | None  # OpenAI's finish reason; None before the end
     reasoning: str = ""  # completed characters of what the model says to itself
-    calls: tuple[dict[str, Any], ...] = ()  # parts of tool calls, as in chunks of chat answers
+    calls: tuple[Json, ...] = ()  # parts of tool calls, as in chunks of chat answers
 
 
 @dataclass(eq=False)
@@ -71,10 +46,11 @@ class Choice:
     count: int = 0  # tokens so far
     output: Output | None = None  # of the engine at the end
     finish: str | None = None
-    logprobs: dict[str, Any] = field(default_factory=dict)
+    logprobs: Json = field(default_factory=dict)
+    steps: list[Json] = field(default_factory=list)  # traces so far
     reasoning: str = ""  # so far
     reasoning_tokens: int = 0  # so far
-    calls: list[dict[str, Any]] = field(default_factory=list)  # whole tool calls, as in chat answers
+    calls: list[Json] = field(default_factory=list)  # whole tool calls, as in chat answers
     parser: ReplyParser | None = None  # that divides the text; None where all of it is content
     hidden: frozenset[int] = frozenset()  # ids of tokens without a text
 
@@ -86,6 +62,16 @@ class Choice:
     @cached_property
     def _words(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
+
+    @property
+    def message(self) -> Json:
+        """The whole of it as a message of a chat."""
+        message: Json = {"role": "assistant", "content": self.text}
+        if self.calls:
+            message.update(content=self.text or None, tool_calls=self.calls)
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message
 
     def add(self, event: Event) -> Piece:
         by_token = self.traced or self.parser is not None or (self.num_logprobs is not None and not self.chat)
@@ -112,6 +98,7 @@ class Choice:
             about = zip(event.tokens, texts, event.marks, strict=True)
             tokens = [{"id": token, "text": text, "mark": mark} for token, text, mark in about]
             trace = {"tokens": tokens, "tree": None if event.tree is None else self._tree(event.tree)}
+            self.steps.append(trace)
         logprobs = self._new_logprobs(event, texts)
         return Piece(reply.content, logprobs, trace, self.finish, reply.reasoning, tuple(reply.calls))
 
@@ -129,7 +116,7 @@ class Choice:
             whole.calls += reply.calls
         return whole
 
-    def _collect(self, parts: Sequence[dict[str, Any]]) -> None:
+    def _collect(self, parts: Sequence[Json]) -> None:
         """Join parts of calls to whole ones."""
         for part in parts:
             if "id" in part:
@@ -138,13 +125,13 @@ class Choice:
             else:
                 self.calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
-    def _new_logprobs(self, event: Event, texts: Sequence[str]) -> dict[str, Any] | None:
+    def _new_logprobs(self, event: Event, texts: Sequence[str]) -> Json | None:
         """Log-probabilities of the tokens but the one that ended the answer without any text."""
         if self.num_logprobs is None:
             return None
         ended = event.output is not None and event.output.finish_reason == "eos"
         entries = event.logprobs[:-1] if ended else event.logprobs
-        new: dict[str, Any]
+        new: Json
         if self.chat:
             content = []
             for entry in entries:
@@ -153,29 +140,27 @@ class Choice:
             new = {"content": content, "refusal": None}
         else:
             word = self._words.text
+            *offsets, self._offset = accumulate(map(len, texts[: len(entries)]), initial=self._offset)
             new = {
                 "tokens": [word(entry.token) for entry in entries],
                 "token_logprobs": [entry.logprob for entry in entries],
                 "top_logprobs": [{word(token): value for token, value in entry.top} for entry in entries],
-                "text_offset": [],
+                "text_offset": offsets,
             }
-            for text in texts[: len(entries)]:
-                new["text_offset"].append(self._offset)
-                self._offset += len(text)
         for name, values in new.items():
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
         return new
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float) -> Json:
         return {"token": self._words.text(token), "logprob": logprob, "bytes": list(self._words.utf8(token))}
 
-    def _tree(self, tree: TreeTrace) -> dict[str, Any]:
+    def _tree(self, tree: TreeTrace) -> Json:
         nodes = [{"id": token, "text": self._words.text(token)} for token in tree.tokens]
         return {"tokens": nodes, "parents": list(tree.parents), "path": list(tree.path)}
 
 
-def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], per_prompt: int) -> Json:
     stats = [choice.output.stats for choice in choices if choice.output is not None]
     prompts = [c.output.stats for c in choices[::per_prompt] if c.output is not None]
     prompt, new = sum(s.prompt_tokens for s in prompts), sum(s.new_tokens for s in stats)
@@ -193,7 +178,7 @@ def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     }
 
 
-def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
+def metrics(choices: Sequence[Choice]) -> Json:
     """vLLM's ``metrics.speculative_decoding`` of a request with one choice; empty without draft tokens."""
     output = choices[0].output
     if len(choices) > 1 or output is None or not output.stats.draft_passes:
@@ -221,8 +206,7 @@ class Form:
         self._chat, self._options = chat, options
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        chunk = {**self._head, "object": "chat.completion.chunk" if chat else kind}
-        self._chunk_head = json.dumps(chunk)[:-1]
+        self._chunk_head = json.dumps({**self._head, "object": "chat.completion.chunk" if chat else kind})[:-1]
 
     def begin(self, index: int, echo: str) -> bytes:
         """A choice's first chunk: the role, or for raw completions nothing, and the text that is continued."""
@@ -231,7 +215,7 @@ class Form:
             return self._chunk(f'{{"index": {index}, "delta": {delta}, "finish_reason": null}}')
         return self.chunk(index, Piece(echo, None, None, None), None, (0, 0)) if echo else b""
 
-    def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None, used: tuple[int, int]) -> bytes:
+    def chunk(self, index: int, piece: Piece, stats: Json | None, used: tuple[int, int]) -> bytes:
         """A piece of a choice as a server-sent event, with the tokens of prompt and answer so far.
 
         Written by hand, because every step of every row makes one.
@@ -247,32 +231,27 @@ class Form:
         details = {**(piece.trace or {}), **({} if stats is None else {"stats": stats})}
         return self._chunk(choice, f', "saccade": {json.dumps({"index": index, **details})}' if details else "", used)
 
-    def end(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
-        """The end of a stream, behind a chunk of the usage where it was requested."""
+    def end(self, choices: Sequence[Choice], used: Json, details: Sequence[Json] = ()) -> bytes:
+        """The end of a stream, behind a chunk of the usage where it was requested; details are in earlier chunks."""
         if not self._options.include_usage:
             return DONE
         end = json.dumps({"choices": [], "usage": used, **metrics(choices)})
         return f"data: {self._chunk_head}, {end[1:]}\n\n".encode() + DONE
 
-    def broken(self, error: dict[str, Any]) -> bytes:
+    def broken(self, error: Json) -> bytes:
         """The end of a stream that fails, with the body of a refusal."""
         return error_chunk(error) + DONE
 
-    def body(self, choices: Sequence[Choice], used: dict[str, Any], details: list[dict[str, Any]]) -> bytes:
+    def body(self, choices: Sequence[Choice], used: Json, details: Sequence[Json]) -> bytes:
         whole = [self._whole(index, choice) for index, choice in enumerate(choices)]
         more = {**metrics(choices), **({"saccade": {"choices": details}} if details else {})}
         return json.dumps({**self._head, "choices": whole, "usage": used, **more}).encode()
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs: dict[str, Any] | None = None
+    def _whole(self, index: int, choice: Choice) -> Json:
+        logprobs: Json | None = None
         if choice.num_logprobs is not None:
             logprobs = {**choice.logprobs, **({"refusal": None} if self._chat else {})}
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.calls:
-            message.update(content=choice.text or None, tool_calls=choice.calls)
-        if choice.reasoning:
-            message["reasoning_content"] = choice.reasoning
-        content: dict[str, Any] = {"message": message} if self._chat else {"text": choice.text}
+        content = {"message": {**choice.message, "refusal": None}} if self._chat else {"text": choice.text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def _chunk(self, choice: str, more: str = "", used: tuple[int, int] | None = None) -> bytes:
@@ -284,6 +263,6 @@ class Form:
         return f'data: {self._chunk_head}, "choices": [{choice}]{usage_}{more}}}\n\n'.encode()
 
 
-def error_chunk(body: dict[str, Any]) -> bytes:
+def error_chunk(body: Json) -> bytes:
     """An error in the middle of a stream."""
     return f"data: {json.dumps(body)}\n\n".encode()

@@ -18,16 +18,9 @@ from starlette.routing import Route
 
 from saccade.serve.configuration import Limits, ServerConfig
 from saccade.serve.models import ServedModel
-from saccade.serve.refusals import Refusal, broken
+from saccade.serve.refusals import Json, Refusal, broken
 from saccade.serve.responses import KeptResponses, ResponseExchange
-from saccade.serve.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    object_of,
-    validated,
-)
+from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, validated
 from saccade.serve.service import AccessLog, Service
 from saccade.serve.streaming import Exchange, json_of
 from saccade.target_model.lean import caveat
@@ -49,17 +42,14 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     if config.access_log:
         app.add_middleware(AccessLog)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions() -> Response:
-        return Exchange(service, ChatRequest)
+    def answering(path: str, make: Callable[[], Exchange]) -> None:
+        @app.post(path)
+        async def answer() -> Response:
+            return make()
 
-    @app.post("/v1/completions")
-    async def completions() -> Response:
-        return Exchange(service, CompletionRequest)
-
-    @app.post("/v1/responses")
-    async def responses() -> Response:
-        return ResponseExchange(service, kept)
+    answering("/v1/chat/completions", lambda: Exchange(service, ChatRequest))
+    answering("/v1/completions", lambda: Exchange(service, CompletionRequest))
+    answering("/v1/responses", lambda: ResponseExchange(service, kept))
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
@@ -73,7 +63,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
 
     async def prepared(request: Request, kind: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
         with service.gate.request(service.gate.client(request.scope)):
-            body = validated(kind, object_of(await json_of(request.scope, request.receive, config.limits)))
+            body = validated(kind, await json_of(request.scope, request.receive, config.limits))
             service.check_room(1)
             return JSONResponse(await service.prepare(work, service.model(body.model), body))
 
@@ -138,7 +128,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     return app
 
 
-def _about(model: ServedModel, limits: Limits) -> dict[str, Any]:
+def _about(model: ServedModel, limits: Limits) -> Json:
     """A model in OpenAI's form, with its context, and the methods and media that requests may have."""
     return {
         "id": model.label,
@@ -153,7 +143,7 @@ def _about(model: ServedModel, limits: Limits) -> dict[str, Any]:
             "lossless": model.vlm.lossless,
             "exact": model.vlm.target.exact,
             "caveat": caveat(model.vlm.target, model.vlm.lossless),
-            "profiles": model.names,
+            "profiles": list(model.profiles),
             "methods": model.open_methods,
             "lossy": model.lossy,
             "media": model.vlm.processor.kinds,

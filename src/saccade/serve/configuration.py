@@ -68,10 +68,8 @@ class Limits:
         may_be_zero += ["stored_responses"]
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if value is None:
-                continue
             least = 0 if entry.name in may_be_zero else 1 if isinstance(value, int) else 0.01
-            if value < least:
+            if value is not None and value < least:
                 raise ConfigError(f"limits.{entry.name} must be at least {least}, not {value}.")
 
 

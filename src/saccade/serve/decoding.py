@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -18,7 +17,7 @@ from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.families.family import Prompt
 from saccade.serve.configuration import Limits
 from saccade.serve.refusals import invalid
-from saccade.serve.schemas import ChatRequest, Decoding
+from saccade.serve.schemas import AnyRequest, ChatRequest
 from saccade.serve.tools import ReplyFormat, policy_of, structure_rule
 from saccade.stream import Detokenizer
 
@@ -48,6 +47,28 @@ class Penalties:
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
+class StopCutter:
+    """Text up to the first stop string; text that may begin one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.stopped = False
+
+    def add(self, text: str, last: bool = False) -> str:
+        """Append text and return what can no longer be part of a stop string; ``last``: nothing follows."""
+        if not self._stops or self.stopped:
+            return "" if self.stopped else text
+        held = self._held + text
+        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return held[: min(places)]
+        most = 0 if last else min(len(held), max(map(len, self._stops)) - 1)
+        ends = (held[len(held) - n :] for n in range(most, 0, -1))
+        self._held = next((end for end in ends if any(stop.startswith(end) for stop in self._stops)), "")
+        return held[: len(held) - len(self._held)]
+
+
 class StopText:
     """Stopping criterion: the answer's text contains one of the strings. One object serves one row.
 
@@ -55,17 +76,13 @@ class StopText:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], prompt_length: int) -> None:
-        self._text = Detokenizer(tokenizer)
-        self._stops, self._longest = stops, max(map(len, stops))
-        self._read, self._tail = prompt_length, ""
+        self._text, self._cutter, self._read = Detokenizer(tokenizer), StopCutter(stops), prompt_length
 
     def __call__(self, ids: Tensor, scores: Any) -> bool:
         """Whether the text of the ids ``[1, S]`` behind the prompt contains a stop string."""
-        self._tail += self._text.add(ids[0, self._read :].tolist())
+        self._cutter.add(self._text.add(ids[0, self._read :].tolist()))
         self._read = ids.shape[1]
-        stops = any(stop in self._tail for stop in self._stops)
-        self._tail = self._tail[-self._longest :]
-        return stops
+        return self._cutter.stopped
 
 
 @dataclass(eq=False, slots=True)
@@ -127,30 +144,24 @@ class Planned:
 class Planner:
     def __init__(self, vlm: VLM, limits: Limits) -> None:
         self._vlm, self._default, self._most = vlm, limits.default_max_tokens, limits.max_tokens
+        self.context = vlm.target.traits.limits.context  # tokens; None without a limit
         self._tokenizer = vlm.processor.tokenizer
         template = vlm.processor.chat_template or getattr(self._tokenizer, "chat_template", None)
         texts = template.values() if isinstance(template, dict) else [template or ""]
         self.replies = ReplyFormat(self._tokenizer, "\n".join(texts))
         self._compiled = lru_cache(MOST_SCHEMAS)(self._compile)
 
-    @property
-    def context(self) -> int | None:
-        """Tokens of the model's context; None without a limit."""
-        return self._vlm.target.traits.limits.context
-
-    def plan(self, body: Decoding, prompt: Prompt) -> Planned:
-        options = self.options(body, prompt)
-        target = self._vlm.target
-        (row,) = plan_rows(target, [prompt], tokenizer=self._tokenizer, **options)
+    def plan(self, body: AnyRequest, prompt: Prompt) -> Planned:
+        (row,) = plan_rows(self._vlm.target, [prompt], tokenizer=self._tokenizer, **self.options(body, prompt))
         recorder = None
         if body.ignore_eos:
-            row = replace(row, eos=frozenset(body.stop_token_ids or ()))
+            row = replace(row, eos=frozenset(body.stop_token_ids))
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)
             row = replace(row, processors=(recorder, *row.processors))
         return Planned(row, recorder)
 
-    def options(self, body: Decoding, prompt: Prompt) -> dict[str, Any]:
+    def options(self, body: AnyRequest, prompt: Prompt) -> dict[str, Any]:
         """Return a request's options under the names of `saccade.stream.GenerationOptions`."""
         limit = self._limit(body, len(prompt))
         options: dict[str, Any] = {"max_new_tokens": limit, **self._sampling(body)}
@@ -161,15 +172,15 @@ class Planner:
         if body.repetition_penalty is not None:
             options["repetition_penalty"] = body.repetition_penalty
         size = self._vlm.target.vocab_size
-        for name in body.logit_bias or ():
+        for name in body.logit_bias:
             if not name.isascii() or not name.isdigit() or len(name) > 9 or int(name) >= size:
                 raise invalid(f"logit_bias: {name[:40]!r} is no token id below {size}.", "logit_bias")
         if body.logit_bias:
             options["sequence_bias"] = {(int(name),): float(value) for name, value in body.logit_bias.items()}
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
-            processors.append(Penalties(len(prompt), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
-        ends = set[int](body.stop_token_ids or ())
+            processors.append(Penalties(len(prompt), body.presence_penalty, body.frequency_penalty))
+        ends = set(body.stop_token_ids)
         if any(end >= size for end in ends):
             raise invalid(f"stop_token_ids: {max(ends)} is no token id below {size}.", "stop_token_ids")
         grammar = self._grammar(body, prompt)
@@ -183,7 +194,7 @@ class Planner:
             options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt))]
         return options
 
-    def _grammar(self, body: Decoding, prompt: Prompt) -> Rollback | None:
+    def _grammar(self, body: AnyRequest, prompt: Prompt) -> Rollback | None:
         """Return the processor of what an answer may be; None where it may be anything."""
         policy, structure = policy_of(body), next(iter(body.structures), None)
         if structure is None and not policy.has_grammar:
@@ -213,7 +224,7 @@ class Planner:
             return lark(text, self._tokenizer, size)
         return json_schema(text, self._tokenizer, size, whitespace=whitespace)
 
-    def _limit(self, body: Decoding, prompt_length: int) -> int:
+    def _limit(self, body: AnyRequest, prompt_length: int) -> int:
         if body.max_tokens is not None:
             if self._most is not None and body.max_tokens > self._most:
                 raise invalid(f"This server answers with at most {self._most} tokens; lower max_tokens.", "max_tokens")
@@ -221,7 +232,7 @@ class Planner:
         most = min(self._default, self._most or self._default)
         return most if self.context is None else max(min(most, self.context - prompt_length), 1)
 
-    def _sampling(self, body: Decoding) -> dict[str, Any]:
+    def _sampling(self, body: AnyRequest) -> dict[str, Any]:
         """Greedy decoding at temperature 0; sampling with any other sampling field; else the checkpoint's own."""
         defaults = self._vlm.target.model.generation_config
         if body.temperature is not None and body.temperature < GREEDY_BELOW:
@@ -241,8 +252,3 @@ class Planner:
         known = self._vlm.target.model.generation_config.eos_token_id
         ends = {*(known if isinstance(known, list) else [known])}
         return (ends | {self._tokenizer.eos_token_id} if grammar else ends) - {None}
-
-
-def seed_of(body: Decoding) -> int:
-    """Return a request's seed, or a random one; negative ones are mapped to positive ones."""
-    return secrets.randbits(62) if body.seed is None else body.seed & (2**63 - 1)

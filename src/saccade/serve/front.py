@@ -168,29 +168,24 @@ def lost() -> Refusal:
 
 def merged(texts: dict[str, str]) -> bytes:
     """Join metrics in Prometheus' text format; every sample gets the label ``replica``."""
-    families: dict[str, Metric] = {}
+    families = _Families()
     for replica, text in sorted(texts.items()):
         for each in text_string_to_metric_families(text):
             family = families.setdefault(each.name, Metric(each.name, each.documentation, each.type))
             for sample in each.samples:
                 family.add_sample(sample.name, {"replica": replica, **sample.labels}, sample.value)
-    return generate_latest(_Collected(families.values()))
+    return generate_latest(families)
 
 
-@dataclass(frozen=True)
-class _Collected:
-    families: Iterable[Metric]
-
+class _Families(dict[str, Metric]):
     def collect(self) -> Iterable[Metric]:
-        return self.families
+        return self.values()
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    while True:
+    for _ in ("startup", "shutdown"):
         kind = (await receive())["type"]
         await send({"type": f"{kind}.complete"})
-        if kind == "lifespan.shutdown":
-            return
 
 
 # -- affinity: a request goes to the replica that has its conversation or pictures in its caches, while it has room --
@@ -248,12 +243,11 @@ def _media(content: Any) -> list[Any]:
 def ranked(key: str, loads: Mapping[str, int | None], rows: int) -> list[list[str]]:
     """Return the replicas by their loads in groups, the best group first."""
     names, keeper = sorted(loads), key.removeprefix(KEEPER)
+    groups = [names]
     if keeper != key and keeper in loads:
-        return [[keeper]]
-    if keeper != key or not key or not names:
-        return [names] if names else []
-    home = max(names, key=lambda name: hashlib.blake2b(f"{key}/{name}".encode(), digest_size=8).digest())
-    others = [name for name in names if name != home]
-    if (loads[home] or 0) >= rows:
-        return [names]
-    return [[home], others] if others else [[home]]
+        groups = [[keeper]]
+    elif keeper == key and key and names:
+        home = max(names, key=lambda name: hashlib.blake2b(f"{key}/{name}".encode(), digest_size=8).digest())
+        if (loads[home] or 0) < rows:
+            groups = [[home], [name for name in names if name != home]]
+    return [group for group in groups if group]

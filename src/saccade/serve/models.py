@@ -22,25 +22,16 @@ from saccade.loading import mtp_config
 from saccade.methods.settings import GROUPS
 from saccade.serve.answers import Choice
 from saccade.serve.configuration import Limits, ModelEntry
-from saccade.serve.decoding import Planner, seed_of
+from saccade.serve.decoding import Planner
 from saccade.serve.owner import Event, Job
-from saccade.serve.refusals import invalid
-from saccade.serve.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    Decoding,
-    DetokenizeRequest,
-    TokenizeRequest,
-    conversation,
-    has_media,
-)
+from saccade.serve.refusals import Json, invalid
+from saccade.serve.schemas import AnyRequest, ChatRequest, DetokenizeRequest, TokenizeRequest, conversation, has_media
 from saccade.serve.tools import CallPolicy, policy_of
 from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
 
-PLAIN = "plain"
 CHARACTERS_PER_TOKEN = 100
 """No tokenizer's tokens are longer on average: text beyond it is refused before it is tokenized."""
 MOST_METHODS = 64  # composed methods that are remembered per model
@@ -61,26 +52,18 @@ class ServedModel:
     ) -> None:
         self.entry, self.vlm, self._reading, self._workers = entry, vlm, reading, workers
         self.created = int(time.time())
+        self.label = vlm.adapter or entry.label  # in requests
+        self.profiles = {"off": {"method": "plain"}, **entry.profiles}  # that requests may choose besides the default
         self.planner = Planner(vlm, limits)
         self._most_option = limits.max_option
         self._composed = lru_cache(MOST_METHODS)(self._compose)
         self._lock = threading.Lock()
-        for name in self.names:
+        for name in self.profiles:
             self.setting(name)  # a profile that does not fit the loaded parts is a mistake of the configuration
 
     def labels(self, vlm: VLM) -> tuple[str, str, str]:
         """Values of `monitoring.LABELS` for answers of the model with a method."""
         return self.label, vlm.method, str(vlm.lossless).lower()
-
-    @property
-    def label(self) -> str:
-        """The model's name in requests: that of its adapter, if it has one."""
-        return self.vlm.adapter or self.entry.label
-
-    @property
-    def names(self) -> list[str]:
-        """Profiles that requests may choose besides the default."""
-        return ["off", *self.entry.profiles]
 
     @cached_property
     def open_methods(self) -> list[str]:
@@ -97,16 +80,16 @@ class ServedModel:
 
     @property
     def lossy(self) -> list[str]:
-        """Those of `names` and `open_methods` whose answers may differ from the target's own."""
-        profiles = [name for name in self.names if not self.setting(name).vlm.lossless]
+        """Those of `profiles` and `open_methods` whose answers may differ from the target's own."""
+        profiles = [name for name in self.profiles if not self.setting(name).vlm.lossless]
         return profiles + [name for name in self.open_methods if not methods.METHODS[name].lossless]
 
-    def setting(self, speculation: str | Mapping[str, Any] | None) -> Setting:
+    def setting(self, speculation: str | Json | None) -> Setting:
         name, options = self._chosen(speculation)
         with self._lock:
             return self._composed(name, json.dumps(options, sort_keys=True))
 
-    def _setting(self, body: Decoding) -> Setting:
+    def _setting(self, body: AnyRequest) -> Setting:
         """The method of a request; errors as of `setting`, and 400 where it asks for exactness that it cannot have."""
         setting = self.setting(body.speculation)
         if body.exact and not self.vlm.target.exact:
@@ -120,15 +103,15 @@ class ServedModel:
             raise invalid(f"exact: the method {method} is lossy; choose another, or leave exact out.", "exact")
         return setting
 
-    def _chosen(self, speculation: str | Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    def _chosen(self, speculation: str | Json | None) -> tuple[str, Json]:
         if speculation is None:
             return "", {}
         options = {"method": speculation} if isinstance(speculation, str) else dict(speculation)
         name = options.pop("method", "")
         if not isinstance(name, str):
             raise invalid("speculation.method must be the name of a method.", "speculation.method")
-        if name not in ("", *self.names) and (not self.entry.open_methods or name not in methods.METHODS):
-            expected = ", ".join([*self.names, *self.open_methods])
+        if name not in ("", *self.profiles) and (not self.entry.open_methods or name not in methods.METHODS):
+            expected = ", ".join([*self.profiles, *self.open_methods])
             raise invalid(f"There is no method {name[:60]!r} here; expected one of {expected}.", "speculation.method")
         for option, value in options.items():
             self._check_option(name, option, value)
@@ -151,17 +134,13 @@ class ServedModel:
         key, options = (self.label, f"{name} {settings}"), json.loads(settings)
         if not name and not options:
             return Setting(key, self.vlm)
-        if name == "off":
-            return Setting(key, self.vlm.using(PLAIN))
         default = {"method": self.vlm.method, "head": self.entry.head, **self.entry.options}
-        profile = dict(self.entry.profiles.get(name, {"method": name})) if name else default
+        profile = dict(self.profiles.get(name, {"method": name})) if name else default
         return Setting(key, self.vlm.using(profile.pop("method"), **{**profile, **options}))
 
     # -- jobs ----------------------------------------------------------------------------------------------
 
-    def jobs(
-        self, body: ChatRequest | CompletionRequest, deliver: Callable[[int, Event], None], client: str | None = ""
-    ) -> list[Job]:
+    def jobs(self, body: AnyRequest, deliver: Callable[[int, Event], None], client: str | None = "") -> list[Job]:
         """Make the jobs of a request, ``n`` per prompt in order; decodes the media of a conversation.
 
         ``client`` is with whom cached prefixes are shared; empty: with all; None: with nobody.
@@ -173,9 +152,9 @@ class ServedModel:
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
             rows = [RowInput(self._raw(prompt), options=self._reading) for prompt in body.prompts]
-        seed, jobs = seed_of(body), list[Job]()
+        seed, jobs = secrets.randbits(62) if body.seed is None else body.seed, list[Job]()
         for row in rows:
-            shared = setting.vlm.request(row, seed)
+            shared = setting.vlm.request(row, 0)
             for _ in range(body.n):
                 request = replace(shared, seed=(seed + len(jobs)) & (2**63 - 1))
                 if salt := _salt(client, body.cache_salt):
@@ -186,10 +165,8 @@ class ServedModel:
 
     def _template(self, body: ChatRequest) -> tuple[MediaOptions, CallPolicy]:
         """How a conversation is read, with the variables of its chat template."""
-        policy, variables = policy_of(body), dict[str, Any]()
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        variables |= body.chat_template_kwargs or {}
+        policy = policy_of(body)
+        variables = body.model_dump(include={"reasoning_effort"}, exclude_none=True) | body.chat_template_kwargs
         if policy.functions and self.planner.replies.reads_tools:
             variables["tools"] = policy.as_templates_take_them
         if body.continue_final_message:
@@ -199,34 +176,34 @@ class ServedModel:
         options = replace(self._reading, num_frames=body.num_frames, fps=body.fps, template_options=variables)
         return options, policy
 
-    def choices(self, body: ChatRequest | CompletionRequest, jobs: Sequence[Job]) -> list[Choice]:
+    def choices(self, body: AnyRequest, jobs: Sequence[Job]) -> list[Choice]:
         """Make the empty answers of a request's jobs."""
         chat, replies, policy = isinstance(body, ChatRequest), self.planner.replies, policy_of(body)
         choices = list[Choice]()
         for job in jobs:
             parser = replies.parser(policy, job.request.prompt.ids) if chat else None
             choice = Choice(replies.tokenizer, body.stops, chat, body.num_logprobs, body.saccade.trace, parser=parser)
-            choice.hidden = (replies.dropped if parser else frozenset()).union(body.stop_token_ids or ())
+            choice.hidden = (replies.dropped if parser else frozenset()).union(body.stop_token_ids)
             if body.echo:
                 choice.text = self._echo(body, job.request.prompt)
             choices.append(choice)
         return choices
 
-    def _echo(self, body: ChatRequest | CompletionRequest, prompt: Prompt) -> str:
+    def _echo(self, body: AnyRequest, prompt: Prompt) -> str:
         """The text that an answer continues: the last message's, or the prompt's."""
-        if isinstance(body, CompletionRequest):
+        if not isinstance(body, ChatRequest):
             return self.vlm.processor.decode(prompt.ids)
         content = conversation(body.messages)[-1]["content"]
         return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
-    def _row(self, messages: list[dict[str, Any]], vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
+    def _row(self, messages: list[Json], vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
         turns = self.planner.replies.messages(conversation(messages), policy)
         if self._workers is not None and has_media(messages):
             return self._workers.row(turns, _readers(vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
-    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    def tokenize(self, body: TokenizeRequest) -> Json:
         """Answer of ``/tokenize``, in vLLM's form; errors as in `chat_jobs`."""
         processor = self.vlm.processor
         if (body.prompt is None) == (body.messages is None):
@@ -242,7 +219,7 @@ class ServedModel:
         strings = processor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.planner.context, "tokens": list(ids), "token_strs": strings}
 
-    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+    def detokenize(self, body: DetokenizeRequest) -> Json:
         """Answer of ``/detokenize``: the text of any ids, control tokens included."""
         self._check_size(len(body.tokens), "tokens")
         if max(body.tokens, default=0) >= self.vlm.target.vocab_size:
@@ -285,7 +262,7 @@ def _readers(vlm: VLM) -> list[InputProcessor]:
     return [vlm.processor, *([vlm.draft_processor] if sees and vlm.draft_processor is not None else [])]
 
 
-def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
+def _characters(messages: Sequence[Json]) -> int:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -98,10 +99,6 @@ class Lane:
     def is_idle(self) -> bool:
         return not (self.jobs or self.waiting or self.suspects)
 
-    @property
-    def rows(self) -> list[Row]:
-        return [job.row for job in self.jobs.values() if job.row is not None]
-
     def remove(self, job: Job) -> bool:
         """Remove a job wherever it is, and cancel its row; False if it is not here."""
         for queue in (self.waiting, self.suspects):
@@ -147,14 +144,15 @@ class Owner:
     def __init__(self, limits: Limits, post: Callable[[Callable[[], None]], None]) -> None:
         self.counts = Counts()
         self._limits, self._post = limits, post
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._unplaced: deque[Job] = deque()
         self._events: list[tuple[Job, Event]] = []
         self._unread: list[Lane] = []  # whose last steps are read while the next one is computed
         self._kv_memory = 0  # of all batches together; 0 until the first one opens
         self._submitted = Counter[str]()
-        self.is_draining = self._stopped = False  # whether new jobs are refused, and the thread ends
+        self.is_draining = False  # whether new jobs are refused
+        self._stopped = threading.Event()  # whether the thread ends
         self._thread = threading.Thread(target=self._run, name="saccade-owner", daemon=True)
 
     # -- the event loop's side -----------------------------------------------------------------------------
@@ -189,17 +187,13 @@ class Owner:
     def end(self) -> None:
         """Have the thread refuse what runs and end, after the step under way."""
         self.is_draining = True
-        self._inbox.put(None)
+        self._inbox.put(self._stopped.set)
 
     def stop(self) -> None:
         """End the thread; jobs that still run are cancelled."""
         self.end()
         if self._thread.is_alive():
             self._thread.join(10)
-
-    @property
-    def waiting(self) -> int:
-        return sum(map(self.waiting_for, self._submitted))
 
     def waiting_for(self, model: str) -> int:
         return max(self._submitted[model] - self.counts.ended[model] - self.counts.rows[model], 0)
@@ -218,7 +212,7 @@ class Owner:
 
     def _run(self) -> None:
         try:
-            while not self._stopped:
+            while not self._stopped.is_set():
                 self._take()
                 self._place()
                 for lane in list(self._lanes.values()):
@@ -235,16 +229,10 @@ class Owner:
     def _take(self) -> None:
         """Run what the event loop has sent; wait for it while there is nothing to do."""
         idle = not self._unplaced and all(lane.is_idle for lane in self._lanes.values())
-        try:
+        with suppress(Empty):
             while True:
-                command = self._inbox.get(block=idle)
-                if command is None:
-                    self._stopped = True
-                    return
-                command()
+                self._inbox.get(block=idle)()
                 idle = False
-        except Empty:
-            return
 
     def _place(self) -> None:
         left: deque[Job] = deque()
@@ -318,7 +306,7 @@ class Owner:
         finally:
             self.counts.step_began = None
             self.counts.steps += 1
-        if lane.batch.meanwhile is None or any(row.done for row in lane.rows):
+        if lane.batch.meanwhile is None or any(job.row is not None and job.row.done for job in lane.jobs.values()):
             self._read(lane)
             self._flush()
         else:

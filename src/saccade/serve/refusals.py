@@ -8,6 +8,7 @@ from typing import Any
 from saccade.errors import MethodError, SaccadeError
 from saccade.target_model.forward import ContextError
 
+Json = dict[str, Any]  # an object of JSON
 RETRY_SECONDS = 2  # default of ``Retry-After`` where the server cannot tell
 
 
@@ -21,7 +22,7 @@ class Refusal(Exception):
     param: str | None = None
     retry_after: int | None = None  # seconds; None where a repetition would not help
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 from saccade.serve.answers import Choice, Form, Piece, metrics
+from saccade.serve.refusals import Json
 
-_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+_ITEMS: dict[str, tuple[str, Json, Json]] = {
     "message": (
         "msg",
         {"role": "assistant", "content": []},
@@ -32,15 +33,14 @@ class ResponseForm(Form):
         keep: called at its end with its body, and with the answer as a message of a chat.
     """
 
-    def __init__(self, name: str, repeated: Mapping[str, Any], keep: Callable[[bytes, dict[str, Any]], None]) -> None:
+    def __init__(self, name: str, repeated: Json, keep: Callable[[bytes, Json], None]) -> None:
         self.id = name
         self._repeated, self._keep = repeated, keep
         self._created = int(time.time())
         self._events = 0  # so far
-        self._output: list[dict[str, Any]] = []  # items so far
-        self._item: dict[str, Any] = {}  # the last of them while it is in progress
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back
-        self._details: dict[str, Any] = {}  # traces and statistics
+        self._output: list[Json] = []  # items so far
+        self._item: Json = {}  # the last of them while it is in progress
+        self._logprobs: list[Json] = []  # of tokens whose text is held back
 
     def begin(self, index: int, echo: str = "") -> bytes:
         """The first events, with the text that the answer continues."""
@@ -49,19 +49,13 @@ class ResponseForm(Form):
         events += self._event("in_progress", response=response)
         return events + (self._grow("message", echo) if echo else b"")
 
-    def chunk(self, index: int, piece: Piece, stats: dict[str, Any] | None, used: tuple[int, int]) -> bytes:
+    def chunk(self, index: int, piece: Piece, stats: Json | None, used: tuple[int, int]) -> bytes:
         """Events of a piece; its trace and statistics are in the whole alone."""
-        if piece.trace is not None:
-            self._details.setdefault("steps", []).append(piece.trace)
-        if stats is not None:
-            self._details["stats"] = stats
         if piece.logprobs is not None:
             self._logprobs += piece.logprobs.get("content", ())
         events = b""
-        if piece.reasoning:
-            events += self._grow("reasoning", piece.reasoning)
-        if piece.text:
-            events += self._grow("message", piece.text)
+        for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
+            events += self._grow(kind, text) if text else b""
         for call in piece.calls:
             events += self._grow_call(call)
         if piece.finish is not None:
@@ -70,24 +64,23 @@ class ResponseForm(Form):
             events += self._close("incomplete" if piece.finish == "length" else "completed")
         return events
 
-    def end(self, choices: Sequence[Choice], used: dict[str, Any]) -> bytes:
-        response = self._finished(choices[0], used)
+    def end(self, choices: Sequence[Choice], used: Json, details: Sequence[Json] = ()) -> bytes:
+        response = self._finished(choices[0], used, details)
         return self._event(response["status"], response=response)
 
-    def broken(self, error: dict[str, Any]) -> bytes:
+    def broken(self, error: Json) -> bytes:
         about = {name: error["error"][name] for name in ("code", "message", "param")}
         cause = {"code": "server_error", "message": about["message"]}
         response = self._response("failed", error=cause)
         return self._event("error", **about) + self._event("failed", response=response)
 
-    def body(self, choices: Sequence[Choice], used: dict[str, Any], details: list[dict[str, Any]]) -> bytes:
+    def body(self, choices: Sequence[Choice], used: Json, details: Sequence[Json]) -> bytes:
         choice = choices[0]
         whole = Piece(choice.text, choice.logprobs, None, choice.finish, choice.reasoning, tuple(choice.calls))
         self.chunk(0, whole, None, (0, 0))
-        self._details = details[0] if details else {}
-        return json.dumps(self._finished(choice, used)).encode()
+        return json.dumps(self._finished(choice, used, details)).encode()
 
-    def _finished(self, choice: Choice, used: Mapping[str, Any]) -> dict[str, Any]:
+    def _finished(self, choice: Choice, used: Json, details: Sequence[Json]) -> Json:
         counts = {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {"cache_write_tokens": 0, **used["prompt_tokens_details"]},
@@ -95,23 +88,15 @@ class ResponseForm(Form):
             "output_tokens_details": used["completion_tokens_details"],
             "total_tokens": used["total_tokens"],
         }
-        more = metrics([choice])
-        if self._details:
-            more["saccade"] = self._details
-        if choice.finish == "length":
-            cause = {"reason": "max_output_tokens"}
-            response = self._response("incomplete", incomplete_details=cause, usage=counts, **more)
-        else:
-            response = self._response("completed", completed_at=int(time.time()), usage=counts, **more)
-        answer: dict[str, Any] = {"role": "assistant", "content": choice.text}
-        if choice.reasoning:
-            answer["reasoning_content"] = choice.reasoning
-        if choice.calls:
-            answer["tool_calls"] = choice.calls
-        self._keep(json.dumps(response).encode(), answer)
+        cut, more = choice.finish == "length", metrics([choice])
+        more |= {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
+        if details:
+            more["saccade"] = details[0]
+        response = self._response("incomplete" if cut else "completed", usage=counts, **more)
+        self._keep(json.dumps(response).encode(), choice.message)
         return response
 
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+    def _response(self, status: str, **fields: Any) -> Json:
         return {
             **self._repeated,
             "id": self.id,
@@ -138,7 +123,7 @@ class ResponseForm(Form):
             part["logprobs"] += new["logprobs"]
         return events + self._of_item(f"{part['type']}.delta", delta=text, **new)
 
-    def _grow_call(self, call: Mapping[str, Any]) -> bytes:
+    def _grow_call(self, call: Json) -> bytes:
         """Append to the arguments of the call in progress; one with an id is the next call."""
         events, function = b"", call["function"]
         if call.get("id"):
@@ -179,7 +164,7 @@ class ResponseForm(Form):
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
         """An event of the item in progress."""
-        place: dict[str, Any] = {"output_index": len(self._output) - 1}
+        place: Json = {"output_index": len(self._output) - 1}
         if "item" not in fields:
             place["item_id"] = self._item["id"]
             place |= {"content_index": 0} if "content" in self._item else {}

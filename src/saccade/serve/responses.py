@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from saccade.serve.answers import Form
 from saccade.serve.configuration import MIB, Limits
-from saccade.serve.refusals import Refusal, invalid
+from saccade.serve.refusals import Json, Refusal, invalid
 from saccade.serve.response_form import ResponseForm
-from saccade.serve.schemas import ChatRequest, CompletionRequest, Count, checked, object_of, template_message, validated
+from saccade.serve.schemas import AnyRequest, ChatRequest, Count, checked, template_message, validated
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange, Message, Receive, Send
 
@@ -25,17 +25,17 @@ class ResponseRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    input: str | Annotated[list[Json], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: Count | None = None
-    text: dict[str, Any] = Field({"format": {"type": "text"}})
-    tools: list[dict[str, Any]] = Field([])
-    tool_choice: str | dict[str, Any] = "auto"
+    text: Json = Field({"format": {"type": "text"}})
+    tools: list[Json] = Field([])
+    tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
     include: list[str] = Field([])
-    reasoning: dict[str, Any] = Field({})
+    reasoning: Json = Field({})
     truncation: Literal["auto", "disabled"] = "disabled"  # nothing is ever dropped
     metadata: dict[str, str] = Field({})
 
@@ -57,7 +57,7 @@ def _by_own_names(text: str) -> str:
     return _IN_CHAT.sub(lambda found: IN_CHAT[found[0]], text)
 
 
-def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
+def chat_request(asked: ResponseRequest, messages: Sequence[Json]) -> ChatRequest:
     """Return the chat request with the same answer; errors as of `saccade.serve.schemas.checked`."""
     more = asked.model_extra or {}
     for name in more.keys() & IN_CHAT.keys():
@@ -69,9 +69,9 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Mapping[str, Any]]) 
         "messages": list(messages),
         "max_tokens": asked.max_output_tokens,
         "response_format": _response_format(asked.text.get("format")),
-        "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)] or None,
+        "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)],
         "tool_choice": None if choice == "auto" else choice,
-        "parallel_tool_calls": None if asked.parallel_tool_calls else False,
+        "parallel_tool_calls": asked.parallel_tool_calls,
         "logprobs": LOGPROBS in asked.include,
         "reasoning_effort": asked.reasoning.get("effort"),
     }
@@ -87,17 +87,17 @@ def _response_format(form: Any) -> Any:
     return {"type": "json_schema", "json_schema": form, "whitespace": form.get("whitespace")}
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") != "function":
         raise invalid(f"{where}.type must be function: there are no other tools here; leave it out.", where)
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(given: str | Sequence[Json]) -> list[Json]:
     """Return the messages of ``input``; an answer's reasoning, text and calls are one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     reasoning = ""  # before the next item
     for number, item in enumerate(given):
         where = f"input[{number}]"
@@ -116,7 +116,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return messages
 
 
-def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _message_of(item: Json, where: str) -> Json:
     kind = item.get("type", "message")
     if kind == "message":
         return {"role": item.get("role"), "content": item.get("content")}
@@ -129,7 +129,7 @@ def _message_of(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     raise invalid(f"{where}.type {str(kind)[:60]!r} is not supported here; leave this item out.", f"{where}.type")
 
 
-def _reasoning(item: Mapping[str, Any], where: str) -> str:
+def _reasoning(item: Json, where: str) -> str:
     parts = item.get("content") or item.get("summary")
     if not isinstance(parts, list):
         return ""
@@ -147,7 +147,7 @@ def _text(item: Any, name: str, where: str) -> str:
 class KeptTurn:
     """A question and its answer."""
 
-    messages: Sequence[dict[str, Any]]
+    messages: Sequence[Json]
     size: int  # bytes
 
 
@@ -164,8 +164,7 @@ class KeptResponses:
     """Responses for later turns, the oldest of which are dropped first. For the event loop alone."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most = limits.stored_responses
-        self._most_bytes = limits.stored_responses_mib * MIB
+        self._most, self._most_bytes = limits.stored_responses, limits.stored_responses_mib * MIB
         self._kept: dict[str, KeptResponse] = {}
         self._uses: Counter[KeptTurn] = Counter()
         self._size = 0  # bytes of all turns
@@ -213,7 +212,7 @@ class ResponseExchange(Exchange):
             raise replace(refusal, message=message, param=param) from refusal
 
     def _read(self, content: bytes, client: str) -> ChatRequest:
-        asked = self._asked = validated(ResponseRequest, object_of(content))
+        asked = self._asked = validated(ResponseRequest, content)
         name = asked.previous_response_id
         before = () if name is None else self._kept.find(name, client).turns
         system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
@@ -221,7 +220,7 @@ class ResponseExchange(Exchange):
         name = self._name = f"resp_{self._service.replica}{uuid.uuid4().hex}"
         kept, size = self._kept, len(content)
 
-        def keep(response: bytes, answer: dict[str, Any]) -> None:
+        def keep(response: bytes, answer: Json) -> None:
             if asked.store:
                 turn = KeptTurn((*question, answer), size + len(response))
                 kept.add(name, KeptResponse(client, response, (*before, turn)))
@@ -229,7 +228,7 @@ class ResponseExchange(Exchange):
         self._keep = keep
         return chat_request(asked, [*system, *(each for turn in before for each in turn.messages), *question])
 
-    def _make_form(self, body: ChatRequest | CompletionRequest, model: str) -> Form:
+    def _make_form(self, body: AnyRequest, model: str) -> Form:
         asked = self._asked.model_dump(exclude={"input", "include", *(self._asked.model_extra or ())})
         used = {name: getattr(body, name) for name in ("temperature", "top_p", "top_logprobs")}
         used |= {"model": model, "truncation": "disabled", "background": False}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from saccade.serve.refusals import Refusal, invalid
+from saccade.serve.refusals import Json, Refusal, invalid
 
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
@@ -43,7 +43,7 @@ class JsonSchema(_Part):
     """A schema in OpenAI's wrapping."""
 
     name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Json = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -60,7 +60,7 @@ class StructuredOutputs(_Part):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    json_: str | Json | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1)] | None = None
@@ -80,11 +80,11 @@ class Function(_Part):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; None: none
+    parameters: Json | None = None  # a JSON schema; None: none
     strict: bool | None = None  # whether its calls follow the schema in any case
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Json:
         """JSON schema of its arguments."""
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -111,33 +111,33 @@ class Decoding(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    stream: bool | None = None
+    stream: bool = False
     stream_options: StreamOptions | None = None
     n: Count = 1
     max_tokens: Count | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    ignore_eos: bool = False
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Share | None = None
     seed: Whole | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field([])
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({})
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: str | Json | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
-    echo: bool | None = None  # whether the answer begins with the text that it continues
-    speculation: str | dict[str, Any] | None = None  # `off`
+    echo: bool = False  # whether the answer begins with the text that it continues
+    speculation: str | Json | None = None  # `off`
     saccade: Extension = Extension()  # see `Extension`
-    exact: bool | None = None  # whether the answer needs exact mode, in which its model must be loaded
+    exact: bool = False  # whether the answer needs exact mode, in which its model must be loaded
     # prefixes are shared with requests of the same salt alone
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     num_frames: Count | None = None
@@ -148,42 +148,36 @@ class Decoding(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def num_logprobs(self) -> int | None:
-        """Number of alternatives with their log-probabilities per token; None for no log-probabilities."""
-        return None
-
-    @property
     def structures(self) -> list[Structure]:
         """Forms that the answer must have, of which a request has one at most."""
         form, outputs = self.response_format, self.structured_outputs
-        schemas = [self.guided_json]
-        if outputs is not None:
-            schemas += [outputs.json_, {"type": "object"} if outputs.json_object else None]
+        schemas = [self.guided_json, outputs.json_, {"type": "object"} if outputs.json_object else None]
         found = [Structure("json", schema) for schema in schemas if schema is not None]
-        if form is not None and form.type != "text":
+        if form.type != "text":
             schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
             found.append(Structure("json", schema, bool(form.whitespace)))
         for kind in ("regex", "choice", "grammar"):
-            values = (getattr(self, f"guided_{kind}"), getattr(outputs, kind, None))
+            values = (getattr(self, f"guided_{kind}"), getattr(outputs, kind))
             found += [Structure(kind, value) for value in values if value is not None]
         return found
 
 
 class ChatRequest(Decoding):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    continue_final_message: bool | None = None
+    parallel_tool_calls: bool = True
+    continue_final_message: bool = False
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json = Field({})
     reasoning_effort: str | None = None  # a variable of chat templates
 
     @property
     def num_logprobs(self) -> int | None:
+        """Number of alternatives with their log-probabilities per token; None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
 
@@ -205,12 +199,15 @@ class CompletionRequest(Decoding):
         return self.logprobs
 
 
+AnyRequest = ChatRequest | CompletionRequest
+
+
 class TokenizeRequest(_Part):
     """Body of ``/tokenize``: a text without chat template, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)] | None = None
+    messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -220,9 +217,8 @@ class DetokenizeRequest(_Part):
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-REFUSED: dict[str, Any] = {
-    **dict.fromkeys(("functions", "bad_words"), ([],)),
-    **dict.fromkeys(("allowed_token_ids", "logits_processors"), ([],)),
+REFUSED: Json = {
+    **dict.fromkeys(("functions", "bad_words", "allowed_token_ids", "logits_processors"), ([],)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
     **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
@@ -238,7 +234,7 @@ Body = TypeVar("Body", bound=Decoding)
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def checked(kind: type[Body], fields: Mapping[str, Any], others: Sequence[str] = ()) -> Body:
+def checked(kind: type[Body], fields: Json | bytes, others: Sequence[str] = ()) -> Body:
     """Check the body of a request for an answer; ``others`` are names that may be meant besides the kind's own.
 
     Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
@@ -257,18 +253,14 @@ def checked(kind: type[Body], fields: Mapping[str, Any], others: Sequence[str] =
     return body
 
 
-def object_of(content: bytes) -> dict[str, Any]:
+def validated(kind: type[Kind], content: Json | bytes) -> Kind:
+    """Check fields, or those of a body, one by one; null is the same as a field left out."""
     try:
-        fields = from_json(content, allow_inf_nan=False)
+        fields = from_json(content, allow_inf_nan=False) if isinstance(content, bytes) else content
     except ValueError as problem:
         raise invalid(f"The body is not valid JSON ({str(problem)[:200]}); send one object.") from None
-    if not isinstance(fields, dict):
+    if not isinstance(fields, Mapping):
         raise invalid("The body must be a JSON object, such as one with model and messages.")
-    return fields
-
-
-def validated(kind: type[Kind], fields: Mapping[str, Any]) -> Kind:
-    """Check fields one by one; null is the same as a field left out."""
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as problem:
@@ -304,7 +296,7 @@ def _check_together(body: Decoding) -> None:
     if len(body.stops) > MOST_STOPS or any(not stop or len(stop) > 1000 for stop in body.stops):
         raise invalid(f"The field stop takes up to {MOST_STOPS} strings of 1 to 1000 characters; shorten it.", "stop")
     form = body.response_format
-    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+    if (form.type == "json_schema") != (form.json_schema is not None):
         raise invalid("response_format needs json_schema exactly when its type is json_schema.", "response_format")
     if len(body.structures) > 1:
         raise invalid(
@@ -329,7 +321,7 @@ def _check_together(body: Decoding) -> None:
 
 
 def _check_tools(body: ChatRequest) -> None:
-    names = [tool.function.name for tool in body.tools or ()]
+    names = [tool.function.name for tool in body.tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise invalid(f"tools has {twice} twice; give every function a name of its own.", "tools")
@@ -346,7 +338,7 @@ def _check_tools(body: ChatRequest) -> None:
         raise invalid("continue_final_message and add_generation_prompt exclude each other.", "continue_final_message")
     if body.echo and not body.continue_final_message:
         raise invalid("echo repeats the message that is continued; it needs continue_final_message: true.", "echo")
-    reserved = sorted(RESERVED & (body.chat_template_kwargs or {}).keys())
+    reserved = sorted(RESERVED & body.chat_template_kwargs.keys())
     if reserved:
         raise invalid(f"chat_template_kwargs cannot set {reserved[0]}; leave it out.", "chat_template_kwargs")
 
@@ -365,26 +357,26 @@ MEDIA = {"image": {"image_url", "input_image"}, "video": {"video_url", "input_vi
 TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 
-def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def conversation(messages: Sequence[Json]) -> list[Json]:
     """Return messages for `InputProcessor.load_media`, which reads their media as of clients."""
     return [template_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+def has_media(messages: Sequence[Json]) -> bool:
     """Whether a message has parts besides text."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(not isinstance(part, Mapping) or str(part.get("type")) not in TEXTS for part in parts)
 
 
-def template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def template_message(message: Json, where: str) -> Json:
     """Return a message as chat templates take it; refusals name it by its place in the request."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(ROLES)}.", f"{where}.role")
     if message.get("function_call"):
         raise invalid(f"{where}.function_call is of an older form; give tool_calls.", where)
-    made: dict[str, Any] = {"role": ROLES[role]}
+    made: Json = {"role": ROLES[role]}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str):
             made[name] = message[name]
@@ -403,7 +395,7 @@ def template_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**made, "content": [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]}
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _calls(calls: Any, where: str) -> list[Json]:
     """Calls of a message in the form that chat templates take, with their arguments as an object."""
     made = []
     for number, call in enumerate(calls if isinstance(calls, list) else [None]):
@@ -422,7 +414,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return made
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _part(part: Any, where: str) -> Json:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in TEXTS:
         text = part.get("refusal" if kind == "refusal" else "text")

@@ -24,7 +24,7 @@ from saccade.serve.configuration import MIB, ServerConfig
 from saccade.serve.models import ServedModel
 from saccade.serve.monitoring import Metrics
 from saccade.serve.owner import Owner
-from saccade.serve.refusals import Refusal, refusal_of, too_many
+from saccade.serve.refusals import Json, Refusal, refusal_of, too_many
 from saccade.serve.workers import PromptWorkers
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Service:
         finally:
             self._preparing -= 1
 
-    def health(self) -> tuple[int, dict[str, Any]]:
+    def health(self) -> tuple[int, Json]:
         """Status and body of ``/health``: 503 once a step is stuck or the owner's thread has ended."""
         stuck = self.owner.stuck_for
         if not self.owner.is_alive:
@@ -134,12 +134,8 @@ class Gate:
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._hosts, self._limits, self._clock = config.hosts, config.limits, clock
         keys = config.keys()
-        self._digests = [_digest(key) for key in keys]
+        self._digests, self.has_keys = [_digest(key) for key in keys], bool(keys)
         self._clients: OrderedDict[str, _Client] = OrderedDict()
-
-    @property
-    def has_keys(self) -> bool:
-        return bool(self._digests)
 
     def client(self, scope: MutableMapping[str, Any]) -> str:
         """Check host and key of a request; return the name that counts it: its key's digest, or its address.

@@ -14,8 +14,8 @@ from saccade.serve.answers import Choice, Form, Piece, usage
 from saccade.serve.configuration import Limits
 from saccade.serve.monitoring import Timing
 from saccade.serve.owner import Event, Job
-from saccade.serve.refusals import Refusal, invalid, refusal_of
-from saccade.serve.schemas import ChatRequest, CompletionRequest, StreamOptions, checked, has_media, object_of
+from saccade.serve.refusals import Json, Refusal, invalid, refusal_of
+from saccade.serve.schemas import AnyRequest, ChatRequest, CompletionRequest, StreamOptions, checked, has_media
 from saccade.serve.service import Service
 
 Message = MutableMapping[str, Any]
@@ -76,7 +76,7 @@ def _too_large(limits: Limits) -> Refusal:
 class Exchange(Response):
     """Answer of an endpoint; an ASGI response that also reads the body and watches the connection."""
 
-    def __init__(self, service: Service, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+    def __init__(self, service: Service, kind: type[AnyRequest]) -> None:
         self.background = None
         self._service, self._kind = service, kind
         self._limits, self._metrics = service.config.limits, service.metrics
@@ -107,13 +107,13 @@ class Exchange(Response):
             self._close()
             self._jobs = []  # which call back here; without the cycle, images are freed at once
 
-    def _read(self, content: bytes, client: str) -> ChatRequest | CompletionRequest:
-        return checked(self._kind, object_of(content))
+    def _read(self, content: bytes, client: str) -> AnyRequest:
+        return checked(self._kind, content)
 
-    def _make_form(self, body: ChatRequest | CompletionRequest, model: str) -> Form:
+    def _make_form(self, body: AnyRequest, model: str) -> Form:
         return Form(isinstance(body, ChatRequest), model, body.stream_options or StreamOptions())
 
-    async def _submit(self, body: ChatRequest | CompletionRequest, sharing: str | None, began: float) -> None:
+    async def _submit(self, body: AnyRequest, sharing: str | None, began: float) -> None:
         """Prepare the jobs outside of the event loop, and queue them; ``sharing`` as of `ServedModel.chat_jobs`."""
         service = self._service
         model = service.model(body.model)
@@ -165,20 +165,14 @@ class Exchange(Response):
     # -- answers -------------------------------------------------------------------------------------------
 
     async def _whole(self, send: Send) -> None:
-        traces: list[dict[str, Any]] = [{"steps": []} for _ in self._choices]
         left = len(self._choices)
         while left:
             for index, event in await self._take():
                 if event.error is not None:
                     raise refusal_of(event.error)
-                piece = self._add(index, event)
-                if piece.trace is not None:
-                    traces[index]["steps"].append(piece.trace)
+                self._add(index, event)
                 left -= event.is_last
-        details = []
-        for choice, trace in zip(self._choices, traces, strict=True) if self._is_extended else ():
-            details.append({**(trace if self._extension.trace else {}), "stats": self._stats(choice)})
-        body = self._form.body(self._choices, usage(self._choices, self._per_prompt), details)
+        body = self._form.body(self._choices, usage(self._choices, self._per_prompt), self._details())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._begin(send, headers)
         await send({"type": "http.response.body", "body": body})
@@ -210,7 +204,7 @@ class Exchange(Response):
             if parts:
                 await self._write(send, b"".join(parts))
             events, parts = await self._take(), []
-        parts.append(self._form.end(self._choices, usage(self._choices, self._per_prompt)))
+        parts.append(self._form.end(self._choices, usage(self._choices, self._per_prompt), self._details()))
         await self._write(send, b"".join(parts), last=True)
 
     def _add(self, index: int, event: Event) -> Piece:
@@ -221,7 +215,14 @@ class Exchange(Response):
             self._metrics.finished(self._timings[index], event.output, event.at)
         return self._choices[index].add(event)
 
-    def _stats(self, choice: Choice) -> dict[str, Any]:
+    def _details(self) -> list[Json]:
+        """Traces and statistics of the choices, where the request has asked for some."""
+        details = []
+        for choice in self._choices if self._is_extended else ():
+            details.append({**({"steps": choice.steps} if choice.traced else {}), "stats": self._stats(choice)})
+        return details
+
+    def _stats(self, choice: Choice) -> Json:
         assert choice.output is not None
         return {"method": self._vlm.method, "lossless": self._vlm.lossless, **choice.output.stats.as_dict()}
 

@@ -18,7 +18,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from saccade.grammar import MOST_BLANKS
-from saccade.serve.refusals import invalid
+from saccade.serve.refusals import Json, invalid
 from saccade.serve.schemas import ChatRequest, Decoding, Function, NamedTool, Structure
 
 TAIL = 64  # tokens at the end of a prompt that may open the reasoning
@@ -51,7 +51,7 @@ class Rules:
         """Return the whole grammar, which begins with this rule."""
         return "\n".join([f"start: {body}", *(f"{name}: {rule}" for name, rule in self._rules.items())])
 
-    def json(self, schema: Any, form: Mapping[str, Any] = SPACED) -> str:
+    def json(self, schema: Any, form: Json = SPACED) -> str:
         whole = {**schema, "x-guidance": form} if isinstance(schema, Mapping) else schema
         return self.rule(f"%json {json.dumps(whole)}")
 
@@ -95,10 +95,10 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^\w\s]", lambda sign: f"\\x{ord(sign[0]):02X}", text).replace("\n", "\\n")
 
 
-def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+def _properties(schema: Json) -> Iterator[tuple[str, Json, bool]]:
     """Name, schema and whether it is required, of the properties of an object."""
     required = schema.get("required", ())
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared: Json = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for name, each in (schema.get("properties") or {}).items():
         yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
 
@@ -147,7 +147,7 @@ def _gemma(rules: Rules, function: Function) -> str:
     return f"{rules.literal(f'call:{function.name}')} {_gemma_value(rules, function.arguments)}"
 
 
-def _gemma_value(rules: Rules, schema: Mapping[str, Any]) -> str:
+def _gemma_value(rules: Rules, schema: Json) -> str:
     """A value in Gemma's notation: keys without quotes, strings between tokens of their own."""
     kind, quote = schema.get("type"), rules.literal(QUOTE)
     if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
@@ -178,7 +178,7 @@ class Syntax:
 
     marks: tuple[str, ...]  # of its chat templates, each of which they contain
     body: Callable[[Rules, Function], str]  # makes the grammar of a call between begin and end
-    region: Mapping[str, Any]  # of calls in transformers' response template
+    region: Json  # of calls in transformers' response template
     begin: str = ""  # in front of a call
     end: str = ""  # behind it
     separator: str = ""  # between two calls; empty: an answer has one call
@@ -274,7 +274,7 @@ class CallPolicy:
         return bool(self.forced) or any(function.strict for function in self.functions)
 
     @property
-    def as_templates_take_them(self) -> list[dict[str, Any]]:
+    def as_templates_take_them(self) -> list[Json]:
         tools = []
         for function in self.functions:
             about = {"name": function.name, "description": function.description or ""}
@@ -287,11 +287,10 @@ def policy_of(body: Decoding) -> CallPolicy:
     if not isinstance(body, ChatRequest) or not body.tools or body.tool_choice == "none":
         return CallPolicy()
     functions = [tool.function for tool in body.tools]
-    parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, NamedTool):
         named = [function for function in functions if function.name == body.tool_choice.function.name]
         return CallPolicy(functions, named, parallel=False)
-    return CallPolicy(functions, functions if body.tool_choice == "required" else (), parallel)
+    return CallPolicy(functions, functions if body.tool_choice == "required" else (), body.parallel_tool_calls)
 
 
 class ReplyFormat:
@@ -316,7 +315,7 @@ class ReplyFormat:
             number for number, token in tokens if token.special and json.dumps(token.content)[1:-1] not in used
         )
 
-    def messages(self, messages: Sequence[Mapping[str, Any]], policy: CallPolicy) -> list[dict[str, Any]]:
+    def messages(self, messages: Sequence[Json], policy: CallPolicy) -> list[Json]:
         """Messages for the chat template; one that takes no tools gets them, and earlier calls, as text."""
         if self.reads_tools:
             return [dict(message) for message in messages]
@@ -360,9 +359,9 @@ class ReplyFormat:
 
     def parser(self, policy: CallPolicy, prompt: Sequence[int]) -> ReplyParser | None:
         """Parser of an answer to a prompt; None where it can only be text."""
-        if isinstance(self._own, Mapping):
+        if isinstance(self._own, dict):
             return ReplyParser(self._own, self.tokenizer.decode(list(prompt[-TAIL:])), policy)
-        regions: dict[str, Any] = {"content": {"content": "text", "content_args": {"strip": False}}}
+        regions: Json = {"content": {"content": "text", "content_args": {"strip": False}}}
         if self.thought is not None:
             begin, end = (re.escape(word.strip()) for word in self.thought)
             reasoning = {"open_pattern": rf"^\s*{begin}\s*", "close_pattern": rf"\s*{end}\s*", "content": "text"}
@@ -388,7 +387,7 @@ Its result comes in <tool_response>.
 """
 
 
-def _joined(message: Mapping[str, Any], before: str = "", behind: str = "") -> dict[str, Any]:
+def _joined(message: Json, before: str = "", behind: str = "") -> Json:
     """A message with a text in front of its own, and one behind it."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -397,7 +396,7 @@ def _joined(message: Mapping[str, Any], before: str = "", behind: str = "") -> d
     return {**message, "content": [*texts[0], *content, *texts[1]]}
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def _as_text(message: Json) -> Json:
     """A message whose calls, or whose result of one, are text."""
     if message["role"] == "tool":
         content = message["content"]
@@ -414,16 +413,14 @@ class Reply:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)  # parts of calls, as in chunks of chat answers
+    calls: list[Json] = field(default_factory=list)  # parts of calls, as in chunks of chat answers
 
 
 class ReplyParser:
     """Divider of an answer's text into reasoning, calls and content, as it grows."""
 
-    def __init__(
-        self, template: Mapping[str, Any], prefix: str, policy: CallPolicy, syntax: Syntax | None = None
-    ) -> None:
-        self._parser = ResponseParser(dict(template), prefix=prefix, tools=policy.as_templates_take_them)
+    def __init__(self, template: Json, prefix: str, policy: CallPolicy, syntax: Syntax | None = None) -> None:
+        self._parser = ResponseParser(template, prefix=prefix, tools=policy.as_templates_take_them)
         self._policy, self._syntax = policy, syntax
         self._failed = False  # whether the text is no longer divided, as transformers cannot read it
         self._count = 0  # calls so far
@@ -446,7 +443,7 @@ class ReplyParser:
             reply.content += self._call.text + text
         return reply
 
-    def _take(self, events: Iterable[Mapping[str, Any]], reply: Reply) -> None:
+    def _take(self, events: Iterable[Json], reply: Reply) -> None:
         for event in events:
             kind, region = event["type"], event["field"]
             if region == "content":
@@ -486,10 +483,8 @@ class ReplyParser:
 def _whole(value: Any) -> Iterator[tuple[str, str]]:
     """Names and arguments of calls from a region's parsed value or text."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
-        except ValueError:
-            return
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else {}
         arguments = function.get("arguments", function.get("parameters", {}))

@@ -143,10 +143,9 @@ class PromptWorkers:
         return MadeInput(messages, (), (), options, list(zip(readers, prompts, strict=True)))
 
     def _take(self) -> _Worker:
-        try:
+        with suppress(IndexError):
             return self._idle.pop()
-        except IndexError:
-            return self._new()
+        return self._new()
 
     def _new(self) -> _Worker:
         connection, pid = self._open(), b""
@@ -292,10 +291,8 @@ def _answer(
         return {"prompts": prompts}
     except SaccadeError as error:
         return {"refused": str(error)}
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or "memory" in str(error):  # torch's own
+    except Exception as error:
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):  # torch's
             return {"refused": f"{_MEDIA} need too much memory to prepare; send fewer or smaller ones."}
         traceback.print_exc()
-    except Exception:
-        traceback.print_exc()
-    return {}
+        return {}
