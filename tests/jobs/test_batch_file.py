@@ -155,6 +155,20 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         run(source, tmp_path / "other.jsonl", prompt=None, temperature=0.5)
 
 
+def test_calls_are_calls_in_batches_too(tmp_path: Path) -> None:
+    wash = {"type": "function", "function": {"name": "wash"}}
+    body = {"messages": [{"role": "user", "content": "Wash."}], "tools": [wash], "max_tokens": 90, "temperature": 0}
+    body |= {"tool_choice": "required", "parallel_tool_calls": False}
+    (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": "one", "url": "/v1/chat/completions", "body": body}))
+    for name in ("first.jsonl", "second.jsonl"):
+        run(tmp_path / "in.jsonl", tmp_path / name, prompt=None, max_new_tokens=None)
+    first, second = ((tmp_path / name).read_text() for name in ("first.jsonl", "second.jsonl"))
+    answers = [ChatCompletion.model_validate(json.loads(text)["response"]["body"]) for text in (first, second)]
+    calls = [answer.choices[0].message.tool_calls for answer in answers]
+    assert calls[0] == calls[1], "their ids, too"
+    assert [(call.function.name, call.function.arguments) for call in calls[0] or ()] == [("wash", "{}")]
+
+
 def test_videos_have_the_frames_of_generate(tmp_path: Path) -> None:
     frames = [picture(shade) for shade in range(6)]
     frames[0].save(tmp_path / "v.gif", save_all=True, append_images=frames[1:], duration=100)

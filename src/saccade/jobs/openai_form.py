@@ -15,7 +15,7 @@ from saccade.jobs.items import NO_ID, SAME_ID, Item
 from saccade.jobs.job import BatchJob, PreparedItem, key_of, seed_of
 
 try:
-    from saccade.serve.answers import Choice, Form, usage
+    from saccade.serve.answers import Form, usage
     from saccade.serve.configuration import Limits, ModelEntry
     from saccade.serve.models import ServedModel
     from saccade.serve.refusals import Refusal
@@ -62,12 +62,12 @@ class OpenAIForm:
             raise InputError(refusal.message) from None
 
         def record(rows: Sequence[Row]) -> dict[str, Any]:
-            choices = []
-            for job, row in zip(jobs, rows, strict=True):
-                choice = Choice(self._vlm.processor.tokenizer, body.stops, chat, body.num_logprobs, traced=False)
+            choices = self._model.choices(body, jobs)
+            for number, (choice, job, row) in enumerate(zip(choices, jobs, rows, strict=True)):
                 while row.steps:
                     choice.add(job.event(row, row.steps.pop(0), self._vlm.lossless))
-                choices.append(choice)
+                for place, call in enumerate(choice.calls):
+                    call["id"] = _hash(item, f"call {place} of {number}")[:9]
             form = Form(chat, body.model or self._model.entry.label, StreamOptions())
             about = {"method": self._vlm.method, "lossless": self._vlm.lossless}
             whole = json.loads(form.body(choices, usage(choices, body.n), []))
