@@ -77,7 +77,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_067),
-    "serve": (("serve",), 4_746),
+    "serve": (("serve",), 4_749),
     "training": (("train", "distill"), 4_871),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_430),
@@ -87,7 +87,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 23_866
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 46_600, 8_345
+TESTS, TOOLS = 46_700, 8_345
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -517,11 +517,14 @@ def test_control_tokens_in_descriptions_are_text(families: tuple[Live, dict[str,
     assert "End</s>it" in tok.decode(seen)
 
 
+LONG = {"type": "function", "function": {"name": "f", "description": "a" * 200_000}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "name"),
     ({"tools": [TOOLS[1], TOOLS[1]]}, "twice"),
     ({"tool_choice": "required"}, "there are no tools"),
+    ({"tools": [LONG]}, "far more than this model's context"),
+    ({"chat_template_kwargs": {"x": "a" * 200_000}}, "far more than this model's context"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "draw"}}}, "'draw', which is not among"),
     ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"),

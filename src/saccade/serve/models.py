@@ -147,7 +147,8 @@ class ServedModel:
         """
         setting = self._setting(body)
         if isinstance(body, ChatRequest):
-            self._check_size(_characters(body.messages), "messages")
+            tools = body.model_dump(include={"tools", "chat_template_kwargs"})
+            self._check_size(_characters(body.messages) + len(str(tools)), "messages")
             rows = [self._row(body.messages, setting.vlm, *self._template(body))]
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
@@ -266,4 +267,5 @@ def _characters(messages: Sequence[Json]) -> int:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    calls = sum(len(str(message.get("tool_calls", ""))) for message in messages)
+    return calls + sum(len(text) for text in texts if isinstance(text, str))
