@@ -85,7 +85,7 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 23_866
+CORE = 23_882
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 46_700, 8_345
 """Most lines of the tests, and of tools and benchmarks together."""

@@ -345,3 +345,18 @@ def test_only_a_lossless_chain_of_a_draft_model_is_paced(change: dict[str, objec
     name = next(iter(change))
     with pytest.raises(MethodError, match=f"may skip drafting at any step, which needs {name}="):
         load(ready("llava"), ready("llava-draft"), "auto", **change)
+
+
+def test_rows_of_one_group_draft_alike_where_another_group_costs_more() -> None:
+    pacer = Pacer(8, 0.1)
+    assert pacer.joined([3, 5, 5, 0], 16) == [3, 5, 5, 0], "nothing is measured yet"
+    for _ in range(9):
+        pacer.observe_step(tokens=4, forward=0.004, rows=4, emitted=4)
+    for drafts in (4, 8, 16, 32):
+        for _ in range(9):
+            pacer.observe_step(4 + drafts, forward=0.004 + 0.001 * drafts, rows=4, emitted=8, drafting=4, length=4)
+    assert pacer.joined([3, 5, 5, 0], 0) == [3, 5, 5, 0]
+    assert pacer.joined([3, 5, 5, 0], 14) == [5, 5, 5, 0]
+    assert pacer.joined([3, 5, 5, 0], 20) == [3, 5, 5, 3]
+    assert pacer.joined([3, 5, 5, 0], 40) == [5, 5, 5, 5]
+    assert pacer.joined([4, 4], 80) == [4, 4]

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf, sqrt
 from operator import mul
 from statistics import median, median_low
@@ -38,6 +38,8 @@ ROW_TRIALS = 4.0
 """How many of a row's trials the rate of all rows counts for, and of a depth's the one's before it."""
 SLOPE, PREFILL, ANSWER = 0.05, 0.05, 100
 """Until they are measured: time of a forward's further tokens and of a prompt's over one token's, length of answers."""
+GROUP = 1.5e-4
+"""Seconds that a group of rows of its own takes per layer of the target, whatever its size."""
 CAUTION = 0.7
 """Share of the expected gain that counts when a drafter is to be prefilled."""
 DRAFT_CHUNK = 2048
@@ -301,6 +303,19 @@ class Pacer:
         token, level = worth * self.extra(count) / count, worth * self.draft(len(rows)) * (self._passes > 1)
         known = sum(trials.surplus for trials in self._depths), sum(trials.count for trials in self._depths)
         return Drafts(rows, self._by_depth()[:levels], token, level, *known, [0] * len(rows), [1.0] * len(rows))
+
+    def joined(self, lengths: Sequence[int], layers: int) -> list[int]:
+        """Drafts' lengths in fewer groups: shorter ones are longer where that costs less than a group of their own."""
+        made, tokens = list(lengths), sum(lengths)
+        spare = 0.0
+        if self._plain:
+            spare = GROUP * layers * tokens / max(self.extra(tokens) * self._unit, GROUP)
+        for length, longer in pairwise(sorted(set(made))):
+            places = [place for place, own in enumerate(made) if own == length]
+            if len(places) * (longer - length) <= spare:
+                for place in places:
+                    made[place] = longer
+        return made
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
         """Whether a row's drafter is to be prefilled: its expected gain exceeds the time that takes."""

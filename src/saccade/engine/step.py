@@ -345,11 +345,12 @@ class StepRunner:
             if self._target.ranks is not None:
                 tree = self._target.ranks.tree(tree)
         group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=True, levels=tree.size - 1)
-        if drafts is None or self._target.graphs is not None:  # captured graphs take rows of one size
+        if pacer is None or drafts is None or self._target.graphs is not None:  # captured graphs take rows of one size
             return [group]
         places: dict[int, list[int]] = {}
-        for place, length in enumerate(self._agreed(drafts.lengths)):
-            places.setdefault(min(length, group.levels), []).append(place)
+        joined = pacer.joined([min(length, group.levels) for length in drafts.lengths], len(self._target.layer_devices))
+        for place, length in enumerate(self._agreed(joined)):
+            places.setdefault(length, []).append(place)
         return [group.part(own, length + 1) for length, own in sorted(places.items())]
 
     def _root_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
