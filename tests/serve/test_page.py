@@ -601,6 +601,18 @@ def test_a_picture_that_the_server_cannot_read_is_named_at_the_composer(window: 
 
 
 @pytest.mark.browser
+def test_an_adapter_says_whose_drafters_it_has(chromium: Any) -> None:
+    with live() as server, opened(chromium, server) as window:
+        about, page = json.loads(server.call("GET", "/v1/models")[2]), window.page
+        about["data"].append({**about["data"][0], "id": "red", "parent": "tiny"})
+        page.route("**/v1/models", lambda route: route.fulfill(json=about))
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        page.wait_for_selector("#method:not([disabled])")
+        assert not page.is_visible("#caveat")
+        page.select_option("#model", "red")
+        assert "An adapter of tiny" in page.inner_text("#caveat")
+
+
 def test_files_that_the_model_or_the_server_does_not_take_are_refused_when_chosen(chromium: Any) -> None:
     with live(max_body_mib=1) as server, opened(chromium, server) as window:
         about, page = json.loads(server.call("GET", "/v1/models")[2]), window.page

@@ -69,11 +69,14 @@ export function methodOptions({ saccade: about }) {
 }
 
 function showModel() {
-  const { saccade: about, max_model_len: context, id } = currentModel();
+  const { saccade: about, max_model_len: context, id, parent } = currentModel();
+  const adapted = parent && `An adapter of ${parent}, whose drafters it has: the further it leads from it, the fewer `
+    + "drafts are accepted.";
+  const caveats = [about.caveat, adapted].filter(Boolean).join(" ");
   byId("method").replaceChildren(...methodOptions(currentModel()));
   byId("method").disabled = false;
-  byId("caveat").textContent = about.caveat ?? "";
-  byId("caveat").hidden = !about.caveat;
+  byId("caveat").textContent = caveats;
+  byId("caveat").hidden = !caveats;
   byId("fitting").hidden = id !== "pocket";
   byId("length").max = context ?? 100000;
   fault("model", "");
