@@ -567,17 +567,17 @@ def answered(shared: Live, path: str = "/v1/chat/completions", **fields: Any) ->
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"guided_choice": ["red!", "green!"]}, {"red!", "green!"}),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
-        ({"guided_regex": "a{3}"}, {"aaa"}),
-        ({"structured_outputs": {"regex": "b/c"}}, {"b/c"}),
-        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
-        ({"guided_json": {"const": 7}}, {"7"}),
-        ({"structured_outputs": {"json": {"const": [1, 2]}}}, {"[1,2]"}),
+        ({"guided_choice": ["red!", "green!"]}, ["red!", "green!"]),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ["yes", "no"]),
+        ({"guided_regex": "a{3}"}, ["aaa"]),
+        ({"structured_outputs": {"regex": "b/c"}}, ["b/c"]),
+        ({"guided_grammar": 'start: "x" "y"'}, ["xy"]),
+        ({"guided_json": {"const": 7}}, ["7"]),
+        ({"structured_outputs": {"json": {"const": [1, 2]}}}, ["[1,2]"]),
     ],
     ids=str,
 )
-def test_structured_outputs(shared: Live, fields: dict[str, Any], expected: set[str]) -> None:
+def test_structured_outputs(shared: Live, fields: dict[str, Any], expected: list[str]) -> None:
     chat = answered(shared, messages=asks("Which?", uri(1)), **fields)
     assert chat["message"]["content"] in expected
     assert chat["finish_reason"] == "stop"
