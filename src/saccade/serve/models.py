@@ -147,8 +147,8 @@ class ServedModel:
         """
         setting = self._setting(body)
         if isinstance(body, ChatRequest):
-            tools = body.model_dump(include={"tools", "chat_template_kwargs"})
-            self._check_size(_characters(body.messages) + len(str(tools)), "messages")
+            tools = body.model_dump(include={"tools", "chat_template_kwargs"}, exclude_defaults=True).values()
+            self._check_size(_characters(body.messages) + sum(map(len, map(str, tools))), "messages")
             rows = [self._row(body.messages, setting.vlm, *self._template(body))]
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
