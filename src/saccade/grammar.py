@@ -167,7 +167,7 @@ def _check(matcher: Any) -> None:
             _DEAD_END
             if reason.startswith("NoExtension")
             else f"llguidance cannot follow the grammar ({reason}): an object may have {MOST_OPTIONAL} optional "
-            "properties, and no $ref may require itself without end; make the schema smaller."
+            "properties, no $ref may require itself without end, and no expression may repeat much; make it smaller."
         )
 
 
