@@ -53,7 +53,7 @@ def with_lora(model: Any, name: str, place: str | Path) -> Any:
         found = set_peft_model_state_dict(clone, weights, low_cpu_mem_usage=True)
         unfit = [f"the target has no {key}" for key in found.unexpected_keys]
         unfit += [f"it lacks {key}" for key in found.missing_keys if ".lora_" in key]
-    except (ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as problem:
+    except (ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as problem:  # by kind
         unfit = [_reason(problem)]
     for parameter in trained:
         parameter.requires_grad_(True)

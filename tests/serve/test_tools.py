@@ -194,6 +194,28 @@ def test_forced_calls_have_no_arguments_but_those_of_the_schema_unless_it_allows
             assert follows(family, policy, call) == right
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"allOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}]}, '{"a": 1, "b": 2}'),
+        ({"type": "object", "properties": {"properties": {"type": "integer"}}}, '{"properties": 1}'),
+        ({"type": "object", "properties": {"a": {"enum": [{"properties": 1}]}}}, '{"a": {"properties": 1}}'),
+    ],
+)
+def test_forced_calls_take_schemas_that_join_others_or_speak_of_properties(schema: Any, value: str) -> None:
+    function = Function(name="f", parameters={"type": "object", "properties": {"x": schema}})
+    call = f'[TOOL_CALLS]f[ARGS]{{"x": {value}}}'
+    assert follows(FAMILIES["mistral"], CallPolicy([function], [function]), call)
+
+
+def test_gemmas_calls_may_have_values_of_several_kinds() -> None:
+    kinds = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    function = Function(name="f", parameters={"type": "object", "properties": {"x": kinds}})
+    for value, right in (("null", True), ('<|"|>a<|"|>', True), ("3", False)):
+        call = f"<|tool_call>call:f{{x:{value}}}<tool_call|>"
+        assert follows(FAMILIES["gemma"], CallPolicy([function], [function]), call) == right
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_strict_functions_constrain_calls_and_leave_text_free(name: str) -> None:
     family = FAMILIES[name]

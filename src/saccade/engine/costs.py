@@ -1,4 +1,4 @@
-"""Costs of a step's stages, and draft lengths and chunks of prompts paced by them."""
+"""Measured times of a step's stages, and draft lengths and chunks of prompts paced by them."""
 
 from __future__ import annotations
 

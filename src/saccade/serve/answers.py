@@ -213,7 +213,8 @@ class Form:
         if self._chat:
             delta = json.dumps({"role": "assistant", "content": echo})
             return self._chunk(f'{{"index": {index}, "delta": {delta}, "finish_reason": null}}')
-        return self.chunk(index, Piece(echo, None, None, None), None, (0, 0)) if echo else b""
+        text = f'"text": {json.dumps(echo)}, "logprobs": null, "finish_reason": null'
+        return self._chunk(f'{{"index": {index}, {text}}}') if echo else b""
 
     def chunk(self, index: int, piece: Piece, stats: Json | None, used: tuple[int, int]) -> bytes:
         """A piece of a choice as a server-sent event, with the tokens of prompt and answer so far.

@@ -94,15 +94,8 @@ class Tool(_Part):
     function: Function
 
 
-class _Name(_Part):
-    name: str
-
-
-class NamedTool(_Part):
-    """Choice of a function that must be called."""
-
-    type: Literal["function"]
-    function: _Name
+class NamedTool(Tool):
+    """Choice of a function, by its name, that must be called."""
 
 
 class Decoding(BaseModel):

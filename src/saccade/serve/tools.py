@@ -103,14 +103,19 @@ def _properties(schema: Json) -> Iterator[tuple[str, Json, bool]]:
         yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
 
 
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that it names, unless it says that they may."""
+def _closed(schema: Any, named: bool = False) -> Any:
+    """A schema whose objects have no properties but those that it names, unless it says that they may.
+
+    Joined ones (allOf) stay open: closed, each would refuse what the others name. ``named``: it has schemas by name.
+    """
+    if not isinstance(schema, Mapping | list) or '"allOf"' in json.dumps(schema):
+        return schema
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    closing = {"additionalProperties": False} if "properties" in schema else {}
-    return {**closing, **{name: _closed(each) for name, each in schema.items()}}
+    closing = {"additionalProperties": False} if "properties" in schema and not named else {}
+    maps, values = ((), ()) if named else (("properties", "$defs", "definitions"), ("enum", "const"))
+    inner = {name: each if name in values else _closed(each, name in maps) for name, each in schema.items()}
+    return {**closing, **inner}
 
 
 def _json(before: str, behind: str = "") -> Callable[[Rules, Function], str]:
@@ -152,6 +157,8 @@ def _gemma_value(rules: Rules, schema: Json) -> str:
     kind, quote = schema.get("type"), rules.literal(QUOTE)
     if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
         return f"({' | '.join(rules.literal(f'{QUOTE}{value}{QUOTE}') for value in schema['enum'])})"
+    if isinstance(schema.get("anyOf"), list):
+        return f"({' | '.join(_gemma_value(rules, each) for each in schema['anyOf'])})"
     if kind == "string":
         return f"{quote} {rules.until(QUOTE)}"
     if kind == "array":
@@ -435,7 +442,7 @@ class ReplyParser:
             reply.content = text
             return reply
         try:
-            self._take(self._parser.feed(text), reply)
+            self._take(self._parser.feed(text) if text else (), reply)
             if last:
                 self._take(self._parser.finalize()[1], reply)
         except (ValueError, KeyError):  # a call that is none
