@@ -76,18 +76,18 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_067),
-    "serve": (("serve",), 4_749),
-    "training": (("train", "distill"), 4_871),
+    "cli": (("cli",), 2_130),
+    "serve": (("serve",), 5_700),
+    "training": (("train", "distill"), 4_960),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_430),
-    "checkpoints": (("checkpoints", "evaluators"), 1_230),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_480),
+    "checkpoints": (("checkpoints", "evaluators"), 1_300),
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 23_882
+CORE = 24_400
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 46_700, 8_345
+TESTS, TOOLS = 50_000, 9_000
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
