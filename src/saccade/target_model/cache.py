@@ -487,7 +487,8 @@ def round_to_segment(slots: int) -> int:
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     """Copy host integers to a device without blocking the host."""
-    return to_device(torch.tensor(values), device)
+    tensor = torch.tensor(values)
+    return to_device(tensor if tensor.numel() else tensor.long(), device)  # torch takes no numbers for floats
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
