@@ -14,6 +14,7 @@ from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
+from saccade.loading import adapt
 from saccade.output import Output
 from saccade.target_model.adapter import Target
 
@@ -47,13 +48,13 @@ OPTIONS: dict[str, Any] = {
 
 @cache
 def target(name: str) -> Target:
-    """The family's target under test (the reference has a copy of its own)."""
-    return Target(FAMILIES[name].model())
+    """The family's target under test, as it is loaded (the reference has a copy of its own)."""
+    return adapt(FAMILIES[name].model())
 
 
 @cache
 def draft(name: str) -> Target:
-    return Target(FAMILIES[name].draft_model())
+    return adapt(FAMILIES[name].draft_model(), drafts=True)
 
 
 @cache

@@ -141,6 +141,16 @@ def test_every_weight_is_read_into_its_place(target: Target) -> None:
     torch.testing.assert_close(dict(read.state_dict()), written, rtol=0, atol=0)
 
 
+def test_the_layer_counts_the_bytes_that_it_holds_of_a_token(target: Target) -> None:
+    if target.traits.model_type == "mimo_v2_flash":
+        pytest.skip("its sliding layers have twice the key and value heads that its configuration names")
+    under = engine(target, POLICIES["chain"])
+    session: Any = under.open(1)
+    under.generate([Request(PROMPTS[0])], max_new_tokens=2, session=session)
+    features, cache = session.drafting._features[0], session.drafting.cache
+    assert session.drafting._drafter.entry_bytes == cache.nbytes / cache.slots + features.nbytes / len(features)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_answers_are_the_targets(target: Target, policy: str, rows: int) -> None:

@@ -15,6 +15,8 @@ from architectures import ARCHITECTURES
 from families import FAMILIES
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal
+from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.lookup import PromptLookup
 from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
@@ -89,6 +91,13 @@ def test_every_view_of_a_draft_model_is_counted() -> None:
     for drafter in (ensemble, MergedDrafter(ensemble, PromptLookup(gamma=4))):
         batch = Engine(target, drafter).open(2, kv_memory=2**20)
         assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + 2 * model.entry_bytes)
+
+
+def test_a_head_s_bytes_are_counted_when_copies_are_merged_with_its_drafts() -> None:
+    target = engine("chain").target
+    head = HeadDrafter(build_head(HeadConfig.from_target(target, "eagle2")), target, Chain(4))
+    batch = Engine(target, MergedDrafter(head, PromptLookup(gamma=4))).open(2, kv_memory=2**20)
+    assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + head.entry_bytes)
 
 
 @pytest.mark.parametrize("name", ["mistral4", "kimi_k25", "mllama"])

@@ -123,13 +123,24 @@ class GivesNan(Planted):
         return out
 
 
-class ScalesFarQueries(Planted):
-    """Reads tokens behind a position in its configuration otherwise, by their place in the cache."""
+class MixesFarTokens(Planted):
+    """Mixes tokens behind a position in its configuration with their neighbours in the forward, related or not."""
 
-    def forward(self, *args: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(*args, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
-        if past_key_values is None and position_ids is not None:
-            out.logits = out.logits * (1 + (position_ids >= self.config.original_max_position_embeddings)[..., None])
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, position_ids=position_ids, **kwargs)
+        if position_ids is not None:
+            is_far = (position_ids >= self.config.original_max_position_embeddings)[..., None]
+            out.logits = out.logits + is_far * out.logits.roll(1, 1)
+        return out
+
+
+class RoundsWholeTexts(Planted):
+    """Computes whole texts less precisely than token by token, as chunked scans may."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        if not use_cache and past_key_values is None:
+            out.logits = out.logits * 1.01
         return out
 
 
@@ -180,8 +191,8 @@ def shapes_of(untried: Target) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_the_check_takes_four_forwards_and_more_on_both_sides_of_a_window() -> None:
-    assert shapes_of(untested("olmo2")) == [(1, 6), (1, 6), (1, 1), (3, 10)]
+def test_the_check_takes_eight_forwards_and_more_on_both_sides_of_a_window() -> None:
+    assert shapes_of(untested("olmo2")) == [(1, 6), (1, 6), (1, 1), (3, 6), *[(3, 1)] * 4]
     assert {6, 28, 32} <= {count for _, count in shapes_of(untested("starcoder2", sliding_window=30))}
 
 
@@ -200,8 +211,22 @@ def test_a_window_that_the_model_reads_otherwise_is_noticed_whatever_its_length(
 
 def test_what_begins_behind_a_far_position_is_noticed() -> None:
     with pytest.raises(ModelError, match="logits differ"):
-        self_check(planted(ScalesFarQueries, original_max_position_embeddings=500))
-    self_check(planted(ScalesFarQueries, original_max_position_embeddings=5000))  # beyond its context: never reached
+        self_check(planted(MixesFarTokens, original_max_position_embeddings=500))
+    self_check(planted(MixesFarTokens, original_max_position_embeddings=5000))  # beyond its context: never reached
+
+
+@pytest.mark.parametrize("name", [*(f"nemotron_h, {seed}" for seed in range(12)), "planted"])
+def test_a_model_whose_whole_forward_differs_from_its_own_decoding_passes(name: str) -> None:
+    """Answers must be those of plain decoding; Nemotron-H's two ways differ by more than the check allows."""
+    family, _, seed = name.partition(", ")
+    untried = planted(RoundsWholeTexts) if family == "planted" else Target(FAMILIES[family].model(int(seed)))
+    object.__setattr__(untried.traits, "tested", False)
+    self_check(untried)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_of_the_conformance_suite_counts_as_tested(name: str) -> None:
+    assert Target(FAMILIES[name].model()).traits.tested
 
 
 def test_a_position_dependent_scale_of_the_model_s_own_passes() -> None:

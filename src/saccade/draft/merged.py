@@ -34,6 +34,10 @@ class MergedDrafter(Drafter):
         self.num_views = max(first.num_views, second.num_views)
         self.early = first.early and second.early
 
+    @property
+    def entry_bytes(self) -> int:
+        return self.first.entry_bytes + self.second.entry_bytes
+
     def open(self, rows: int, target: Context) -> MergedSession:
         return MergedSession(self, rows, target)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ ACCEPTED = (0, 2, 5)  # nodes of the second branch, whose commit moves cache ent
 
 @torch.inference_mode()
 def self_check(target: Target) -> None:
-    """Compare a small tree, on both sides of every window and position threshold, with full forwards."""
+    """Compare a small tree, on both sides of every window and position threshold, with plain decoding."""
     if target.traits.tested:
         return
     types = layer_types(target.text_config)
@@ -82,7 +83,7 @@ def _compare(target: Target, length: int, start: int) -> None:
     if not relative <= rounding:  # not >, so that NaN is refused
         raise _refusal(
             target,
-            f"logits differ from a plain forward by up to {float(difference.abs().max()):.3g} "
+            f"logits differ from plain decoding by up to {float(difference.abs().max()):.3g} "
             f"({relative:.2%} of their spread; rounding explains {rounding:.2%})",
         )
 
@@ -104,33 +105,22 @@ def _on_a_tree(target: Target, prompt: Sequence[int], nodes: Sequence[int], afte
 
 
 def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], after: int, gap: int) -> Tensor:
-    """Return the same logits from one forward over whole sequences, one per leaf, without a cache."""
-    parents = SHAPE.parents
-    start = len(prompt)
+    """Return the same logits as plain decoding computes them: token by token, one sequence per leaf."""
+    parents, start = SHAPE.parents, len(prompt)
     rows = [[*prompt, nodes[0], nodes[parents[leaf]], nodes[leaf], after] for leaf in LEAVES]
-    tokens, more = torch.tensor(rows, device=target.device), {}
-    if gap:
-        places = torch.arange(tokens.shape[1], device=target.device)
-        places = (places + gap * (places >= len(prompt))).expand_as(tokens)
+    tokens = torch.tensor(rows, device=target.device)
+    places = torch.arange(tokens.shape[1], device=target.device)
+    places = (places + gap * (places >= start)).expand_as(tokens)
+    every, logits, cache = torch.ones_like(tokens), [], None
+    for first, stop in pairwise((0, *range(start, tokens.shape[1] + 1))):
         # Without a mask, transformers reads gaps as borders of packed sequences.
-        more = {"position_ids": places, "attention_mask": torch.ones_like(tokens)}
-    if target.traits.bidirectional_prompts:
-        logits = torch.cat([_token_by_token(target, row, start) for row in tokens[:, None]])
-    else:
-        logits = target.model(input_ids=tokens, use_cache=False, **more).logits
-    shared = [logits[0, start - 1], logits[0, start], logits[0, start + 1], logits[2, start + 1]]
-    leaves = logits[:, start + 2]
-    return torch.stack([*shared, *leaves, logits[-1, start + 3]])
-
-
-def _token_by_token(target: Target, row: Tensor, start: int) -> Tensor:
-    """Return the logits ``[1, S, V]`` of a row, whose tokens from ``start`` on attend to earlier ones alone."""
-    output = target.model(input_ids=row[:, :start], use_cache=True)
-    logits = [output.logits]
-    for token in row[:, start:].split(1, 1):
-        output = target.model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
-        logits.append(output.logits)
-    return torch.cat(logits, 1)
+        more = {"position_ids": places[:, first:stop], "attention_mask": every[:, :stop]} if gap else {}
+        output = target.model(input_ids=tokens[:, first:stop], past_key_values=cache, use_cache=True, **more)
+        cache = output.past_key_values
+        logits.append(output.logits[:, -1])
+    roots, parents_of_leaves, leaves, last = logits[1:]
+    shared = [logits[0][0], roots[0], parents_of_leaves[0], parents_of_leaves[2]]
+    return torch.stack([*shared, *leaves, last[-1]])
 
 
 def _window(target: Target, length: int) -> AbstractContextManager[None]:

@@ -95,7 +95,7 @@ class ModelTraits:
         family = family_of(config)
         # Options that a class does not declare are kept by transformers, but not read by the model.
         read = [name for name, value in (("layer_types", types), ("sliding_window", window)) if value]
-        known = types <= LAYER_TYPES and all(hasattr(type(text), name) for name in read)
+        known = types <= LAYER_TYPES and all(_declares(type(text), name) for name in read)
         return cls(
             model_type=config.model_type,
             text_type=text.model_type,
@@ -105,6 +105,11 @@ class ModelTraits:
             bidirectional_prompts=getattr(text, "use_bidirectional_attention", None) is True,
             limits=ModelLimits.of(text),
         )
+
+
+def _declares(config_class: Any, name: str) -> bool:
+    """Whether a class of configurations has an option, also by another name (Nemotron-H's ``layers_block_type``)."""
+    return hasattr(config_class, name) or name in config_class.attribute_map
 
 
 def check_generation(model: Any) -> None:

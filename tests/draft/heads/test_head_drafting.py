@@ -39,6 +39,7 @@ from saccade.draft.heads.dream import Dream, DreamDraftSession
 from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.kangaroo import KangarooDraftSession
 from saccade.draft.heads.medusa import AheadDraftSession
+from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDraftSession
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Request
@@ -469,7 +470,7 @@ def test_visual_tokens_that_dream_drops_are_not_run(name: str, keep: float, monk
     assert own.cache.capacity(0) == own.memory.capacity(0) - (len(prompt) - words - kept)
 
 
-@pytest.mark.parametrize("kind", [*DRAFTING, "dream", "medusa", "kangaroo", "dflash"])
+@pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_a_drafter_counts_the_bytes_that_it_holds_of_a_token(kind: str) -> None:
     under = engine("llava", random_head("llava", kind), POLICIES["chain"])
     session = under.open(1)

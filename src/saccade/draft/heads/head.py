@@ -244,6 +244,11 @@ class Head(nn.Module, ABC):
         self.layers = config.layers  # indices of the target's states that it reads, side by side (as in `Requirements`)
         self.register_buffer("token_ids", None)
 
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers of keys and values that its caches hold of a token."""
+        return 2 * (self.blocks + self.memories) * self.config.kv_heads * self.config.head_dim
+
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
         """Return the indices of the target's states that the head reads; by default the last, after the final norm."""

@@ -16,6 +16,7 @@ from saccade.loading import mtp_config, mtp_pattern
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ALL, Layout, replaced
+from saccade.target_model.traits import entry_shapes
 
 
 class Mtp(Head):
@@ -40,6 +41,12 @@ class Mtp(Head):
         self._axes = len(rope.get("mrope_section") or ())  # of positions; 0 for one
         if kind == "sliding_attention":
             self.window = model.config.sliding_window
+        self._shape = next(filter(None, entry_shapes(model.config, 1)), (0, 0, 0))  # of an entry
+
+    @property
+    def cached_numbers(self) -> int:
+        heads, key, value = self._shape
+        return heads * (key + value)
 
     @classmethod
     def of(cls, target: Target, model: Any) -> Mtp:

@@ -59,9 +59,8 @@ class HeadDrafter(Drafter):
 
     @property
     def entry_bytes(self) -> int:
-        head, config = self.head, self.head.config
-        numbers = 2 * (head.blocks + head.memories) * config.kv_heads * config.head_dim + config.hidden_size
-        return numbers * next(head.parameters()).element_size()
+        numbers = self.head.cached_numbers + self.head.config.hidden_size
+        return numbers * next(self.head.parameters()).element_size()
 
     def open(self, rows: int, target: Context) -> DraftSession:
         session: DraftSession = part_of(self.head.kind, "session")(self, rows, target)
