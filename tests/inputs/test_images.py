@@ -54,15 +54,59 @@ def test_grey_arrays_become_grey_rgb() -> None:
         assert np.array_equal(np.asarray(load_image(source)), np.repeat(grey[..., None], 3, axis=2))
 
 
-def test_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
-    wide = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
-    assert np.asarray(load_image(png(Image.fromarray(wide))))[0, :, 0].tolist() == [0, 1, 128, 255]
+@pytest.mark.parametrize("kind", ["uint16", ">u2", "int32", "float32"])
+def test_wide_grey_is_neither_clipped_nor_black(kind: str) -> None:
+    """Pillow's `convert` takes 0..255 as they are and makes all above white; floats of 0..1 become black."""
+    cases = [([0, 5, 128, 255], [0, 5, 128, 255]), ([0, 256, 32768, 65535], [0, 1, 128, 255])]
+    if kind == "float32":
+        cases.append(([0, 0.25, 0.5, 1], [0, 64, 128, 255]))
+    for values, expected in cases:
+        image = Image.fromarray(np.array([values], dtype=kind))
+        for source in (image, encoded("TIFF", image), *([png(image)] if image.mode == "I;16" else [])):
+            assert np.asarray(load_image(source))[0].tolist() == [[value] * 3 for value in expected]
+
+
+@pytest.mark.parametrize("values", [[-5, 70000], [0, 65536], [-1, 0], [0, np.nan]])
+def test_grey_of_no_known_range_is_refused(values: list[float]) -> None:
+    image = Image.fromarray(np.array([values], dtype=np.float32))
+    with pytest.raises(InputError, match=r"has grey values from .*; scale them to 0\.\.255 or 0"):
+        load_image(image)
 
 
 def test_transparency_is_laid_over_white() -> None:
     clear = np.zeros((2, 2, 4), dtype=np.uint8)
     for source in (clear, Image.fromarray(clear), png(Image.fromarray(clear))):
         assert np.asarray(load_image(source)).min() == 255
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La", "PA"])
+def test_every_form_of_transparency_is_laid_over_white(mode: str) -> None:
+    """Those that Pillow marks with a small letter hold colours that are multiplied by their opacity."""
+    straight = Image.new("RGBA", (1, 1), (100, 100, 100, 128))
+    image = straight.convert("LA").convert("La") if mode == "La" else straight.convert(mode)
+    colour = np.asarray(load_image(image))[0, 0]
+    assert np.abs(colour.astype(int) - (100 * 128 + 255 * 127) // 255).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("image", "clear"),
+    [
+        (Image.new("L", (1, 1), 5), 5),
+        (Image.fromarray(np.array([[5]], np.uint16)), 5),
+        (Image.new("RGB", (1, 1), (1, 2, 3)), (1, 2, 3)),
+        (Image.new("RGB", (1, 1), (1, 2, 3)).quantize(), 0),
+        (Image.new("RGB", (1, 1), (1, 2, 3)).quantize(), b"\0"),
+    ],
+    ids=["grey", "16-bit grey", "colour", "one of a palette", "opacities of a palette"],
+)
+def test_a_png_with_a_clear_colour_shows_white_there(image: Image.Image, clear: Any) -> None:
+    assert np.asarray(load_image(png(image, transparency=clear))).tolist() == [[[255] * 3]]
+
+
+def test_the_second_axis_of_lab_is_no_opacity() -> None:
+    """Its bands are L, A and B."""
+    image = Image.fromarray(np.array([[[150, 128, 128]]], np.uint8), "LAB")
+    assert same(load_image(encoded("TIFF", image)), image.convert("RGB"))
 
 
 def test_a_name_with_a_tilde_is_a_home_folder_only_if_there_is_one(

@@ -111,16 +111,36 @@ def _rgb(image: Image.Image, name: str, limits: MediaLimits, data: bytes = b"") 
         if (image.format == "PNG" and _is_cut_png(data, image)) or (is_jpeg and _is_cut_jpeg(data, image)):
             raise ValueError
         image = _upright(image)
-        if image.mode.startswith("I;16") or image.mode == "I":  # 16-bit grey, which convert() would clip
-            image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-        if "A" in image.getbands() or image.info.get("transparency") is not None:
-            image = image.convert("RGBA")
+        if image.mode.startswith(("I", "F")):  # wide grey, which convert() would clip
+            image = _grey(image, name)
+        if image.mode.endswith(("A", "a")) or image.info.get("transparency") is not None:
+            # of premultiplied grey, Pillow converts to no other mode
+            image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
         return image if data and image.mode == "RGB" else image.convert("RGB")  # without a copy of its pixels
+    except InputError:
+        raise
     except MemoryError:
         raise InputError(f"{name} needs more memory than there is; scale it down first.") from None
     except Exception:  # decoders of damaged files raise anything
         raise InputError(f"{name} is damaged; give a complete image file.") from None
+
+
+def _grey(image: Image.Image, name: str) -> Image.Image:
+    """Grey of 16 or 32 bits as 8 bits: values are of 0..255, or else of 0..65535; floats also of 0..1."""
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if not 0 <= low <= high <= 65535:  # NaN, too
+        raise InputError(
+            f"{name} has grey values from {low:g} to {high:g}; scale them to 0..255 or 0..65535, or floats to 0..1."
+        )
+    if image.mode == "F" and high <= 1:
+        values = np.round(values * 255)
+    elif high > 255:
+        values = values // 256
+    values = values.astype(np.uint8)
+    clear = image.info.get("transparency")
+    return Image.fromarray(values if clear is None else np.where(np.asarray(image) == clear, 255, values))
 
 
 def _is_cut_jpeg(data: bytes, image: Image.Image) -> bool:
