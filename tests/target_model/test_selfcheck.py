@@ -224,6 +224,12 @@ def test_a_model_whose_whole_forward_differs_from_its_own_decoding_passes(name: 
     self_check(untried)
 
 
+def test_a_model_that_makes_no_cache_of_its_own_is_given_one() -> None:
+    untried = Target(ARCHITECTURES["granite4_vision"].model())
+    assert not untried.traits.tested
+    self_check(untried)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_of_the_conformance_suite_counts_as_tested(name: str) -> None:
     assert Target(FAMILIES[name].model()).traits.tested

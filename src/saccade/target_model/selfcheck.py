@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from saccade.errors import ModelError
 from saccade.inputs.families.family import Prompt
@@ -111,12 +112,12 @@ def _path_by_path(target: Target, prompt: Sequence[int], nodes: Sequence[int], a
     tokens = torch.tensor(rows, device=target.device)
     places = torch.arange(tokens.shape[1], device=target.device)
     places = (places + gap * (places >= start)).expand_as(tokens)
-    every, logits, cache = torch.ones_like(tokens), [], None
+    every, logits = torch.ones_like(tokens), []
+    cache = DynamicCache(config=target.text_config)  # as `generate` gives; some models make none of their own
     for first, stop in pairwise((0, *range(start, tokens.shape[1] + 1))):
         # Without a mask, transformers reads gaps as borders of packed sequences.
         more = {"position_ids": places[:, first:stop], "attention_mask": every[:, :stop]} if gap else {}
         output = target.model(input_ids=tokens[:, first:stop], past_key_values=cache, use_cache=True, **more)
-        cache = output.past_key_values
         logits.append(output.logits[:, -1])
     roots, parents_of_leaves, leaves, last = logits[1:]
     shared = [logits[0][0], roots[0], parents_of_leaves[0], parents_of_leaves[2]]
