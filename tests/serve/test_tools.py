@@ -133,7 +133,7 @@ FAMILIES = {
 def follows(family: Family, policy: CallPolicy, text: str, form: Any = None) -> bool:
     """Whether a grammar allows a whole answer, token for token."""
     tok = family.tokenizer
-    rules = family.format.grammar(policy, (), form)
+    rules = family.format.grammar(policy, "", form)
     constraint = grammar.lark(rules, tok, len(tok))
     matcher = constraint.matcher()
     ids = tok.encode(text, add_special_tokens=False)
@@ -234,21 +234,21 @@ def test_calls_are_read_as_they_grow(name: str) -> None:
     family = FAMILIES[name]
     before = "" if name == "llama" else "Let us see."
     for pieces in cuts(before + family.call):
-        content, reasoning, calls = read(family.format.parser(POLICY, ()), pieces)
+        content, reasoning, calls = read(family.format.parser(POLICY, ""), pieces)
         assert (content.strip(), reasoning, len(calls)) == (before, "", 1)
         assert (calls[0][0], json.loads(calls[0][1])) == ("weather", ARGUMENTS)
     if name in ("hermes", "elements", "mistral", "gemma", "told"):
         for pieces in cuts(f"{family.call}\n{family.clock}"):
-            _, _, calls = read(family.format.parser(POLICY, ()), pieces)
+            _, _, calls = read(family.format.parser(POLICY, ""), pieces)
             assert [name for name, _ in calls] == ["weather", "clock"]
-            _, _, calls = read(family.format.parser(CallPolicy([WEATHER, CLOCK], parallel=False), ()), pieces)
+            _, _, calls = read(family.format.parser(CallPolicy([WEATHER, CLOCK], parallel=False), ""), pieces)
             assert [(name, json.loads(text)) for name, text in calls] == [("weather", ARGUMENTS)]
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "told"])
 def test_arguments_come_before_their_end(name: str) -> None:
     family = FAMILIES[name]
-    parser = family.format.parser(POLICY, ())
+    parser = family.format.parser(POLICY, "")
     assert parser is not None
     half = family.call[: family.call.index("Rhein")]
     calls = [part for sign in half for part in parser.add(sign).calls]
@@ -261,7 +261,7 @@ def test_what_is_no_call_is_text(name: str) -> None:
     family = FAMILIES[name]
     for text in ("Two < three, {and} [more].", "", '{"answer": 3}', f"{family.call[:12]} no"):
         for pieces in cuts(text) if text else [[""]]:
-            content, _, calls = read(family.format.parser(POLICY, ()), pieces)
+            content, _, calls = read(family.format.parser(POLICY, ""), pieces)
             assert not calls
             assert content.replace("\n", "").startswith(text[:9].replace("\n", "").rstrip()), (text, content)
 
@@ -274,15 +274,15 @@ def test_reasoning_is_divided_from_the_answer(opened: bool) -> None:
     tok = tokenizer()
     tok.add_tokens(["<think>", "</think>"])
     reply = ReplyFormat(tok, THINKS)
-    prompt = tok.encode("assistant: <think>\n" if opened else "assistant: ")
+    begun = "assistant: <think>\n" if opened else "assistant: "
     text = ("" if opened else "<think>\n") + "Is it?\n</think>\n\nIt is <think>ing."
     for pieces in cuts(text):
-        assert read(reply.parser(CallPolicy(), prompt), pieces) == ("It is <think>ing.", "Is it?", [])
+        assert read(reply.parser(CallPolicy(), begun), pieces) == ("It is <think>ing.", "Is it?", [])
     for pieces in cuts("Is it" if opened else "<think>Is it"):  # cut at the limit
-        assert read(reply.parser(CallPolicy(), prompt), pieces) == ("", "Is it", [])
-    closed = tok.encode("assistant: <think>\n\n</think>\n\n")
+        assert read(reply.parser(CallPolicy(), begun), pieces) == ("", "Is it", [])
+    closed = "assistant: <think>\n\n</think>\n\n"
     assert read(reply.parser(CallPolicy(), closed), ["It is."]) == ("It is.", "", [])
-    rules = reply.grammar(CallPolicy(), prompt, lambda rules: structure_rule(Structure("choice", ["yes", "no"]), rules))
+    rules = reply.grammar(CallPolicy(), begun, lambda rules: structure_rule(Structure("choice", ["yes", "no"]), rules))
     constraint = grammar.lark(rules, tok, len(tok))
     for answer, right in (("Hm.</think>\n\nyes", opened), ("<think>Hm.</think>no", not opened), ("maybe", False)):
         matcher = constraint.matcher()
@@ -307,11 +307,11 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
         },
     }
     reply = ReplyFormat(tok, "{{ tools }}")
-    prompt = tok.encode("user: (\nassistant: (")
+    begun = "user: (\nassistant: ("
     for pieces in cuts('so)Yes.@weather{"place": "here"};'):
-        assert read(reply.parser(POLICY, prompt), pieces) == ("Yes.", "so", [("weather", '{"place": "here"}')])
+        assert read(reply.parser(POLICY, begun), pieces) == ("Yes.", "so", [("weather", '{"place": "here"}')])
     for pieces in cuts("so)Yes.@weather{here"):  # which transformers refuses
-        content, _, calls = read(reply.parser(POLICY, prompt), pieces)
+        content, _, calls = read(reply.parser(POLICY, begun), pieces)
         assert not calls
         assert "{here" in content
 
@@ -333,6 +333,62 @@ def test_a_structure_is_a_grammar(structure: Structure, right: str, wrong: str) 
         matcher = constraint.matcher()
         ids = tok.encode(text, add_special_tokens=False)
         assert (all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()) == allowed
+
+
+# -- thoughts on a live server ---------------------------------------------------------------------------------
+
+THINKER = (
+    "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if thinks %}<think>\n{% endif %}{% endif %}{# </think> #}"
+)
+MARKS = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a tiny model whose template can open a thought."""
+    tok, folder = tokenizer(), tmp_path_factory.mktemp("thinker")
+    tok.add_tokens(list(MARKS))
+    llama(folder, seed=3, tok=tok)
+    (folder / "chat_template.jinja").write_text(THINKER)
+    with live([(ModelEntry("thinker"), load(folder))]) as server:
+        yield server
+
+
+def thought(server: Live, content: str, role: str = "user", **fields: Any) -> tuple[str, str]:
+    """Content and reasoning of an answer without marks of its own, streamed as well as whole."""
+    ids = server.service.models["thinker"].vlm.processor.tokenizer.convert_tokens_to_ids(MARKS)
+    body = {"messages": [{"role": role, "content": content}], "max_tokens": 12, "temperature": 0, **fields}
+    body["logit_bias"] = {str(number): -100 for number in ids}
+    status, answer = server.post(body)
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    deltas = [event["choices"][0]["delta"] for event in server.stream({**body, "stream": True})]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or "")
+    return message["content"] or "", message.get("reasoning_content", "")
+
+
+def test_text_of_a_user_opens_no_thought(thinker: Live) -> None:
+    for words in ("What does <think> mean?", "<think>", "<think> " * 40):
+        content, reasoning = thought(thinker, words)
+        assert (bool(content), reasoning) == (True, "")
+        assert thought(thinker, words, guided_choice=["yes", "no"])[0] in ("yes", "no")
+        status, answer = thinker.post({"input": words, "max_output_tokens": 12, "temperature": 0}, "/v1/responses")
+        assert (status, [item["type"] for item in answer["output"]]) == (200, ["message"])
+
+
+def test_the_template_opens_a_thought_that_text_of_a_user_cannot_close(thinker: Live) -> None:
+    content, reasoning = thought(thinker, "What does </think> mean?", chat_template_kwargs={"thinks": True})
+    assert (content, bool(reasoning)) == ("", True)
+
+
+@pytest.mark.parametrize("words", ["so", "so " * 200])
+def test_a_thought_is_continued_whatever_its_length(thinker: Live, words: str) -> None:
+    content, reasoning = thought(thinker, f"<think>{words}", "assistant", continue_final_message=True)
+    assert (content, bool(reasoning)) == ("", True)
+    content, reasoning = thought(thinker, f"<think>{words}</think>It", "assistant", continue_final_message=True)
+    assert (bool(content), reasoning) == (True, "")
 
 
 # -- on a live server ------------------------------------------------------------------------------------------
@@ -406,13 +462,13 @@ def test_forced_calls_are_those_of_generate_under_the_same_grammar(
     policy = CallPolicy(functions := [Function(**tool["function"]) for tool in TOOLS], functions, parallel=False)
     messages = reply.messages(request["messages"], policy)
     variables = {"tools": policy.as_templates_take_them} if reply.reads_tools else {}
-    processor = grammar.lark(reply.grammar(policy, (), None), model.processor.tokenizer, model.target.vocab_size)
+    processor = grammar.lark(reply.grammar(policy, "", None), model.processor.tokenizer, model.target.vocab_size)
     options: dict[str, Any] = {"max_new_tokens": 200, "eos_token_id": model.processor.tokenizer.eos_token_id}
     output = model.using("plain").generate(
         messages, logits_processor=[processor], template_options=variables, do_sample=False, **options
     )
     text = model.processor.tokenizer.decode(output.tokens[:-1])
-    _, _, expected = read(reply.parser(policy, ()), [text])
+    _, _, expected = read(reply.parser(policy, ""), [text])
     assert [(name, json.loads(arguments)) for name, arguments in expected] == called[0]
 
     named = {"type": "function", "function": {"name": "wash"}}
@@ -528,9 +584,9 @@ def test_control_tokens_in_descriptions_are_text(families: tuple[Live, dict[str,
     body["tools"] = [{"type": "function", "function": function}]
     seen = list[int]()
     batch_ids = server.service.models["hermes"].planner.plan
-    server.service.models["hermes"].planner.plan = lambda body, prompt: (
+    server.service.models["hermes"].planner.plan = lambda body, prompt, begun: (
         seen.extend(prompt.ids),
-        batch_ids(body, prompt),
+        batch_ids(body, prompt, begun),
     )[1]  # type: ignore[method-assign]
     assert server.post(body)[0] == 200
     del server.service.models["hermes"].planner.plan

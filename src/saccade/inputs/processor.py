@@ -165,24 +165,12 @@ class InputProcessor:
             places = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
             conversation = [{"role": "user", "content": [*places, {"type": "text", "text": conversation}]}]
         messages, slots = normalise(conversation)
-        template_options = options.template_options
-        check_unicode([messages, template_options])
+        check_unicode([messages, options.template_options])
         slots = self._loaded(_fill(slots, images, videos), options)
-        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
-        if isinstance(template, dict):  # several by name
-            template = (template_options.get("tools") and template.get("tool_use")) or template.get("default")
-        if any(slot.kind == "video" for slot in slots):
-            template = self._family.video_template() or template
-        literal = None
-        if options.text_as_text:
-            literal = LiteralText(self._controls(template), [messages, template_options])
-            messages, template_options = literal.mark(messages), literal.mark_options(template_options)
+        template = self._template(slots, options)
+        text, literal = self._rendered(template, messages, options, add_generation_prompt)
         if template is None:
             text = self._bare(text_or_messages, literal, slots)
-        else:
-            if not self._family.reads_images:
-                messages = [as_text(message) for message in messages]
-            text = render(self.tokenizer, template, messages, add_generation_prompt, template_options)
         bos = getattr(self.tokenizer, "bos_token", None)
         # the template may write the special tokens itself; those of language models are taken to do so always
         has_special = not self._family.reads_images or (bos is not None and text.startswith(bos))
@@ -197,6 +185,21 @@ class InputProcessor:
         prompt = Prompt(tuple(ids), tuple(media))
         media_spans(self.config, prompt)  # raises unless every medium has its tokens
         return prompt
+
+    def generation_prompt(self, messages: Sequence[Message], options: MediaOptions) -> str:
+        """Text that the chat template writes behind the messages for the answer to begin with."""
+        if options.template_options.get("add_generation_prompt") is False:
+            return ""
+        messages, slots = normalise(messages)
+        template = self._template(slots, options)
+        whole, _ = self._rendered(template, messages, options, add_generation_prompt=True)
+        bare, _ = self._rendered(template, messages, options, add_generation_prompt=False)
+        begin = 0
+        for sign, other in zip(whole, bare, strict=False):
+            if sign != other:
+                break
+            begin += 1
+        return whole[begin:]
 
     def load_media(self, messages: Sequence[Message], options: MediaOptions) -> list[dict[str, Any]]:
         """Load the images and videos of messages, in a thread that does not run the batch."""
@@ -291,6 +294,30 @@ class InputProcessor:
             words = (*self._placeholders.values(), *self._slots.values(), *family.openers, *family.closers)
             self._known_controls[template] = Controls(self.tokenizer, template, words)
         return self._known_controls[template]
+
+    def _template(self, slots: Sequence[Slot], options: MediaOptions) -> str | None:
+        """Chat template of a conversation; None for a model without one."""
+        template: Any = self.chat_template or getattr(self.tokenizer, "chat_template", None)
+        if isinstance(template, dict):  # several by name
+            with_tools = template.get("tool_use") if options.template_options.get("tools") else None
+            template = with_tools or template.get("default")
+        if any(slot.kind == "video" for slot in slots):
+            template = self._family.video_template() or template
+        return None if template is None else str(template)
+
+    def _rendered(
+        self, template: str | None, messages: Sequence[Message], options: MediaOptions, add_generation_prompt: bool
+    ) -> tuple[str, LiteralText | None]:
+        """Messages as text by a template, and the encoder of that text where control tokens in messages are text."""
+        literal, variables = None, options.template_options
+        if options.text_as_text:
+            literal = LiteralText(self._controls(template), [messages, variables])
+            messages, variables = literal.mark(messages), literal.mark_options(variables)
+        if template is None:
+            return "", literal
+        if not self._family.reads_images:
+            messages = [as_text(message) for message in messages]
+        return render(self.tokenizer, template, messages, add_generation_prompt, variables), literal
 
     def _bare(self, question: str | Sequence[Message], literal: LiteralText | None, slots: Sequence[Slot]) -> str:
         """A string for a model without chat template."""

@@ -139,6 +139,7 @@ class LogprobRecorder:
 class Planned:
     plan: RowPlan
     recorder: LogprobRecorder | None  # of its log-probabilities; None without
+    begun: str  # text of the answer that the prompt has
 
 
 class Planner:
@@ -151,17 +152,17 @@ class Planner:
         self.replies = ReplyFormat(self._tokenizer, "\n".join(texts))
         self._compiled = lru_cache(MOST_SCHEMAS)(self._compile)
 
-    def plan(self, body: AnyRequest, prompt: Prompt) -> Planned:
-        (row,) = plan_rows(self._vlm.target, [prompt], tokenizer=self._tokenizer, **self.options(body, prompt))
+    def plan(self, body: AnyRequest, prompt: Prompt, begun: str) -> Planned:
+        (row,) = plan_rows(self._vlm.target, [prompt], tokenizer=self._tokenizer, **self.options(body, prompt, begun))
         recorder = None
         if body.ignore_eos:
             row = replace(row, eos=frozenset(body.stop_token_ids))
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)
             row = replace(row, processors=(recorder, *row.processors))
-        return Planned(row, recorder)
+        return Planned(row, recorder, begun)
 
-    def options(self, body: AnyRequest, prompt: Prompt) -> dict[str, Any]:
+    def options(self, body: AnyRequest, prompt: Prompt, begun: str) -> dict[str, Any]:
         """Return a request's options under the names of `saccade.stream.GenerationOptions`."""
         limit = self._limit(body, len(prompt))
         options: dict[str, Any] = {"max_new_tokens": limit, **self._sampling(body)}
@@ -183,7 +184,7 @@ class Planner:
         ends = set(body.stop_token_ids)
         if any(end >= size for end in ends):
             raise invalid(f"stop_token_ids: {max(ends)} is no token id below {size}.", "stop_token_ids")
-        grammar = self._grammar(body, prompt)
+        grammar = self._grammar(body, begun)
         if grammar is not None:
             processors.append(grammar)
         if ends or grammar is not None:
@@ -194,7 +195,7 @@ class Planner:
             options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt))]
         return options
 
-    def _grammar(self, body: AnyRequest, prompt: Prompt) -> Rollback | None:
+    def _grammar(self, body: AnyRequest, begun: str) -> Rollback | None:
         """Return the processor of what an answer may be; None where it may be anything."""
         policy, structure = policy_of(body), next(iter(body.structures), None)
         if structure is None and not policy.has_grammar:
@@ -213,7 +214,7 @@ class Planner:
             schema = structure.value  # unsorted: answers follow the properties' order
             return self._compiled(schema if isinstance(schema, str) else json.dumps(schema), structure.whitespace)
         form = None if structure is None else partial(structure_rule, structure)
-        return self._compiled(self.replies.grammar(policy, prompt.ids, form, thinks))
+        return self._compiled(self.replies.grammar(policy, begun, form, thinks))
 
     def _compile(self, text: str, whitespace: bool | None = None) -> Rollback:
         """Compile a grammar, or a schema, whose JSON may or may not have white space."""

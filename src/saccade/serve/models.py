@@ -145,11 +145,13 @@ class ServedModel:
 
         ``client`` is with whom cached prefixes are shared; empty: with all; None: with nobody.
         """
-        setting = self._setting(body)
+        setting, begun = self._setting(body), ""
         if isinstance(body, ChatRequest):
             tools = body.model_dump(include={"tools", "chat_template_kwargs"}, exclude_defaults=True).values()
             self._check_size(_characters(body.messages) + sum(map(len, map(str, tools))), "messages")
-            rows = [self._row(body.messages, setting.vlm, *self._template(body))]
+            options, policy = self._template(body)
+            rows = [self._row(body.messages, setting.vlm, options, policy)]
+            begun = self._begun(body, options, policy)
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
             rows = [RowInput(self._raw(prompt), options=self._reading) for prompt in body.prompts]
@@ -160,7 +162,7 @@ class ServedModel:
                 request = replace(shared, seed=(seed + len(jobs)) & (2**63 - 1))
                 if salt := _salt(client, body.cache_salt):
                     request = request.salted(salt)
-                plan, send = partial(self.planner.plan, body, request.prompt), partial(deliver, len(jobs))
+                plan, send = partial(self.planner.plan, body, request.prompt, begun), partial(deliver, len(jobs))
                 jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, body.saccade.trace))
         return jobs
 
@@ -182,7 +184,7 @@ class ServedModel:
         chat, replies, policy = isinstance(body, ChatRequest), self.planner.replies, policy_of(body)
         choices = list[Choice]()
         for job in jobs:
-            parser = replies.parser(policy, job.request.prompt.ids) if chat else None
+            parser = replies.parser(policy, job.planned.begun) if chat else None
             choice = Choice(replies.tokenizer, body.stops, chat, body.num_logprobs, body.saccade.trace, parser=parser)
             choice.hidden = (replies.dropped if parser else frozenset()).union(body.stop_token_ids)
             if body.echo:
@@ -190,12 +192,21 @@ class ServedModel:
             choices.append(choice)
         return choices
 
+    def _begun(self, body: ChatRequest, options: MediaOptions, policy: CallPolicy) -> str:
+        """Text of the answer that its prompt has: the chat template's for any answer, or the message to continue."""
+        if self.planner.replies.is_plain:
+            return ""
+        turns = conversation(body.messages)
+        if body.continue_final_message:
+            return _text(turns[-1])
+        turns = self.planner.replies.messages(turns, policy)
+        return self.vlm.processor.generation_prompt(turns, options)
+
     def _echo(self, body: AnyRequest, prompt: Prompt) -> str:
         """The text that an answer continues: the last message's, or the prompt's."""
         if not isinstance(body, ChatRequest):
             return self.vlm.processor.decode(prompt.ids)
-        content = conversation(body.messages)[-1]["content"]
-        return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return _text(conversation(body.messages)[-1])
 
     def _row(self, messages: list[Json], vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
@@ -261,6 +272,11 @@ def _readers(vlm: VLM) -> list[InputProcessor]:
     draft = vlm.draft_model
     sees = draft is not None and vlm.drafts_from_prompts and vision_signature(draft.config) is not None
     return [vlm.processor, *([vlm.draft_processor] if sees and vlm.draft_processor is not None else [])]
+
+
+def _text(message: Json) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _characters(messages: Sequence[Json]) -> int:

@@ -21,7 +21,6 @@ from saccade.grammar import MOST_BLANKS
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.schemas import ChatRequest, Decoding, Function, NamedTool, Structure
 
-TAIL = 64  # tokens at the end of a prompt that may open the reasoning
 ANY = r"/(.|\n)*/"  # text in a grammar, which contains no token that was added to the vocabulary
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Spaces in the JSON of calls, as chat templates write it."""
@@ -333,24 +332,29 @@ class ReplyFormat:
             told[at] = _joined(told[at], before=INSTRUCTIONS.format(tools=tools))
         return told
 
-    def _opened(self, prompt: Sequence[int]) -> str:
-        """The begin of the reasoning, where a prompt ends in it."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether answers without calls are text alone."""
+        return self.thought is None and not isinstance(self._own, dict)
+
+    def _opened(self, begun: str) -> str:
+        """The begin of the reasoning, where the begun answer ends in it."""
         if self.thought is None:
             return ""
         begin, end = self.thought
-        tail = self.tokenizer.decode(list(prompt[-TAIL:]))
-        return begin if tail.rfind(begin.strip()) > tail.rfind(end) else ""
+        return begin if begun.rfind(begin.strip()) > begun.rfind(end) else ""
 
-    def grammar(
-        self, policy: CallPolicy, prompt: Sequence[int], form: Callable[[Rules], str] | None, thinks: bool = True
-    ) -> str:
-        """Grammar of an answer; ``form`` makes that of an answer without calls, and None allows any text."""
+    def grammar(self, policy: CallPolicy, begun: str, form: Callable[[Rules], str] | None, thinks: bool = True) -> str:
+        """Grammar of an answer; ``form`` makes that of an answer without calls, and None allows any text.
+
+        ``begun`` is the text of the answer that its prompt has, of the chat template or of a message to continue.
+        """
         rules = Rules(self.tokenizer)
         thought = ""
         if self.thought is not None and thinks:
             begin, end = self.thought
             rest = rf"{rules.until(end)} /\s*/"
-            thought = f"{rest} " if self._opened(prompt) else f"({rules.literal(begin)} {rest})? "
+            thought = f"{rest} " if self._opened(begun) else f"({rules.literal(begin)} {rest})? "
         if not policy.functions:
             return rules.start(thought + (form(rules) if form else rules.rule(ANY)))
         begin, rest = self.syntax.calls(rules, policy.forced or policy.functions, policy.parallel)
@@ -364,10 +368,10 @@ class ReplyFormat:
         begin = f"{rules.until(word)} {rules.literal(self.syntax.begin[len(word) :])}"
         return rules.start(f"{thought}({rules.without(word)} | {begin} {rest})")
 
-    def parser(self, policy: CallPolicy, prompt: Sequence[int]) -> ReplyParser | None:
-        """Parser of an answer to a prompt; None where it can only be text."""
+    def parser(self, policy: CallPolicy, begun: str) -> ReplyParser | None:
+        """Parser of an answer, ``begun`` as in `grammar`; None where it can only be text."""
         if isinstance(self._own, dict):
-            return ReplyParser(self._own, self.tokenizer.decode(list(prompt[-TAIL:])), policy)
+            return ReplyParser(self._own, begun, policy)
         regions: Json = {"content": {"content": "text", "content_args": {"strip": False}}}
         if self.thought is not None:
             begin, end = (re.escape(word.strip()) for word in self.thought)
@@ -378,7 +382,7 @@ class ReplyFormat:
         if len(regions) == 1:
             return None
         whole = {"start_anchor_pattern": "^", "fields": regions}
-        return ReplyParser(whole, self._opened(prompt), policy, self.syntax)
+        return ReplyParser(whole, self._opened(begun), policy, self.syntax)
 
 
 INSTRUCTIONS = """\
