@@ -283,9 +283,31 @@ def test_tokens_and_their_text_are_those_of_the_model(shared: Live, words: str) 
         assert (found["tokens"], found["count"], found["max_model_len"]) == (expected, len(expected), 1024)
         assert len(found["token_strs"]) == len(expected)
         assert shared.post({"tokens": expected}, "/detokenize")[1] == {"prompt": words}
-    messages = asks(words or "a", uri(1))
-    _, answer = shared.post({"messages": messages, "max_tokens": 1})
-    assert shared.post({"messages": messages}, "/tokenize")[1]["count"] == answer["usage"]["prompt_tokens"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+CONVERSATION = [*asks("What is it?", uri(1)), {"role": "assistant", "content": "A cat"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"messages": asks("What is it?", uri(1))}, True),
+        ({"messages": asks("What is it?"), "tools": TOOLS}, False),
+        ({"messages": asks("What is it?"), "tools": TOOLS, "tool_choice": "none"}, True),
+        ({"messages": asks("What is it?"), "add_generation_prompt": False}, False),
+        ({"messages": CONVERSATION, "continue_final_message": True}, False),
+        ({"messages": asks("What is it?"), "chat_template_kwargs": {"add_vision_id": True}}, True),
+    ],
+    ids=["picture", "tools", "none", "open", "continued", "variables"],
+)
+def test_a_conversation_has_as_many_tokens_as_its_answer_counts(
+    shared: Live, fields: dict[str, Any], alone: bool
+) -> None:
+    _, answer = shared.post({**fields, "max_tokens": 1})
+    count = shared.post(fields, "/tokenize")[1]["count"]
+    assert count == answer["usage"]["prompt_tokens"]
+    assert (count == shared.post({"messages": fields["messages"]}, "/tokenize")[1]["count"]) == alone
 
 
 @pytest.mark.parametrize(
@@ -294,6 +316,10 @@ def test_tokens_and_their_text_are_those_of_the_model(shared: Live, words: str) 
         ("/tokenize", {}, "Give either prompt or messages"),
         ("/tokenize", {"prompt": "a", "messages": asks("a")}, "Give either prompt or messages"),
         ("/tokenize", {"prompt": 5}, "The field prompt is wrong"),
+        ("/tokenize", {"prompt": "a", "tools": TOOLS}, "The field tools is unknown; leave it out."),
+        ("/tokenize", {"messages": asks("a"), "add_special_tokens": True}, "The field add_special_tokens is wrong"),
+        ("/tokenize", {"messages": asks("a"), "add_generation_promt": True}, "add_generation_prompt may be meant"),
+        ("/tokenize", {"messages": asks("a"), "tools": TOOLS * 2}, "tools has look twice"),
         ("/tokenize", {"prompt": "a" * 200_000}, "shorten it"),
         ("/detokenize", {"tokens": [-1]}, "The field tokens.0 is wrong"),
         ("/detokenize", {"tokens": [10_000]}, "every id must be below 263"),

@@ -51,6 +51,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"method": "hivis"}}, "needs a trained hivis head"),
     ({"temprature": 0.5}, "temperature may be meant"),
     ({"saccade": {"trce": True}}, "The field saccade.trce is unknown; leave it out."),
+    ({"something_new": 1}, "The field something_new is unknown; leave it out."),
+    ({"verbosity": "low"}, "The field verbosity is not supported here; leave it out."),
+    ({"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag is unknown"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]},
+        "tools.0.function.parameter is unk",
+    ),
+    (
+        {"messages": [{**asks("x")[0], "tool_cals": []}]},
+        r"tool_cals is unknown; messages\[0\].tool_calls may",
+    ),
     ({"stop": 5}, "The field stop is wrong: Input should be a valid string or a valid list."),
     ({"speculation": 3}, "The field speculation is wrong: Input should be a valid string or an object."),
     ({"response_format": "json"}, "The field response_format is wrong: Input should be an object."),
@@ -99,11 +110,13 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_the_stream_begins(
         {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
         {"tools": [], "tool_choice": "none", "modalities": ["text"]},
         {"temperature": None, "stop": None, "seed": None, "logit_bias": {}},
-        {"something_new": 1},
+        {"something_new": None, "prompt_cache_key": "a", "verbosity": "medium", "priority": 0},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"messages": [{**asks("Hello")[0], "refusal": None, "annotations": [], "provider_data": {}}]},
     ],
 )
 def test_fields_that_change_nothing_are_ignored(shared: Live, change: dict[str, Any]) -> None:
-    assert shared.post({**HELLO, **change})[0] == 200
+    assert shared.call("POST", "/v1/chat/completions", json.dumps({**HELLO, **change}).encode())[0] == 200
 
 
 @pytest.mark.parametrize(

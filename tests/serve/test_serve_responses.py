@@ -218,6 +218,10 @@ def test_responses_belong_to_the_key_that_made_them(keys: str) -> None:
         ({"messages": asks("x")}, "messages", "input may be meant"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format.schema is missing"),
         ({"text": {"format": "json"}}, "text.format", "must be an object|should be an object"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is wrong"),
+        ({"reasoning": {"efort": "low"}}, "reasoning.efort", "reasoning.efort is unknown"),
+        ({"include": ["message.output_text.logprob"]}, "include.0", "include.0 is wrong"),
+        ({"something_new": 1}, "something_new", "something_new is unknown"),
         ({"top_logprobs": 2}, "top_logprobs", "needs message.output_text.logprobs in include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "must be function"),
         ({"background": True}, "background", "background is not supported"),
@@ -244,7 +248,7 @@ def test_fields_that_change_nothing_are_ignored(shared: Live) -> None:
     change = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
     change |= {"include": ["reasoning.encrypted_content"]}
     change |= {"truncation": "auto", "service_tier": "auto", "prompt_cache_key": "a", "reasoning": {"summary": "auto"}}
-    change |= {"background": False, "conversation": None, "text": {"verbosity": "low"}, "safety_identifier": "b"}
+    change |= {"background": False, "conversation": None, "text": {"verbosity": "medium"}, "safety_identifier": "b"}
     status, answer = shared.post({**HELLO, **change}, PATH)
     assert (status, answer["truncation"]) == (200, "disabled")
     assert answer["output"][0]["content"] == shared.post(HELLO, PATH)[1]["output"][0]["content"]

@@ -10,7 +10,8 @@ from importlib import metadata, resources
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
@@ -18,11 +19,21 @@ from starlette.routing import Route
 
 from saccade.serve.configuration import Limits, ServerConfig
 from saccade.serve.models import ServedModel
-from saccade.serve.refusals import Json, Refusal, broken
+from saccade.serve.refusals import Json, Refusal, broken, invalid
 from saccade.serve.responses import KeptResponses, ResponseExchange
-from saccade.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, validated
+from saccade.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    NoFields,
+    has_media,
+    to_tokenize,
+    unknown,
+    validated,
+)
 from saccade.serve.service import AccessLog, Service
-from saccade.serve.streaming import Exchange, json_of
+from saccade.serve.streaming import Exchange, body_of, json_of
 from saccade.target_model.lean import caveat
 
 if TYPE_CHECKING:
@@ -36,7 +47,14 @@ PROBES = ["GET", "HEAD"]
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     """Make the application; its state has the `Service` as ``service``."""
     service = Service(config, vlms)
-    app = FastAPI(title="Saccade", lifespan=service.running, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Saccade",
+        lifespan=service.running,
+        dependencies=[Depends(_known_query)],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     app.state.service = service
     kept = KeptResponses(config.limits)
     if config.access_log:
@@ -61,19 +79,27 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         kept.drop(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
-    async def prepared(request: Request, kind: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
+    async def prepared(
+        request: Request, read: Callable[[bytes], Any], work: Callable[[ServedModel, Any], Any]
+    ) -> Response:
         with service.gate.request(service.gate.client(request.scope)):
-            body = validated(kind, await json_of(request.scope, request.receive, config.limits))
+            body = read(await json_of(request.scope, request.receive, config.limits))
             service.check_room(1)
-            return JSONResponse(await service.prepare(work, service.model(body.model), body))
+            media = isinstance(body, Conversation) and has_media(body.messages)
+            return JSONResponse(await service.prepare(work, service.model(body.model), body, media=media))
+
+    async def take_no_body(request: Request) -> None:
+        content = await body_of(request.receive, config.limits)
+        if content:
+            validated(NoFields, content)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        return await prepared(request, TokenizeRequest, ServedModel.tokenize)
+        return await prepared(request, to_tokenize, ServedModel.tokenize)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return await prepared(request, DetokenizeRequest, ServedModel.detokenize)
+        return await prepared(request, partial(validated, DetokenizeRequest), ServedModel.detokenize)
 
     @app.api_route("/version", methods=PROBES)
     async def version() -> Response:
@@ -90,7 +116,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         return JSONResponse(_about(service.model(name), config.limits))
 
     @app.api_route("/health", methods=PROBES)
-    @app.api_route("/ping", methods=[*PROBES, "POST"])
+    @app.api_route("/ping", methods=[*PROBES, "POST"], dependencies=[Depends(take_no_body)])
     async def health() -> Response:
         status, body = service.health()
         return JSONResponse(body, status)
@@ -114,6 +140,12 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     async def refused(_: Request, error: Refusal) -> Response:
         return respond(error)
 
+    @app.exception_handler(RequestValidationError)
+    async def wrong_query(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return respond(invalid(f"The query parameter {name} is wrong: {first['msg']}.", name))
+
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
@@ -126,6 +158,13 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
 
     app.router.routes.extend(Page(directory=str(resources.files("saccade.serve") / "static")).routes())
     return app
+
+
+def _known_query(request: Request) -> None:
+    """Refuse parameters of a query that the request's route does not declare."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    for name in request.query_params.keys() - set(known):
+        raise unknown(name, known, "query parameter")
 
 
 def _about(model: ServedModel, limits: Limits) -> Json:

@@ -25,7 +25,16 @@ from saccade.serve.configuration import Limits, ModelEntry
 from saccade.serve.decoding import Planner
 from saccade.serve.owner import Event, Job
 from saccade.serve.refusals import Json, invalid
-from saccade.serve.schemas import AnyRequest, ChatRequest, DetokenizeRequest, TokenizeRequest, conversation, has_media
+from saccade.serve.schemas import (
+    AnyRequest,
+    ChatRequest,
+    ChatToTokenize,
+    Conversation,
+    DetokenizeRequest,
+    TextToTokenize,
+    conversation,
+    has_media,
+)
 from saccade.serve.tools import CallPolicy, policy_of
 from saccade.serve.workers import PromptWorkers
 
@@ -147,10 +156,8 @@ class ServedModel:
         """
         setting, begun = self._setting(body), ""
         if isinstance(body, ChatRequest):
-            tools = body.model_dump(include={"tools", "chat_template_kwargs"}, exclude_defaults=True).values()
-            self._check_size(_characters(body.messages) + sum(map(len, map(str, tools))), "messages")
             options, policy = self._template(body)
-            rows = [self._row(body.messages, setting.vlm, options, policy)]
+            rows = [self._row(body, setting.vlm, options, policy)]
             begun = self._begun(body, options, policy)
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")
@@ -166,7 +173,7 @@ class ServedModel:
                 jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, body.saccade.trace))
         return jobs
 
-    def _template(self, body: ChatRequest) -> tuple[MediaOptions, CallPolicy]:
+    def _template(self, body: Conversation) -> tuple[MediaOptions, CallPolicy]:
         """How a conversation is read, with the variables of its chat template."""
         policy = policy_of(body)
         variables = body.model_dump(include={"reasoning_effort"}, exclude_none=True) | body.chat_template_kwargs
@@ -208,26 +215,30 @@ class ServedModel:
             return self.vlm.processor.decode(prompt.ids)
         return _text(conversation(body.messages)[-1])
 
-    def _row(self, messages: list[Json], vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
+    def _row(self, body: Conversation, vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
-        turns = self.planner.replies.messages(conversation(messages), policy)
-        if self._workers is not None and has_media(messages):
+        tools = body.model_dump(include={"tools", "chat_template_kwargs"}, exclude_defaults=True).values()
+        self._check_size(_characters(body.messages) + sum(map(len, map(str, tools))), "messages")
+        turns = self.planner.replies.messages(conversation(body.messages), policy)
+        if self._workers is not None and has_media(body.messages):
             return self._workers.row(turns, _readers(vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
-    def tokenize(self, body: TokenizeRequest) -> Json:
-        """Answer of ``/tokenize``, in vLLM's form; errors as in `chat_jobs`."""
+    def ids(self, body: Conversation) -> Sequence[int]:
+        """Ids of a conversation's prompt."""
+        vlm = self.setting("off").vlm
+        return vlm.request(self._row(body, vlm, *self._template(body)), 0).prompt.ids
+
+    def tokenize(self, body: TextToTokenize | ChatToTokenize) -> Json:
+        """Answer of ``/tokenize``, in vLLM's form."""
         processor = self.vlm.processor
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("Give either prompt or messages.", "prompt")
-        if body.messages is not None:
-            self._check_size(_characters(body.messages), "messages")
-            vlm = self.setting("off").vlm
-            ids = vlm.request(self._row(body.messages, vlm, self._reading, CallPolicy()), 0).prompt.ids
+        ids: Sequence[int]
+        if isinstance(body, TextToTokenize):
+            self._check_size(len(body.prompt), "prompt")
+            special = {"text_as_text": self._reading.text_as_text, "add_special_tokens": body.add_special_tokens}
+            ids = processor.encode(body.prompt, **special)
         else:
-            text, special = body.prompt or "", body.add_special_tokens
-            self._check_size(len(text), "prompt")
-            ids = processor.encode(text, text_as_text=self._reading.text_as_text, add_special_tokens=special)
+            ids = self.ids(body)
         strings = processor.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.planner.context, "tokens": list(ids), "token_strs": strings}
 

@@ -19,6 +19,38 @@ from saccade.serve.schemas import AnyRequest, ChatRequest, Count, checked, templ
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange, Message, Receive, Send
 
+LOGPROBS = "message.output_text.logprobs"  # value of ``include``
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""Parts of responses that can be asked for; those that are never there, or always, change nothing."""
+
+
+class Text(BaseModel):
+    """Form of a response's text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Json = Field(default={"type": "text"})
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(BaseModel):
+    """Effort for a response's reasoning, which is shown as it is, without summaries."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
 
 class ResponseRequest(BaseModel):
     """Fields of ``/v1/responses`` that chat requests do not have in this form; the others are as there."""
@@ -30,17 +62,16 @@ class ResponseRequest(BaseModel):
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: Count | None = None
-    text: Json = Field({"format": {"type": "text"}})
+    text: Text = Text()
     tools: list[Json] = Field([])
     tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
-    include: list[str] = Field([])
-    reasoning: Json = Field({})
+    include: list[Included] = Field([])
+    reasoning: Reasoning = Reasoning()
     truncation: Literal["auto", "disabled"] = "disabled"  # nothing is ever dropped
     metadata: dict[str, str] = Field({})
 
 
-LOGPROBS = "message.output_text.logprobs"  # value of ``include``
 IN_CHAT = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -68,12 +99,12 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Json]) -> ChatReques
     fields = {
         "messages": list(messages),
         "max_tokens": asked.max_output_tokens,
-        "response_format": _response_format(asked.text.get("format")),
+        "response_format": _response_format(asked.text.format),
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)],
         "tool_choice": None if choice == "auto" else choice,
         "parallel_tool_calls": asked.parallel_tool_calls,
         "logprobs": LOGPROBS in asked.include,
-        "reasoning_effort": asked.reasoning.get("effort"),
+        "reasoning_effort": asked.reasoning.effort,
     }
     body = checked(ChatRequest, {**more, **fields}, list(ResponseRequest.model_fields))
     if body.n != 1:
@@ -84,7 +115,8 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Json]) -> ChatReques
 def _response_format(form: Any) -> Any:
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
-    return {"type": "json_schema", "json_schema": form, "whitespace": form.get("whitespace")}
+    schema = {name: value for name, value in form.items() if name not in ("type", "whitespace")}
+    return {"type": "json_schema", "json_schema": schema, "whitespace": form.get("whitespace")}
 
 
 def _tool(tool: Json, where: str) -> Json:

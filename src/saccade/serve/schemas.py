@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -22,18 +23,21 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class NoFields(_Part):
+    """Body of a route that takes none."""
 
 
 class StreamOptions(_Part):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class Extension(_Part):
     """Saccade's own options of an answer."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     trace: bool = False  # whether every chunk has its tokens with their marks, and the step's draft tree
     stats: bool = False  # whether the answer ends with its statistics
@@ -43,6 +47,7 @@ class JsonSchema(_Part):
     """A schema in OpenAI's wrapping."""
 
     name: str | None = None
+    description: str | None = None
     schema_: Json = Field(alias="schema")
     strict: bool | None = None
 
@@ -57,8 +62,6 @@ class ResponseFormat(_Part):
 
 class StructuredOutputs(_Part):
     """vLLM's forms of an answer, one of them."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     json_: str | Json | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -133,8 +136,6 @@ class Decoding(BaseModel):
     exact: bool = False  # whether the answer needs exact mode, in which its model must be loaded
     # prefixes are shared with requests of the same salt alone
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    num_frames: Count | None = None
-    fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -155,11 +156,10 @@ class Decoding(BaseModel):
         return found
 
 
-class ChatRequest(Decoding):
+class Conversation(BaseModel):
+    """Fields that decide the prompt of a conversation."""
+
     messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
@@ -167,6 +167,14 @@ class ChatRequest(Decoding):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Json = Field({})
     reasoning_effort: str | None = None  # a variable of chat templates
+    num_frames: Count | None = None
+    fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
+
+
+class ChatRequest(Decoding, Conversation):
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -195,13 +203,20 @@ class CompletionRequest(Decoding):
 AnyRequest = ChatRequest | CompletionRequest
 
 
-class TokenizeRequest(_Part):
-    """Body of ``/tokenize``: a text without chat template, or a conversation."""
+class TextToTokenize(_Part):
+    """Body of ``/tokenize`` for a text without chat template."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)] | None = None
+    prompt: str
     add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class ChatToTokenize(Conversation, _Part):
+    """Body of ``/tokenize`` for a conversation."""
+
+    model: str | None = None
+    add_special_tokens: Literal[False] = False  # besides the template's
     return_token_strs: bool = False
 
 
@@ -210,18 +225,23 @@ class DetokenizeRequest(_Part):
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-REFUSED: Json = {
+IDLE: dict[str, Sequence[Any] | None] = {
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prediction")),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id")),
     **dict.fromkeys(("functions", "bad_words", "allowed_token_ids", "logits_processors"), ([],)),
-    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids", "background"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
     **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
-    "background": [False],
-    "function_call": ["none", "auto"],
-    "skip_special_tokens": [True],
-    "modalities": [["text"]],
-    "suffix": [""],
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), (True,)),
+    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "suffix": ("",),
 }
-"""Fields of OpenAI and vLLM that would change the answer -> the values that change nothing; null is none."""
+"""Fields of OpenAI and vLLM that are not supported -> the values that change no answer; None: all of them."""
 
 Body = TypeVar("Body", bound=Decoding)
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -230,37 +250,57 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def checked(kind: type[Body], fields: Json | bytes, others: Sequence[str] = ()) -> Body:
     """Check the body of a request for an answer; ``others`` are names that may be meant besides the kind's own.
 
-    Fields that change nothing (``user``, ``metadata``, ``store``) are ignored. Those that would change the answer but
-    are not supported, and misspelt ones, are refused.
+    A field that is neither one of the kind's nor changes nothing is refused.
     """
     body = validated(kind, fields)
     for name, value in (body.model_extra or {}).items():
-        if name in REFUSED:
-            if value not in REFUSED[name]:
-                raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
-            continue
-        close = get_close_matches(name, [*kind.model_fields, *others], 1, 0.85) if len(name) < 50 else []
-        if close:
-            raise invalid(f"The field {name} is unknown; {close[0]} may be meant.", name, "unknown_parameter")
+        if name not in IDLE:
+            raise unknown(name, [*kind.model_fields, *others])
+        values = IDLE[name]
+        if values is not None and value not in values:
+            raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
     _check_together(body)
     return body
 
 
-def validated(kind: type[Kind], content: Json | bytes) -> Kind:
-    """Check fields, or those of a body, one by one; null is the same as a field left out."""
+def unknown(name: str, known: Iterable[str], what: str = "field") -> Refusal:
+    """Refusal of a field, or a parameter, with the one that may be meant."""
+    close = get_close_matches(name, list(known), 1, 0.85) if len(name) < 50 else []
+    advice = f"{close[0]} may be meant" if close else "leave it out"
+    return invalid(f"The {what} {name[:100]} is unknown; {advice}.", name[:100], "unknown_parameter")
+
+
+def to_tokenize(content: bytes) -> TextToTokenize | ChatToTokenize:
+    """Check the body of ``/tokenize``."""
+    fields = _object(content)
+    if (fields.get("prompt") is None) == (fields.get("messages") is None):
+        raise invalid("Give either prompt or messages.", "prompt")
+    if fields.get("messages") is None:
+        return validated(TextToTokenize, fields)
+    body = validated(ChatToTokenize, fields)
+    check_conversation(body)
+    return body
+
+
+def _object(content: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
     try:
         fields = from_json(content, allow_inf_nan=False) if isinstance(content, bytes) else content
     except ValueError as problem:
         raise invalid(f"The body is not valid JSON ({str(problem)[:200]}); send one object.") from None
     if not isinstance(fields, Mapping):
         raise invalid("The body must be a JSON object, such as one with model and messages.")
+    return fields
+
+
+def validated(kind: type[Kind], content: Mapping[str, Any] | bytes) -> Kind:
+    """Check fields, or those of a body, one by one; null is the same as a field left out."""
     try:
-        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+        return kind.model_validate({name: value for name, value in _object(content).items() if value is not None})
     except ValidationError as problem:
-        raise _wrong(problem) from None
+        raise _wrong(problem, kind) from None
 
 
-def _wrong(problem: ValidationError) -> Refusal:
+def _wrong(problem: ValidationError, kind: type[BaseModel]) -> Refusal:
     """Refusal that names the first wrong field, with all forms that it may have."""
     errors = []
     for error in problem.errors(include_url=False, include_input=False, include_context=False):
@@ -271,7 +311,7 @@ def _wrong(problem: ValidationError) -> Refusal:
     if first["type"] == "missing":
         return invalid(f"The field {path} is missing.", path)
     if first["type"] == "extra_forbidden":
-        return invalid(f"The field {path} is unknown; leave it out.", path, "unknown_parameter")
+        return unknown(path, kind.model_fields)
     begin = "Input should be "
     forms = [_FORMS.get(error["type"], error["msg"].removeprefix(begin)) for where, error in errors if where == path]
     words = (begin if first["msg"].startswith(begin) else "") + " or ".join(dict.fromkeys(forms))
@@ -301,7 +341,11 @@ def _check_together(body: Decoding) -> None:
             "ignore_eos would go on behind the end of the JSON; leave it or response_format out.", "ignore_eos"
         )
     if isinstance(body, ChatRequest):
-        _check_tools(body)
+        check_conversation(body)
+        if body.tools and body.ignore_eos:
+            raise invalid("ignore_eos would go on behind the calls; leave it or tools out.", "ignore_eos")
+        if body.echo and not body.continue_final_message:
+            raise invalid("echo repeats the message that is continued; it needs continue_final_message: true.", "echo")
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs needs logprobs: true; give both or none.", "top_logprobs")
         if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
@@ -313,7 +357,8 @@ def _check_together(body: Decoding) -> None:
         raise invalid("echo with logprobs needs those of the prompt, which are not supported; leave one out.", "echo")
 
 
-def _check_tools(body: ChatRequest) -> None:
+def check_conversation(body: Conversation) -> None:
+    """Check the fields of a conversation against each other."""
     names = [tool.function.name for tool in body.tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -323,14 +368,10 @@ def _check_tools(body: ChatRequest) -> None:
         raise invalid(f"tool_choice names {choice.function.name[:60]!r}, which is not among the tools.", "tool_choice")
     if choice == "required" and not names:
         raise invalid("tool_choice is required, but there are no tools; give some, or leave it out.", "tool_choice")
-    if names and body.ignore_eos:
-        raise invalid("ignore_eos would go on behind the calls; leave it or tools out.", "ignore_eos")
     if body.continue_final_message and body.messages[-1].get("role") != "assistant":
         raise invalid("continue_final_message needs a last message of the assistant.", "continue_final_message")
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid("continue_final_message and add_generation_prompt exclude each other.", "continue_final_message")
-    if body.echo and not body.continue_final_message:
-        raise invalid("echo repeats the message that is continued; it needs continue_final_message: true.", "echo")
     reserved = sorted(RESERVED & body.chat_template_kwargs.keys())
     if reserved:
         raise invalid(f"chat_template_kwargs cannot set {reserved[0]}; leave it out.", "chat_template_kwargs")
@@ -345,6 +386,8 @@ RESERVED = {
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of requests -> roles of chat templates."""
+MESSAGE = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "reasoning_content", "function_call")
+"""Fields of messages, the reasoning's by vLLM's two names."""
 MEDIA = {"image": {"image_url", "input_image"}, "video": {"video_url", "input_video"}}
 """Kinds of media -> types of parts."""
 TEXTS = {"text", "input_text", "output_text", "refusal"}
@@ -369,10 +412,13 @@ def template_message(message: Json, where: str) -> Json:
         raise invalid(f"{where}.role must be one of {', '.join(ROLES)}.", f"{where}.role")
     if message.get("function_call"):
         raise invalid(f"{where}.function_call is of an older form; give tool_calls.", where)
+    for name in message.keys() - MESSAGE:
+        if get_close_matches(name, MESSAGE, 1, 0.85):  # the rest is what clients keep beside answers
+            raise replace(unknown(f"{where}.{name}", [f"{where}.{known}" for known in MESSAGE]), param=where)
     made: Json = {"role": ROLES[role]}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if isinstance(message.get(name), str):
-            made[name] = message[name]
+            made["reasoning_content" if name == "reasoning" else name] = message[name]
     if role == "tool" and "tool_call_id" not in made:
         raise invalid(f"{where}.tool_call_id is missing; give the id of the call that this answers.", where)
     content = message.get("content")
