@@ -24,9 +24,9 @@ from saccade.serve.responses import KeptResponses, ResponseExchange
 from saccade.serve.schemas import (
     ChatRequest,
     CompletionRequest,
-    Conversation,
     DetokenizeRequest,
     NoFields,
+    Prompting,
     has_media,
     to_tokenize,
     unknown,
@@ -85,7 +85,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         with service.gate.request(service.gate.client(request.scope)):
             body = read(await json_of(request.scope, request.receive, config.limits))
             service.check_room(1)
-            media = isinstance(body, Conversation) and has_media(body.messages)
+            media = isinstance(body, Prompting) and has_media(body.messages)
             return JSONResponse(await service.prepare(work, service.model(body.model), body, media=media))
 
     async def take_no_body(request: Request) -> None:

@@ -29,8 +29,8 @@ from saccade.serve.schemas import (
     AnyRequest,
     ChatRequest,
     ChatToTokenize,
-    Conversation,
     DetokenizeRequest,
+    Prompting,
     TextToTokenize,
     conversation,
     has_media,
@@ -173,7 +173,7 @@ class ServedModel:
                 jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, body.saccade.trace))
         return jobs
 
-    def _template(self, body: Conversation) -> tuple[MediaOptions, CallPolicy]:
+    def _template(self, body: Prompting) -> tuple[MediaOptions, CallPolicy]:
         """How a conversation is read, with the variables of its chat template."""
         policy = policy_of(body)
         variables = body.model_dump(include={"reasoning_effort"}, exclude_none=True) | body.chat_template_kwargs
@@ -215,7 +215,7 @@ class ServedModel:
             return self.vlm.processor.decode(prompt.ids)
         return _text(conversation(body.messages)[-1])
 
-    def _row(self, body: Conversation, vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
+    def _row(self, body: Prompting, vlm: VLM, options: MediaOptions, policy: CallPolicy) -> RowInput:
         """Input of a conversation; its media are decoded by a worker, where there are some."""
         tools = body.model_dump(include={"tools", "chat_template_kwargs"}, exclude_defaults=True).values()
         self._check_size(_characters(body.messages) + sum(map(len, map(str, tools))), "messages")
@@ -224,7 +224,7 @@ class ServedModel:
             return self._workers.row(turns, _readers(vlm), options)
         return RowInput(self.vlm.processor.load_media(turns, options), options=options)
 
-    def ids(self, body: Conversation) -> Sequence[int]:
+    def ids(self, body: Prompting) -> Sequence[int]:
         """Ids of a conversation's prompt."""
         vlm = self.setting("off").vlm
         return vlm.request(self._row(body, vlm, *self._template(body)), 0).prompt.ids

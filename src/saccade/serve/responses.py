@@ -33,7 +33,7 @@ Included = Literal[
 """Parts of responses that can be asked for; those that are never there, or always, change nothing."""
 
 
-class Text(BaseModel):
+class TextOptions(BaseModel):
     """Form of a response's text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -42,7 +42,7 @@ class Text(BaseModel):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(BaseModel):
+class ReasoningOptions(BaseModel):
     """Effort for a response's reasoning, which is shown as it is, without summaries."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -62,12 +62,12 @@ class ResponseRequest(BaseModel):
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: Count | None = None
-    text: Text = Text()
+    text: TextOptions = TextOptions()
     tools: list[Json] = Field([])
     tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
     include: list[Included] = Field([])
-    reasoning: Reasoning = Reasoning()
+    reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["auto", "disabled"] = "disabled"  # nothing is ever dropped
     metadata: dict[str, str] = Field({})
 

@@ -156,7 +156,7 @@ class Decoding(BaseModel):
         return found
 
 
-class Conversation(BaseModel):
+class Prompting(BaseModel):
     """Fields that decide the prompt of a conversation."""
 
     messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)]
@@ -171,7 +171,7 @@ class Conversation(BaseModel):
     fps: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] | None = None
 
 
-class ChatRequest(Decoding, Conversation):
+class ChatRequest(Decoding, Prompting):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
@@ -212,7 +212,7 @@ class TextToTokenize(_Part):
     return_token_strs: bool = False
 
 
-class ChatToTokenize(Conversation, _Part):
+class ChatToTokenize(Prompting, _Part):
     """Body of ``/tokenize`` for a conversation."""
 
     model: str | None = None
@@ -357,7 +357,7 @@ def _check_together(body: Decoding) -> None:
         raise invalid("echo with logprobs needs those of the prompt, which are not supported; leave one out.", "echo")
 
 
-def check_conversation(body: Conversation) -> None:
+def check_conversation(body: Prompting) -> None:
     """Check the fields of a conversation against each other."""
     names = [tool.function.name for tool in body.tools]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -19,7 +19,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from saccade.grammar import MOST_BLANKS
 from saccade.serve.refusals import Json, invalid
-from saccade.serve.schemas import Conversation, Decoding, Function, NamedTool, Structure
+from saccade.serve.schemas import Decoding, Function, NamedTool, Prompting, Structure
 
 ANY = r"/(.|\n)*/"  # text in a grammar, which contains no token that was added to the vocabulary
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -288,9 +288,9 @@ class CallPolicy:
         return tools
 
 
-def policy_of(body: Decoding | Conversation) -> CallPolicy:
+def policy_of(body: Decoding | Prompting) -> CallPolicy:
     """Return what a request lets its answer call."""
-    if not isinstance(body, Conversation) or not body.tools or body.tool_choice == "none":
+    if not isinstance(body, Prompting) or not body.tools or body.tool_choice == "none":
         return CallPolicy()
     functions = [tool.function for tool in body.tools]
     if isinstance(body.tool_choice, NamedTool):
