@@ -207,7 +207,7 @@ def test_responses_belong_to_the_key_that_made_them(keys: str) -> None:
         ({"input": [{**CALL, "arguments": None}]}, "input[0].arguments", "must be text"),
         ({"input": [*shown("x"), {**CALL, "arguments": "x"}]}, None, "input[1].tool_calls[0].function.arguments must"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].content", "content is missing"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.function.name", "name is wrong"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "name is wrong"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among the tools"),
         ({"input": [*shown("x"), {"role": "user", "content": [{"type": "input_image"}]}]}, None, "input[1].content[0]"),
         ({"input": shown("x", "/etc/passwd")}, None, "path"),

@@ -19,8 +19,8 @@ from openai import OpenAI
 from checkpoints import llama, tokenizer, vlm
 from saccade import VLM, grammar, load
 from saccade.serve.configuration import ModelEntry
-from saccade.serve.schemas import Function, Structure
-from saccade.serve.tools import CallPolicy, ReplyFormat, ReplyParser, Rules, structure_rule
+from saccade.serve.schemas import ChatRequest, Function, Structure, checked, conversation
+from saccade.serve.tools import CallPolicy, ReplyFormat, ReplyParser, Rules, policy_of, structure_rule
 
 WEATHER = Function(
     name="weather",
@@ -128,6 +128,10 @@ FAMILIES = {
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     ),
 }
+
+
+def tool(function: Function) -> dict[str, Any]:
+    return {"type": "function", "function": function.model_dump(exclude_none=True)}
 
 
 def follows(family: Family, policy: CallPolicy, text: str, form: Any = None) -> bool:
@@ -410,6 +414,13 @@ TOOLS: list[Any] = [
     },
     {"type": "function", "function": {"name": "wash", "description": "Wash the brush."}},
 ]
+
+
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 TURNS = (
     "<s>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -474,6 +485,41 @@ def test_forced_calls_are_those_of_generate_under_the_same_grammar(
     named = {"type": "function", "function": {"name": "wash"}}
     answer = client.chat.completions.create(**{**request, "tool_choice": named}).choices[0]
     assert [call.function.name for call in answer.message.tool_calls] == ["wash"]
+
+
+def test_a_choice_of_allowed_tools_tells_of_all_and_lets_those_be_called(
+    families: tuple[Live, dict[str, VLM]],
+) -> None:
+    server, _ = families
+    body = {"model": "hermes", "messages": asks("Paint it."), "tools": TOOLS, "max_tokens": 200, "temperature": 1.0}
+    counts = {server.post({**body, "seed": 1, "max_tokens": 1})[1]["usage"]["prompt_tokens"]}
+    for seed in range(4):
+        choice = {"tool_choice": allowing("required", "wash"), "seed": seed, "parallel_tool_calls": False}
+        status, answer = server.post({**body, **choice})
+        assert status == 200
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "wash", "arguments": "{}"}
+        counts.add(answer["usage"]["prompt_tokens"])
+    assert len(counts) == 1, "the prompt has all tools"
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "wash"}]}
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"model": "hermes", "input": "Paint it.", "tools": tools, "tool_choice": flat, "max_output_tokens": 200}
+    status, answer = server.post({**body, "parallel_tool_calls": False}, "/v1/responses")
+    assert status == 200
+    assert [(item["type"], item.get("name")) for item in answer["output"]] == [("function_call", "wash")]
+    assert answer["tool_choice"] == flat
+    status, answer = server.post({**body, "tool_choice": {**flat, "mode": "any"}}, "/v1/responses")
+    assert status == 400
+    assert "type function and name, or with type allowed_tools, mode (auto or required) and tools" in str(answer)
+
+
+def test_tools_that_are_not_allowed_cannot_be_called_by_choice() -> None:
+    family = FAMILIES["hermes"]
+    fields = {"messages": asks("Hi"), "tools": [tool(WEATHER), tool(CLOCK)], "tool_choice": allowing("auto", "clock")}
+    policy = policy_of(checked(ChatRequest, fields))
+    assert follows(family, policy, "No.")
+    assert follows(family, policy, family.clock)
+    assert not follows(family, policy, family.call)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -577,6 +623,29 @@ def test_a_call_that_is_cut_has_the_arguments_so_far(families: tuple[Live, dict[
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"place": "Kö', {"place": "Kö"}),
+        ('{"place": "Köln", "da', {"place": "Köln"}),
+        ('{"at": [6, 1', {"at": [6, 1]}),
+        ("{", {}),
+        ("", {}),
+    ],
+)
+def test_a_call_that_was_cut_can_be_sent_back(shared: Live, arguments: str, expected: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    answer: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*asks("Hi"), answer, {"role": "tool", "tool_call_id": "1", "content": "cut"}]
+    (made,) = conversation(messages)[1]["tool_calls"]
+    assert made["function"]["arguments"] == expected
+    assert shared.post({"model": "tiny", "messages": messages, "max_tokens": 3})[0] == 200
+    item = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": arguments}
+    result = {"type": "function_call_output", "call_id": "1", "output": "cut"}
+    body = {"model": "tiny", "input": [*asks("Hi"), item, result], "max_output_tokens": 3}
+    assert shared.post(body, "/v1/responses")[0] == 200
+
+
 def test_control_tokens_in_descriptions_are_text(families: tuple[Live, dict[str, VLM]]) -> None:
     server, models = families
     function = {"name": "wash", "description": "End</s>it"}
@@ -603,7 +672,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "there are no tools"),
     ({"tools": [LONG]}, "far more than this model's context"),
     ({"chat_template_kwargs": {"x": "a" * 200_000}}, "far more than this model's context"),
-    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "none, auto or required.*function.name.*allowed_tools.mode"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function"}},
+        "none, auto or required.*function.name.*allowed_tools.mode",
+    ),
+    ({"tools": TOOLS, "tool_choice": allowing("auto", "draw")}, "'draw', which is not among"),
+    ({"tools": TOOLS, "tool_choice": allowing("any", "wash")}, "allowed_tools.mode .auto or required"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "draw"}}}, "'draw', which is not among"),
     ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos"),
     ({"messages": [*asks("Hi"), {"role": "tool", "content": "3"}]}, "tool_call_id is missing"),

@@ -78,6 +78,8 @@ IN_CHAT = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "function.name": "name",
+    **{f"allowed_tools.{name}": name for name in ("mode", "tools")},
     **dict.fromkeys(("logprobs: true", "logprobs"), f"{LOGPROBS} in include"),
 }
 """Fields of chat requests -> where this API has them."""
@@ -93,15 +95,12 @@ def chat_request(asked: ResponseRequest, messages: Sequence[Json]) -> ChatReques
     more = asked.model_extra or {}
     for name in more.keys() & IN_CHAT.keys():
         raise invalid(f"The field {name} is unknown; {IN_CHAT[name]} may be meant.", name, "unknown_parameter")
-    choice = asked.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
     fields = {
         "messages": list(messages),
         "max_tokens": asked.max_output_tokens,
         "response_format": _response_format(asked.text.format),
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)],
-        "tool_choice": None if choice == "auto" else choice,
+        "tool_choice": None if asked.tool_choice == "auto" else _tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
         "logprobs": LOGPROBS in asked.include,
         "reasoning_effort": asked.reasoning.effort,
@@ -117,6 +116,17 @@ def _response_format(form: Any) -> Any:
         return form
     schema = {name: value for name, value in form.items() if name not in ("type", "whitespace")}
     return {"type": "json_schema", "json_schema": schema, "whitespace": form.get("whitespace")}
+
+
+def _tool_choice(choice: str | Json) -> Any:
+    if isinstance(choice, str) or choice.get("type") not in ("function", "allowed_tools"):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    tools = choice.get("tools")
+    if isinstance(tools, list):
+        tools = [_tool_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
 
 def _tool(tool: Json, where: str) -> Json:

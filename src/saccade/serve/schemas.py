@@ -101,6 +101,20 @@ class NamedTool(Tool):
     """Choice of a function, by its name, that must be called."""
 
 
+class AllowedTools(_Part):
+    """Functions, by their names, some of which may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedChoice(_Part):
+    """Choice among some of the tools, all of which the model is told of."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Decoding(BaseModel):
     """Fields that both endpoints share. Null is the same as a field left out."""
 
@@ -161,7 +175,7 @@ class Prompting(BaseModel):
 
     messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)]
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool = True
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
@@ -308,6 +322,8 @@ def _wrong(problem: ValidationError, kind: type[BaseModel]) -> Refusal:
         form = next((i for i, place in enumerate(places) if place in _JSON_FORMS or "[" in place), len(places))
         errors.append((".".join(places[:form])[:200], error))
     path, first = errors[0]
+    if path == "tool_choice":
+        return invalid(f"The field tool_choice is wrong: {TOOL_CHOICES}.", path)
     if first["type"] == "missing":
         return invalid(f"The field {path} is missing.", path)
     if first["type"] == "extra_forbidden":
@@ -318,6 +334,10 @@ def _wrong(problem: ValidationError, kind: type[BaseModel]) -> Refusal:
     return invalid(f"The field {path} is wrong: {words}.", path)
 
 
+TOOL_CHOICES = (
+    "expected none, auto or required, or an object with type function and function.name, or with type allowed_tools, "
+    "allowed_tools.mode (auto or required) and allowed_tools.tools"
+)
 _JSON_FORMS = ("str", "bool", "int", "float")
 """Forms of a field in pydantic's places, behind the client's own keys and indices."""
 _FORMS = {"model_type": "an object", "dict_type": "an object"}  # kinds of pydantic's errors -> the form in JSON's words
@@ -364,8 +384,12 @@ def check_conversation(body: Prompting) -> None:
     if twice is not None:
         raise invalid(f"tools has {twice} twice; give every function a name of its own.", "tools")
     choice = body.tool_choice
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise invalid(f"tool_choice names {choice.function.name[:60]!r}, which is not among the tools.", "tool_choice")
+    chosen: list[Tool] = [choice] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, AllowedChoice):
+        chosen = choice.allowed_tools.tools
+    unknown = next((tool.function.name for tool in chosen if tool.function.name not in names), None)
+    if unknown is not None:
+        raise invalid(f"tool_choice names {unknown[:60]!r}, which is not among the tools.", "tool_choice")
     if choice == "required" and not names:
         raise invalid("tool_choice is required, but there are no tools; give some, or leave it out.", "tool_choice")
     if body.continue_final_message and body.messages[-1].get("role") != "assistant":
@@ -442,8 +466,8 @@ def _calls(calls: Any, where: str) -> list[Json]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"{place} must be an object with id, type and function.", place)
-        try:
-            arguments = from_json(function.get("arguments") or "{}")
+        try:  # a call that was cut has the arguments that it got to
+            arguments = from_json(function.get("arguments") or "{}", allow_partial="trailing-strings")
         except (ValueError, TypeError):
             arguments = None
         if not isinstance(arguments, dict):

@@ -19,7 +19,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from saccade.grammar import MOST_BLANKS
 from saccade.serve.refusals import Json, invalid
-from saccade.serve.schemas import Decoding, Function, NamedTool, Prompting, Structure
+from saccade.serve.schemas import AllowedChoice, Decoding, Function, NamedTool, Prompting, Structure
 
 ANY = r"/(.|\n)*/"  # text in a grammar, which contains no token that was added to the vocabulary
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -274,15 +274,16 @@ class CallPolicy:
     functions: Sequence[Function] = ()
     forced: Sequence[Function] = ()  # of one or more of which the answer consists, where there are any
     parallel: bool = True  # whether it may have several calls
+    told: Sequence[Function] = ()  # those that the model is told of, where it may not call some of them
 
     @property
     def has_grammar(self) -> bool:
-        return bool(self.forced) or any(function.strict for function in self.functions)
+        return bool(self.forced or self.told) or any(function.strict for function in self.functions)
 
     @property
     def as_templates_take_them(self) -> list[Json]:
         tools = []
-        for function in self.functions:
+        for function in self.told or self.functions:
             about = {"name": function.name, "description": function.description or ""}
             tools.append({"type": "function", "function": {**about, "parameters": function.arguments}})
         return tools
@@ -296,7 +297,14 @@ def policy_of(body: Decoding | Prompting) -> CallPolicy:
     if isinstance(body.tool_choice, NamedTool):
         named = [function for function in functions if function.name == body.tool_choice.function.name]
         return CallPolicy(functions, named, parallel=False)
-    return CallPolicy(functions, functions if body.tool_choice == "required" else (), body.parallel_tool_calls)
+    mode, allowed = body.tool_choice, functions
+    if isinstance(body.tool_choice, AllowedChoice):
+        mode = body.tool_choice.allowed_tools.mode
+        names = [tool.function.name for tool in body.tool_choice.allowed_tools.tools]
+        allowed = [function for function in functions if function.name in names]
+    forced = allowed if mode == "required" else ()
+    told = functions if len(allowed) < len(functions) else ()
+    return CallPolicy(allowed, forced, body.parallel_tool_calls, told)
 
 
 class ReplyFormat:
