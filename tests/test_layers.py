@@ -34,6 +34,7 @@ LAYERS = [
         "target_model",
         "loading",
         "lora",
+        "schema",
         "grammar",
         "processors",
         "verify",

@@ -1,4 +1,4 @@
-"""Grammars and JSON schemas on draft trees, by the matchers of xgrammar or llguidance (``saccade[grammar]``).
+"""Grammars and JSON schemas on draft trees, by the matchers of llguidance (``saccade[grammar]``).
 
 >>> schema = saccade.grammar.json_schema({"type": "object"}, tokenizer, vocab_size)
 >>> vlm.generate("Describe the picture as JSON.", images=["photo.jpg"], logits_processor=[schema])
@@ -10,22 +10,23 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from saccade.errors import InputError
+from saccade.schema import check_enforced, enforceable
 from saccade.wording import first_line
 
-BACKENDS: tuple[Literal["llguidance", "xgrammar"], ...] = ("llguidance", "xgrammar")
-"""Packages of `json_schema`, the preferred one first."""
 MOST_OPTIONAL = 1000
 """Optional properties of an object that llguidance follows: a mask then takes 5 ms, and grows with their square."""
+SPACING = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
+"""Options of llguidance that a schema in a Lark grammar may set under ``x-guidance``."""
 MOST_BLANKS = 12
 """White space between two parts of JSON where it is allowed: small models fill an answer with unbounded white space."""
 _DEAD_END = (
@@ -104,7 +105,7 @@ class Rollback(ABC):
 
 
 class XGrammar(Rollback):
-    """A grammar as an ``xgrammar.CompiledGrammar``, made for the model's tokenizer and vocabulary."""
+    """A grammar that a user compiled with xgrammar, which alone decides what of a schema is enforced."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -172,50 +173,28 @@ def _check(matcher: Any) -> None:
 
 
 def json_schema(
-    schema: str | Mapping[str, Any],
-    tokenizer: Any,
-    vocab_size: int,
-    backend: Literal["xgrammar", "llguidance"] | None = None,
-    *,
-    whitespace: bool = False,
+    schema: str | Mapping[str, Any], tokenizer: Any, vocab_size: int, *, whitespace: bool = False
 ) -> Rollback:
     """Return a processor that constrains an answer to JSON of a schema.
 
     Args:
-        schema: a JSON schema.
+        schema: a JSON schema. An object of it has no properties but those that it names, unless its
+            ``additionalProperties`` says otherwise.
         tokenizer: a fast tokenizer of transformers; its end-of-sequence token ends the answer.
         vocab_size: of the model's logits, which may exceed the tokenizer's.
-        backend: package of the matcher; None: the installed one, llguidance where both are.
         whitespace: whether the JSON may have up to `MOST_BLANKS` blanks and line breaks between its parts; it is
             compact otherwise.
 
     Raises:
-        InputError: the schema cannot be compiled or followed, or the backend is unknown or not installed.
+        InputError: the schema cannot be compiled or followed, a keyword of it cannot be enforced, or llguidance is not
+            installed.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise InputError(f"There is no backend {backend!r}; choose xgrammar or llguidance.")
-    backend = next((name for name in BACKENDS if backend in (None, name) and find_spec(name)), None)
-    if backend is None:
-        raise InputError("JSON schemas need llguidance or xgrammar; run `pip install 'saccade[grammar]'`.")
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    with _compiling(backend, "schema"):
-        if backend == "llguidance":
-            from llguidance import LLMatcher
-
-            pattern = rf"[ \n]{{0,{MOST_BLANKS}}}" if whitespace else None
-            options = {"whitespace_flexible": whitespace, "whitespace_pattern": pattern}
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults=options)
-            constraint: Rollback = LLGuidance(_guided(tokenizer, vocab_size), grammar)
-        else:
-            import xgrammar
-
-            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
-            compiled = xgrammar.GrammarCompiler(info).compile_json_schema(
-                text, any_whitespace=whitespace, separators=(",", ":"), max_whitespace_cnt=MOST_BLANKS
-            )
-            constraint = XGrammar(compiled)
-        constraint.scores(constraint.start(()), torch.zeros(vocab_size))  # refuses a schema without any answer
-        return constraint
+    text = json.dumps(enforceable(schema))
+    pattern = rf"[ \n]{{0,{MOST_BLANKS}}}" if whitespace else None
+    options = {"whitespace_flexible": whitespace, "whitespace_pattern": pattern}
+    with _compiling("schema") as compiler:
+        grammar = compiler.grammar_from_json_schema(text, defaults=options)
+        return _possible(LLGuidance(_guided(tokenizer, vocab_size), grammar), vocab_size)
 
 
 def lark(grammar: str, tokenizer: Any, vocab_size: int) -> Rollback:
@@ -226,28 +205,38 @@ def lark(grammar: str, tokenizer: Any, vocab_size: int) -> Rollback:
         tokenizer, vocab_size: as of `json_schema`.
 
     Raises:
-        InputError: the grammar cannot be compiled, or llguidance is not installed.
+        InputError: the grammar cannot be compiled, a keyword of a schema in it cannot be enforced, or llguidance is not
+            installed.
     """
-    if not find_spec("llguidance"):
-        raise InputError("Grammars need llguidance; run `pip install 'saccade[grammar]'`.")
-    from llguidance import LLMatcher
+    for place in re.finditer(r"%json\s*", grammar):
+        schema = None
+        with suppress(ValueError):  # text that only looks like a schema
+            schema, _ = json.JSONDecoder().raw_decode(grammar, place.end())
+        check_enforced(schema, SPACING)
+    with _compiling("grammar") as compiler:
+        grammar = compiler.grammar_from_lark(grammar)
+        return _possible(LLGuidance(_guided(tokenizer, vocab_size), grammar), vocab_size)
 
-    with _compiling("llguidance", "grammar"):
-        constraint = LLGuidance(_guided(tokenizer, vocab_size), LLMatcher.grammar_from_lark(grammar))
-        constraint.scores(constraint.start(()), torch.zeros(vocab_size))
-        return constraint
+
+def _possible(constraint: Rollback, vocab_size: int) -> Rollback:
+    """Refuse a grammar without any answer."""
+    constraint.scores(constraint.start(()), torch.zeros(vocab_size))
+    return constraint
 
 
 @contextmanager
-def _compiling(backend: str, what: str) -> Iterator[None]:
-    """Convert a backend's errors to `InputError`."""
+def _compiling(what: str) -> Iterator[Any]:
+    """Yield llguidance's compiler, and convert its errors to `InputError`."""
+    if not find_spec("llguidance"):
+        raise InputError("Schemas and grammars need llguidance; run `pip install 'saccade[grammar]'`.")
+    from llguidance import LLMatcher
+
     try:
-        yield
+        yield LLMatcher
     except InputError:
         raise
     except (ValueError, RuntimeError) as problem:
-        reason = re.sub(r"^\[\S+ \S+ ", "", first_line(problem))
-        raise InputError(f"{backend} cannot compile the {what} ({reason}); correct it.") from problem
+        raise InputError(f"llguidance cannot compile the {what} ({first_line(problem)}); correct it.") from problem
 
 
 _GUIDED: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()

@@ -175,6 +175,34 @@ def test_answers_of_a_schema_are_valid_with_speculation(writer: Live) -> None:
     assert len(answers) > 1
 
 
+OPEN = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": OPEN}}}),
+    ("/v1/chat/completions", {"guided_json": OPEN}),
+    ("/v1/completions", {"structured_outputs": {"json": json.dumps(OPEN)}}),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "object", "schema": OPEN}}}),
+]
+
+
+@pytest.mark.parametrize(("path", "form"), FORMS, ids=str)
+def test_an_object_has_the_properties_that_its_schema_names(writer: Live, path: str, form: dict[str, Any]) -> None:
+    for number in range(4):
+        asked: dict[str, Any] = {
+            "chat": {"messages": asks(f"Object {number}")},
+            "responses": {"input": f"Object {number}"},
+        }
+        body = next((asked[kind] for kind in asked if kind in path), {"prompt": f"Object {number}"})
+        limit = {"max_output_tokens" if "input" in body else "max_tokens": 120}
+        status, answer = writer.post({**body, **limit, "temperature": 1.0, "seed": number, **form}, path)
+        assert status == 200, answer
+        if "input" in body:
+            assert valid(answer["output"][-1]["content"][0]["text"])
+        else:
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "stop"
+            assert valid(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
 def test_white_space_and_the_order_of_properties_are_the_requests_own(writer: Live) -> None:
     both = []
     for names, whitespace in ((("colour", "count"), False), (("count", "colour"), True)):

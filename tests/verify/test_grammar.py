@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +19,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from families import FAMILIES, FIRST_WORD, VOCAB, reference_greedy
 from saccade.engine import Request
 from saccade.errors import InputError
-from saccade.grammar import BACKENDS, MOST_BLANKS, LLGuidance, Rollback, XGrammar, json_schema
+from saccade.grammar import MOST_BLANKS, Rollback, XGrammar, json_schema
 from saccade.verify.rule import Processing, RowProcessing
 
 CASE = FAMILIES["llama"]
@@ -92,17 +91,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def grammar(name: str) -> Rollback:
     if name == "brackets":
         return Brackets()
-    pytest.importorskip(name, reason=f"{name} is an extra: pip install saccade[grammar]")
-    return json_schema(SCHEMA, tokenizer(), VOCAB, name)  # type: ignore[arg-type]
+    return XGrammar(compiled_by_xgrammar()) if name == "xgrammar" else schema()
 
 
-def _installed(name: str) -> Any:
-    missing = pytest.mark.skipif(not find_spec(name), reason=f"{name} is an extra: pip install saccade[grammar]")
-    return pytest.param(name, marks=missing)
+def schema(schema: Any = SCHEMA, **options: Any) -> Rollback:
+    pytest.importorskip("llguidance", reason="llguidance is an extra: pip install saccade[grammar]")
+    return json_schema(schema, tokenizer(), VOCAB, **options)
+
+
+def compiled_by_xgrammar() -> Any:
+    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is a package that users may compile grammars with")
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCAB)
+    compact = {"any_whitespace": False, "separators": (",", ":")}
+    return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), **compact)
 
 
 GRAMMAR = pytest.mark.parametrize("name", ["brackets", "xgrammar", "llguidance"])
-BACKEND = pytest.mark.parametrize("name", [_installed(name) for name in BACKENDS])
 
 
 def answers(name: str, rows: int = 3) -> list[list[int]]:
@@ -159,11 +163,9 @@ def test_greedy_answers_are_those_of_plain_decoding(name: str, policy: str) -> N
     assert run(name, policy) == answers(name)
 
 
-@BACKEND
-def test_an_answer_that_ended_is_json_of_the_schema(name: str) -> None:
-    schema = {**SCHEMA, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    own = json_schema(schema, tokenizer(), VOCAB, name)
-    for tokens in run(name, "static", logits_processor=[own], max_new_tokens=60):
+def test_an_answer_that_ended_is_json_of_the_schema() -> None:
+    own = schema({**SCHEMA, "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
+    for tokens in run("llguidance", "static", logits_processor=[own], max_new_tokens=60):
         assert tokens[-1] == END
         text = "".join(tokenizer().convert_ids_to_tokens(tokens[:-1]))
         assert json.loads(text)["a"] in (1, 2)
@@ -180,69 +182,50 @@ def spelled(own: Rollback, text: str) -> str | None:
     return text + "END" * bool(own.scores(state, torch.zeros(VOCAB))[END] == 0)
 
 
-@BACKEND
-def test_json_is_compact_unless_white_space_is_allowed_which_is_bounded(name: str) -> None:
-    loose = json_schema(SCHEMA, tokenizer(), VOCAB, name, whitespace=True)
+def test_json_is_compact_unless_white_space_is_allowed_which_is_bounded() -> None:
+    loose = schema(whitespace=True)
     compact, spaced = '{"a":1,"b":"c d"}', '{ "a" : 1, "b": "c d"}'
-    assert spelled(grammar(name), compact) == compact + "END"
-    assert spelled(grammar(name), spaced) == "{"
+    assert spelled(schema(), compact) == compact + "END"
+    assert spelled(schema(), spaced) == "{"
     assert spelled(loose, spaced) == spaced + "END"
     assert spelled(loose, "{" + " " * 40) == "{" + " " * MOST_BLANKS
 
 
-@BACKEND
-def test_an_object_of_five_hundred_optional_properties_is_followed(name: str) -> None:
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}}
+def test_an_object_of_five_hundred_optional_properties_is_followed() -> None:
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}}
     answer = '{"p3":1,"p77":2,"p499":3}'
-    assert spelled(json_schema(schema, tokenizer(), VOCAB, name), answer) == answer + "END"
+    assert spelled(schema(many), answer) == answer + "END"
 
 
 def test_the_limit_of_llguidance_is_named_before_the_first_token() -> None:
-    pytest.importorskip("llguidance", reason="llguidance is an extra: pip install saccade[grammar]")
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1100)}}
-    with pytest.raises(InputError, match=r"4407 items; max is 4100\): an object may have 1000 optional properties"):
-        json_schema(schema, tokenizer(), VOCAB, "llguidance")
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1100)}}
+    with pytest.raises(InputError, match=r"items; max is 4100\): an object may have 1000 optional properties"):
+        schema(many)
 
 
 NOTHING = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}
 
 
-@BACKEND
-def test_a_ref_to_itself_is_refused_and_a_ref_with_an_end_followed(name: str) -> None:
+def test_a_ref_to_itself_is_refused_and_a_ref_with_an_end_followed() -> None:
     with pytest.raises(InputError, match="must lead to something else than itself"):
-        json_schema({"$ref": "#"}, tokenizer(), VOCAB, name)
+        schema({"$ref": "#"})
     with pytest.raises(InputError, match="must lead to something else than itself"):
-        spelled(json_schema(NOTHING, tokenizer(), VOCAB, name), '{"x":1')
+        spelled(schema(NOTHING), '{"x":1')
     node = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
     answer = '{"v":1,"next":{"v":2,"next":{"v":3}}}'
-    assert spelled(json_schema(node, tokenizer(), VOCAB, name), answer) == answer + "END"
+    assert spelled(schema(node), answer) == answer + "END"
 
 
-@pytest.mark.parametrize("installed", [("llguidance",), ("xgrammar",), ("xgrammar", "llguidance")], ids=str)
-def test_the_installed_backend_is_chosen(installed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in installed:
-        pytest.importorskip(name, reason=f"{name} is an extra: pip install saccade[grammar]")
-    monkeypatch.setattr("saccade.grammar.find_spec", lambda name: name in installed or None)
-    expected = LLGuidance if "llguidance" in installed else XGrammar
-    assert isinstance(json_schema(SCHEMA, tokenizer(), VOCAB), expected)
-
-
-def test_a_backend_that_is_missing_or_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schemas_need_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.grammar.find_spec", lambda name: None)
-    for backend in (None, "xgrammar"):
-        with pytest.raises(InputError, match=r"llguidance or xgrammar; run `pip install 'saccade\[grammar\]'`"):
-            json_schema(SCHEMA, tokenizer(), VOCAB, backend)
-    with pytest.raises(InputError, match="no backend 'outlines'"):
-        json_schema({}, None, 10, "outlines")
+    with pytest.raises(InputError, match=r"need llguidance; run `pip install 'saccade\[grammar\]'`"):
+        json_schema(SCHEMA, tokenizer(), VOCAB)
 
 
 def test_xgrammar_s_own_processor_is_taken_as_its_grammar() -> None:
-    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is an extra: pip install saccade[grammar]")
+    compiled = compiled_by_xgrammar()
     from xgrammar.contrib.hf import LogitsProcessor as Theirs
 
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCAB)
-    compact = {"any_whitespace": False, "separators": (",", ":")}
-    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), **compact)
     assert run("xgrammar", "static", logits_processor=[Theirs(compiled)]) == answers("xgrammar")
     with pytest.raises(InputError, match="no grammar for row 2"):
         run("xgrammar", "static", logits_processor=[Theirs([compiled, compiled])])

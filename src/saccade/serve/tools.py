@@ -18,6 +18,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from saccade.grammar import MOST_BLANKS
+from saccade.schema import enforceable
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.schemas import AllowedChoice, Decoding, Function, NamedTool, Prompting, Structure
 
@@ -50,9 +51,8 @@ class Rules:
         """Return the whole grammar, which begins with this rule."""
         return "\n".join([f"start: {body}", *(f"{name}: {rule}" for name, rule in self._rules.items())])
 
-    def json(self, schema: Any, form: Json = SPACED) -> str:
-        whole = {**schema, "x-guidance": form} if isinstance(schema, Mapping) else schema
-        return self.rule(f"%json {json.dumps(whole)}")
+    def json(self, schema: str | Json, form: Json = SPACED) -> str:
+        return self.rule(f"%json {json.dumps({**enforceable(schema), 'x-guidance': form})}")
 
     def until(self, end: str) -> str:
         """Any text, and its end."""
@@ -81,9 +81,8 @@ def structure_rule(structure: Structure, rules: Rules) -> str:
     """Grammar of an answer that has a form."""
     value = structure.value
     if structure.kind == "json":
-        schema = json.loads(value) if isinstance(value, str) else value
         blanks = {"whitespace_pattern": rf"[ \n]{{0,{MOST_BLANKS}}}"} if structure.whitespace else {}
-        return rules.json(schema, {"whitespace_flexible": structure.whitespace, **blanks})
+        return rules.json(value, {"whitespace_flexible": structure.whitespace, **blanks})
     if structure.kind == "regex":
         return rules.rule("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", value) + "/")
     return rules.rule(" | ".join(map(rules.literal, value)))
@@ -102,27 +101,12 @@ def _properties(schema: Json) -> Iterator[tuple[str, Json, bool]]:
         yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
 
 
-def _closed(schema: Any, named: bool = False) -> Any:
-    """A schema whose objects have no properties but those that it names, unless it says that they may.
-
-    Joined ones (allOf) stay open: closed, each would refuse what the others name. ``named``: it has schemas by name.
-    """
-    if not isinstance(schema, Mapping | list) or '"allOf"' in json.dumps(schema):
-        return schema
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    closing = {"additionalProperties": False} if "properties" in schema and not named else {}
-    maps, values = ((), ()) if named else (("properties", "$defs", "definitions"), ("enum", "const"))
-    inner = {name: each if name in values else _closed(each, name in maps) for name, each in schema.items()}
-    return {**closing, **inner}
-
-
 def _json(before: str, behind: str = "") -> Callable[[Rules, Function], str]:
     """Arguments as JSON, with what is in front of them (NAME: that of the function), and behind."""
 
     def body(rules: Rules, function: Function) -> str:
         begin = rules.literal(before.replace("NAME", function.name))
-        return f"{begin} {rules.json(_closed(function.arguments))} {rules.literal(behind)}"
+        return f"{begin} {rules.json(function.arguments)} {rules.literal(behind)}"
 
     return body
 
@@ -138,7 +122,7 @@ def _elements(rules: Rules, function: Function) -> str:
         elif schema.get("type") == "string":
             value = f"{rules.until(close)} {line}"
         else:
-            value = f"{rules.json(_closed(schema))} {rules.literal(end)}"
+            value = f"{rules.json(schema)} {rules.literal(end)}"
         members.append((f"{begin} {value}", required))
     begin, end = (rules.literal(text) for text in (f"<function={function.name}>\n", "</function>"))
     return f"{begin} {rules.members(members)} {end}"
