@@ -222,6 +222,28 @@ def test_a_trial_is_verified_however_unsure_the_drafter_is() -> None:
     assert drafts.lengths == [0, 1]
 
 
+def test_a_step_risks_half_of_the_credit_by_bad_luck_and_many_rows_together_less() -> None:
+    """The luck of a row's tokens is all or nothing; that of many rows' tokens evens out."""
+    for count, drafts in ((1, False), (16, True)):
+        pacer, rows = Pacer(8, 0.1), [Trials() for _ in range(count)]
+        for number in range(500):
+            for row in rows:
+                pacer.observe_acceptance(row, 1, int(number % 5 > 0))
+        for credit in (0.02, 1.0):
+            pacer.credit = credit
+            lengths = [pacer.lengths(rows) for _ in range(3)][-1]
+            assert any(lengths) == (drafts or credit == 1.0)
+
+
+def test_a_row_counts_for_its_first_drafts_alone_among_all_rows_however_long_it_is() -> None:
+    few, many = Pacer(8, 0.1), Pacer(8, 0.1)
+    for pacer, drafts in ((few, 4), (many, 400)):
+        row = Trials()
+        for _ in range(drafts):
+            pacer.observe_acceptance(row, 1, 0)
+    assert many.begin([Trials()], 0).expected == few.begin([Trials()], 0).expected
+
+
 def test_confidence_counts_for_what_became_of_the_rows_tokens() -> None:
     pacer, rows = read([0.95, 0.3], [0, 1])
     drafts = pacer.begin(rows, 0)

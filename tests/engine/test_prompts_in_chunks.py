@@ -12,12 +12,14 @@ import pytest
 from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
+from saccade.engine import Engine, Request
 from saccade.engine.costs import ChunkSizes
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 from saccade.target_model.context import Context, Prefill
 from saccade.target_model.forward import TokenBlock
+from saccade.verify.loose import LVSpec
 
 NEW = 8
 
@@ -174,6 +176,23 @@ def test_media_and_draft_prompts_of_little_time_need_no_steps_of_their_own(
     assert row.output
     drain(batch)
     assert row.output == alone("plain", new, "llava")
+
+
+def test_half_a_prompt_whose_states_nobody_took_in_is_no_prefix_of_the_next() -> None:
+    """A rule that reads the states of the whole prompt gets them all, also where the first row of it was cancelled."""
+    chain, prompt = engine("chain", "llava"), prompts("image", "llava")[0]
+    reading = Engine(chain.target, chain.drafter, LVSpec(share=0.7))
+    expected = reading.generate([Request(prompt)], max_new_tokens=NEW)[0].tokens
+    for under_test, reused in ((chain, True), (reading, False)):
+        batch = under_test.open(1, prefill_chunk=len(prompt) - 3)
+        first = add(batch, prompt, n=NEW)
+        batch.step()
+        assert 0 < batch.context.lengths[0] < len(prompt)
+        batch.cancel(first)
+        again = add(batch, prompt, n=NEW)
+        drain(batch)
+        assert bool(again.stats.reused_tokens) == reused
+        assert again.output == (expected if under_test is reading else alone("plain", prompt, "llava", n=NEW))
 
 
 def test_more_time_goes_to_prompts_where_more_wait_than_decode() -> None:

@@ -107,6 +107,27 @@ def test_what_was_broken_off_leaves_nothing_behind(method: str, monkeypatch: pyt
         assert model.generate("What?", [picture(1)], session=session).tokens == expected
 
 
+@pytest.mark.parametrize("method", ["plain", "lookup"])
+def test_entries_that_a_broken_step_did_not_commit_are_computed_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row's content is written down just before they are committed."""
+    batch, prompt = engine(method).open(1, prefill_chunk=5), prompts()[1]
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    broken = add(batch, prompt)
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCache, "commit", refuse)
+        batch.step()
+    assert "planted" in str(broken.error)
+    again = add(batch, prompt)
+    for _ in range(100):
+        batch.step()
+    assert again.output == alone(method, prompt)
+
+
 def test_a_stream_opened_before_another_answer_failed_still_runs() -> None:
     """What it needs of the session is made when it begins, not when it is opened."""
     model = vlm("llava", "llava-draft")

@@ -10,7 +10,7 @@ from test_hf import NEW, both, common, inputs_of, model, new_tokens, speculation
 from torch import Tensor
 from transformers import DynamicCache, RepetitionPenaltyLogitsProcessor, StaticCache
 
-from families import FAMILIES, Inputs
+from families import FAMILIES, PAD, Inputs
 from saccade.hf import speculate
 
 NAMES = ("llama", "llava", "mistral", "gemma3")
@@ -117,6 +117,20 @@ def test_processors_see_padding_on_the_left_as_in_generate_and_none_on_the_right
     inputs = {"input_ids": torch.stack([torch.cat(row) for row in rows]), "attention_mask": mask}
     expected = new_tokens("llama", inputs, None, **options) if side == "left" else torch.stack(alone).tolist()
     assert new_tokens("llama", inputs, speculation("llama"), **options) == expected
+
+
+def test_a_penalty_that_ignores_a_padded_prompt_ignores_no_token_behind_it() -> None:
+    """``prompt_ignore_length`` counts columns, of which a row padded on the right has fewer tokens."""
+    prompts = [FAMILIES["llama"].row_inputs("text", row)["input_ids"] for row in range(3)]
+    width, expected = max(ids.shape[1] for ids in prompts) + 6, []
+    for ids in prompts:
+        penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ids.shape[1])
+        expected += new_tokens("llama", {"input_ids": ids}, None, logits_processor=[penalty])
+    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=width)
+    padded = [torch.nn.functional.pad(ids[0], (0, width - ids.shape[1]), value=PAD) for ids in prompts]
+    mask = torch.stack([torch.arange(width) < ids.shape[1] for ids in prompts]).long()
+    inputs = {"input_ids": torch.stack(padded), "attention_mask": mask}
+    assert new_tokens("llama", inputs, speculation("llama"), logits_processor=[penalty]) == expected
 
 
 def test_labels_change_nothing() -> None:

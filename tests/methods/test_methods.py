@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from saccade import MethodError
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.methods import METHODS, is_lossless, options
+from saccade.methods.compositions import Models, within_reach
 from saccade.methods.settings import GROUPS, TREES, about, table
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
@@ -77,6 +79,22 @@ def test_names_of_hugging_face_and_vllm_mean_the_same(name: str) -> None:
         options("chain", {"gamma": 7, name: 7})
     with pytest.raises(MethodError, match="has the option gamma with tree=chain or"):
         options("dynamic-tree", {name: 7})
+
+
+def test_lengths_are_cut_to_what_a_head_drafts_ahead_unless_they_were_chosen() -> None:
+    head: Any = SimpleNamespace(kind="medusa", reach=2)
+    parts = Models(cast("Any", None), head=head)
+    values = {"draft_with": "medusa", "tree": "sage", "total": 64}
+    lengths = {"gamma": 5, "max_depth": 6, "d_min": 3, "d_max": 7, "ceiling": 12}
+    short = dict.fromkeys(lengths, 2)
+    assert within_reach(parts, {**values, **lengths}, ()) == {**values, **short}
+    assert within_reach(parts, {**values, **lengths}, ("gamma", "d_max")) == {**values, **short, "gamma": 5, "d_max": 7}
+    paced = {**values, "tree": "paced", "gamma": 5}
+    assert within_reach(parts, paced, ("gamma",)) == {**paced, "gamma": 2}, "whose pacer chooses the length anyway"
+    others = {**values, **lengths, "draft_with": "lookup"}
+    assert within_reach(parts, others, ()) == others
+    head.reach = None
+    assert within_reach(parts, {**values, **lengths}, ()) == {**values, **lengths}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,19 +135,22 @@ def test_control_tokens_that_clients_write_are_text(shared: Live) -> None:
 def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> None:
     """The others are repeated alone; what they had streamed already is not sent twice."""
     with live(max_rows=4) as server:
-        model = vlm("qwen", "qwen-draft")
-        posed = [q for q in questions(9, seed=3) if q.body["max_tokens"] >= 8][:3]
+        model, owner = vlm("qwen", "qwen-draft"), server.service.owner
+        posed = [q.with_(max_tokens=30) for q in questions(9, seed=3)][:3]
+        posed = [replace(q, options={**q.options, "max_new_tokens": 30}) for q in posed]
         expected = [question.expected(model) for question in posed]
         poisoned = {"model": "tiny", "messages": asks("poison"), "max_tokens": 30, "temperature": 0}
         ids = model.processor.prompt(asks("poison")).ids
         target = model.target
-        forward, calls = target.forward, []
+        forward, sent = target.forward, list[list[int]]()
 
         def failing(*arguments: Any, **options: Any) -> Any:
-            calls.append(1)
-            lanes = server.service.owner._lanes.values()
-            rows = [job.row for lane in lanes for job in lane.jobs.values()]
-            if any(row is not None and tuple(row.ids[: len(ids)]) == ids and len(row.output) > 2 for row in rows):
+            """Raise where all rows have begun, and then wherever the culprit is."""
+            server.until(lambda: owner._submitted.total() == 4)
+            rows = [job.row for lane in owner._lanes.values() for job in lane.jobs.values() if job.row is not None]
+            begun = [len(row.output) for row in rows if row.output]
+            if any(tuple(row.ids[: len(ids)]) == ids for row in rows) and (sent or len(begun) == 4):
+                sent.append(begun)
                 raise RuntimeError("planted: out of memory")
             return forward(*arguments, **options)
 
@@ -158,6 +162,7 @@ def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> N
                 status, answer = bad.result()
         finally:
             del target.forward
+        assert [len(begun) for begun in sent] == [4, 0], "all had begun, and then the culprit alone had not"
         assert found == expected
         assert status == 500
         assert answer["error"]["code"] == "internal_error"

@@ -133,6 +133,31 @@ def test_rows_may_join_and_leave_between_two_forwards() -> None:
     assert scores[..., 0].tolist() == [[0, 1], [7, 8]]
 
 
+def test_a_token_that_a_state_has_taken_in_is_not_taken_in_again_where_a_later_one_raised() -> None:
+    """The row's processors are called again alone, after they raised among others."""
+
+    class Fails:
+        failed = False
+
+        def start(self, prompt: Sequence[int]) -> tuple[int, ...]:
+            return ()
+
+        def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+            if token == 3 and not self.failed:
+                self.failed = True
+                raise ZeroDivisionError
+            return *state, token
+
+        def scores(self, state: tuple[int, ...], scores: Tensor) -> Tensor:
+            return scores
+
+    row = RowProcessing([Fails()])
+    row.states_after([7])
+    with pytest.raises(ZeroDivisionError):
+        row.states_after([7, 1, 2, 3, 4])
+    assert row.states_after([7, 1, 2, 3, 4]) == {0: (1, 2, 3, 4)}
+
+
 class Forbidding:
     """Forbids some tokens everywhere, and notes what it was shown."""
 

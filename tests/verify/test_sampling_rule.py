@@ -104,6 +104,27 @@ def test_siblings_are_tried_one_after_the_other_as_in_the_walk(drawn: bool) -> N
         assert_walked([BUSHY] * 15, seed, drawn, barred=False)
 
 
+REPEATING = NaiveTree((0, 0, 0, 0, 1, 1), (0, 1, 1, 2, 3, 3), (True,) * 6)
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
+def test_a_token_that_two_siblings_share_has_its_mass_once(drawn: bool) -> None:
+    for seed in range(20):
+        assert_walked([REPEATING] * 15, seed, drawn, barred=False)
+
+
+def test_where_rounding_leaves_nothing_of_p_the_last_token_is_the_targets() -> None:
+    """q is above p by a rounding at the child, and equal elsewhere, so that its rejection takes all of p away."""
+    tree = draft_tree([NaiveTree((0, 0), (2, 0), (True, True))])
+    half = torch.tensor([0.5, 0.5, 0.0])
+    tree.q = half.nextafter(torch.tensor([1.0, 0.5, 0.0])).expand(1, 2, 3)
+    scores = half.log().expand(1, 2, 3)
+    for uniform, token in ((0.25, 0), (0.75, 1)):
+        numbers = torch.tensor([[[uniform], [1 - 2**-24]]])
+        verdict = judged(Sampling(), tree, scores, numbers)
+        assert (verdict.count.item(), verdict.token.item()) == (0, token)
+
+
 # --------------------------------------------------------------------------- single decisions
 
 
