@@ -242,7 +242,7 @@ class VLM:
     ) -> None:
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
         self.target: Target = adapt(model, exact)
-        self.adapters = {name: adapted(self.target, name, folder) for name, folder in (adapters or {}).items()}
+        self.adapters = adapted(self.target, adapters or {})
         self.adapter: str | None = None
         self._base = self.target
         self.draft_model: Target | None = None
