@@ -6,7 +6,9 @@ Measurements, all on one thread and in one process:
 - *arrivals*: Poisson arrivals of questions about pictures and videos, some of them follow-ups about a picture that was
   asked about before, at loads relative to what one request after the other can serve. Arrivals live on a clock that
   runs while the process computes and jumps over idle time, so that with ``--clock cpu`` other work on the machine
-  changes nothing but the caches.
+  changes nothing but the caches;
+- *prompt*: short prompts that arrive while a long one is read: their time to the first token, alone and beside it, and
+  what the long one loses.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ MIXED_TASKS = ("chart", "scene", "receipt", "document", "detail", "line")
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 LOADS = (0.5, 1.5, 4.0)
 """Arrival rates, as multiples of what one request after the other can serve."""
+LONG, SHORT = 5000, (20, 24, 28, 32)
+"""Tokens of a long prompt, and of short ones that arrive beside it."""
 LATER = 5
 """How many other requests arrive between the first question about a picture and the second."""
 
@@ -255,6 +259,38 @@ def serve_loads(vlm: VLM, model: Any, requests: Sequence[Arrival], start: Start,
             print(f"{name:22}" + "".join(f"{value:13.3f}" for value in row), flush=True)
 
 
+def beside_a_long_prompt(vlm: VLM, start: Start, options: argparse.Namespace) -> None:
+    """Print the time to the first token of short prompts alone and beside a long one, and the long one's."""
+    serve = running(vlm, options.rows, options.chunk)
+
+    def first_tokens(lengths: Sequence[int], times: Sequence[float], turn: int) -> list[float]:
+        """Of random prompts that arrive at these times."""
+        rng = random.Random(turn)
+        ids = vlm.processor.prompt("Say what you see.").ids
+        requests = [
+            Arrival(Prompt((*ids[:4], *(rng.randrange(300, 900) for _ in range(length - 8)), *ids[-4:])), at)
+            for length, at in zip(lengths, times, strict=True)
+        ]
+        serve(requests, start(), 4)
+        return [request.chunks[0][0] - request.arrives for request in requests]
+
+    alone, beside, whole, shared = list[float](), list[float](), list[float](), list[float]()
+    for turn in range(options.turns):  # interleaved, so that the machine's moods fall on all
+        for length in SHORT:
+            alone += first_tokens([length], [0.0], turn)
+        whole += first_tokens([LONG], [0.0], turn)
+        times = [whole[-1] * (place + 1) / (len(SHORT) + 1) for place in range(len(SHORT))]
+        first, *others = first_tokens([LONG, *SHORT], [0.0, *times], turn)
+        shared.append(first)
+        beside += others
+    step = median(whole) / -(-LONG // options.chunk)
+    limit, loss = 2 * median(alone) + step, median(shared) / median(whole) - 1
+    print(f"\n{len(SHORT)} short prompts beside one of {LONG} tokens: median seconds to the first token")
+    print(f"short alone {median(alone):.3f}, beside the long one {median(beside):.3f} (at most {max(beside):.3f})")
+    print(f"twice alone and a step of the long one: {limit:.3f}")
+    print(f"long alone {median(whole):.3f}, beside the short ones {median(shared):.3f} ({loss:+.1%})")
+
+
 def main() -> None:
     parser = pocket_pair.parser(__doc__)
     parser.set_defaults(target_dtype="float32", threads=1)
@@ -265,7 +301,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per step (default: 256)")
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
-    parser.add_argument("--only", choices=("full", "arrivals"), help="one of them alone")
+    parser.add_argument("--turns", type=int, default=5, help="of the measurement of prompts (default: 5)")
+    parser.add_argument("--only", choices=("full", "arrivals", "prompt"), help="one of them alone")
     options = pocket_pair.options_of(parser)
     model = load(options.target, options.target_dtype, options.device)
     draft = load(options.draft, options.draft_dtype, options.device)
@@ -280,6 +317,8 @@ def main() -> None:
             print(f"{name:22}{speed:10.1f}{ratio:12.2f}")
     if options.only in (None, "arrivals"):
         serve_loads(vlm, model, requests, start, options)
+    if options.only in (None, "prompt"):
+        beside_a_long_prompt(vlm, start, options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import LONGEST_STEP, Pacer, StepSizes
 from saccade.engine.row import Request, Row, RowPlan, plan
-from saccade.engine.slots import BatchState
+from saccade.engine.slots import PATIENCE, BatchState
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
@@ -197,17 +197,27 @@ class RunningBatch:
         return [(row, row.steps[-1]) for row in active if row.steps]
 
     def _admit(self, active: list[Row]) -> None:
-        """Admit waiting rows, and add them to ``active``, the one that memory is reserved for included."""
-        state, waiting = self._state, self._waiting
+        """Admit waiting rows, and add them to ``active``, the one that memory is reserved for included.
+
+        Smaller ones go ahead of those for which there is no memory yet, but not for ever.
+        """
+        state, waiting, place = self._state, self._waiting, 0
         fresh = list(waiting)[: self._max_rows - len(state.active)]
-        while waiting:
-            active.append(waiting.popleft())
+        while place < min(len(waiting), self._max_rows) and len(state.active) < self._max_rows:
+            row = waiting[place]
+            del waiting[place]
+            active.append(row)
             if len(fresh) > 1 and not state.active and self._kv_memory is None:
                 state.slots.preallocate(fresh)
-            if not state.slots.assign(active[-1]):
-                waiting.appendleft(active.pop())
+            if state.slots.assign(row):
+                for larger in list(waiting)[:place]:
+                    larger.overtaken += 1
+                state.admit(row)
+                continue
+            waiting.insert(place, active.pop())
+            if row.overtaken >= PATIENCE:
                 return
-            state.admit(active[-1])
+            place += 1
 
 
 def _check_ids(target: Target, prompt: Prompt) -> None:

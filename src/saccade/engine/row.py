@@ -252,6 +252,7 @@ class Row:
         self.stats = Stats(prompt_tokens=len(self.ids))  # counts so far
         self.error: BaseException | None = None  # cause of the row's failure; None without one
         self.slot: int | None = None  # of the batch's caches; None before admission and after the row's end
+        self.overtaken = 0  # how often others have gone ahead of it, for memory or with their prompts
         self.steps: list[TicketChunk] = []  # unread steps, oldest first; readers remove them
         self.processing = RowProcessing(plan.processors, plan.eos)
         self.generator = torch.Generator().manual_seed(request.seed)  # random generator, on the host
@@ -285,7 +286,7 @@ class Row:
 
     def begin(self, slot: int) -> None:
         """Record the row's admission."""
-        self.slot = slot
+        self.slot, self.overtaken = slot, 0
         self._begun = time.perf_counter()
 
     def pop_new_tokens(self) -> list[int]:

@@ -29,6 +29,10 @@ MIN_SHARED_PREFIX = 16
 """Shared tokens for which a slot with content is preferred to an empty one; chat templates alone share a few."""
 _LATE = 8
 """Tokens after which it is considered again whether the drafter is to join a row."""
+SHARE = 8
+"""Part of a step's tokens, as a divisor, that shorter prompts leave to a longer one."""
+PATIENCE = 8
+"""How often others may go ahead of a row before it is the next."""
 
 
 class SlotAllocator:
@@ -55,9 +59,12 @@ class SlotAllocator:
     @property
     def usage(self) -> float:
         """Share of the limit that rows occupy, cached content left out; 0 without a limit."""
-        occupied = (slot for slot, row in enumerate(self._rows) if row is not None)
-        used = sum(self._held(slot) for slot in occupied)
-        return used / self._limit if self._limit else 0.0
+        return self._occupied / self._limit if self._limit else 0.0
+
+    @property
+    def _occupied(self) -> int:
+        """Bytes of the slots that have a row."""
+        return sum(self._held(slot) for slot, row in enumerate(self._rows) if row is not None)
 
     def check(self, row: Row) -> None:
         """Refuse a row that can never fit."""
@@ -121,11 +128,11 @@ class SlotAllocator:
         """Drop cached contents, those freed first, until the row fits; return whether it does."""
         if self._limit is None:
             return True
+        if self._occupied + self._bytes(row) > self._limit:
+            return False
         others = sorted(set(free) - {slot}, key=lambda s: self._freed_at[s])
         held = self._held(slot)  # which the row takes over
         while self.nbytes - held + self._bytes(row) > self._limit:
-            if not others:
-                return False
             self._clear(others.pop(0))
         return True
 
@@ -272,22 +279,23 @@ class PromptRunner:
         """
         chunks: list[PrefillChunk] = []
         left = 1.0  # share of the time by which this step may be longer
-        for row in list(self._state.active):
-            budget = int(left * self._budget)
-            if row.slot is None or not self._state.is_prefilling(row) or budget < min(self._budget, FEWEST):
+        waiting = self._in_order() if self._budget else []
+        for row, prefill in waiting:
+            row.overtaken += 1
+            budget = self._allowance(prefill, int(left * self._budget), chunks, row is waiting[-1][0])
+            if budget < min(self._budget, FEWEST):
                 continue
-            if not budget:
-                break
-            prefill = self._state.prefills[row.slot]
             chunk = PrefillChunk(row, prefill, prefill.chunk_end(budget))
             if len(prefill.prompt) - chunk.stop <= self._sizes.prompts.most // 32:
                 chunk.stop = len(prefill.prompt)
             size = chunk.stop - prefill.num_computed
             media, draft = self._costs(chunk)
-            cost = size / self._budget + media + draft
+            # What nobody waits for may take each kind's whole size.
+            cost = size / self._budget + media + draft if self._rows else max(size / self._budget, media, draft)
             if cost > left < 1:
                 continue  # fits a later step
             chunks.append(chunk)
+            row.overtaken = 0
             if cost > 1 and self._run_ahead(chunk, media > cost / 2, draft > cost / 2):
                 break
             left -= cost
@@ -315,12 +323,35 @@ class PromptRunner:
             chunk.has_tree = chunk.block is not None and chunk.is_last and self._drafts_early(chunk.row)
         return chunks
 
+    def _in_order(self) -> list[tuple[Row, Prefill]]:
+        """Rows with a prompt in prefill: those that others went ahead of for long, then by what is left of them."""
+        waiting = [
+            (row, self._state.prefills[row.slot]) for row in self._state.active if row.slot in self._state.prefills
+        ]
+
+        def place(each: tuple[Row, Prefill]) -> tuple[int, int]:
+            row, prefill = each
+            left = len(prefill.prompt) - prefill.num_computed + prefill.num_unencoded(len(prefill.prompt))
+            return -row.overtaken if row.overtaken >= PATIENCE else 0, left
+
+        return sorted(waiting, key=place)
+
+    def _allowance(self, prefill: Prefill, tokens: int, chunks: Sequence[PrefillChunk], is_last: bool) -> int:
+        """How many of the step's ``tokens`` that are left a prompt may take behind the chunks of others.
+
+        It leaves some to those behind it. A part of a prompt beside whole ones, whose first tokens wait for it alone,
+        takes no more than these.
+        """
+        if not is_last and tokens >= 2 * FEWEST:
+            tokens -= max(FEWEST, tokens // SHARE)
+        is_whole = len(prefill.prompt) - prefill.num_computed <= tokens
+        if not self._rows and not is_whole and any(chunk.is_last for chunk in chunks):
+            tokens = min(tokens, max(self._tokens, self._budget // SHARE))
+        return tokens
+
     def _costs(self, chunk: PrefillChunk) -> tuple[float, float]:
-        """Shares of the time by which this step may be longer of a chunk's media and of its draft prompt; 0 where no
-        row waits for them."""
+        """Shares of the time by which this step may be longer of a chunk's media and of its draft prompt."""
         row, tokens = chunk.row, 0
-        if not self._rows:
-            return 0.0, 0.0
         if chunk.is_last and not row.drafter_prefilled and self._drafts_early(row):
             tokens = len(row.request.drafter_prompt)
         media = chunk.prefill.num_unencoded(chunk.stop)
