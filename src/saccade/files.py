@@ -16,6 +16,9 @@ from saccade.errors import SaccadeError
 
 _ADVICE = "what was there before is intact, so check the folder and its free space and run the command again"
 
+PRIVATE = 0o600
+"""Mode of a file that its owner alone can read."""
+
 
 def expanded(path: str | Path) -> Path:
     """Path with ``~`` and ``~user`` as home folders; a name such as ``~$notes.png``, which is no user's, as it is."""
@@ -36,12 +39,19 @@ def write_file(
     *,
     error: type[SaccadeError] = SaccadeError,
     advice: str = _ADVICE,
+    is_private: bool = False,
 ) -> None:
-    """Replace a file atomically by text, bytes, or what a function writes at the path that it gets."""
+    """Replace a file atomically by text, bytes, or what a function writes at the path that it gets.
+
+    ``is_private``: nobody but its owner can read it at any time.
+    """
     part = path.with_name(f"{path.name}.part")
     with writing(path, error, advice):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if is_private:
+                part.unlink(missing_ok=True)
+                part.touch(PRIVATE, exist_ok=False)
             if callable(content):
                 content(part)
             else:

@@ -21,6 +21,8 @@ from saccade.draft.trees.policy import TopProposer
 from saccade.engine import Engine, Request
 from saccade.errors import MethodError
 from saccade.inputs.families.family import Prompt
+from saccade.methods import options
+from saccade.methods.compositions import Models, compose
 from saccade.options import SuffixOptions
 from saccade.tree import DraftTree
 
@@ -114,6 +116,28 @@ def test_guesses_that_fail_are_made_no_more_and_return_once_they_hold() -> None:
     assert drafted(session, [*said, *said[:4]]).size == size
 
 
+def test_what_one_key_s_guesses_come_to_changes_nothing_for_another() -> None:
+    session = opened(SuffixOptions())
+    said = list(range(100, 130))
+    size = drafted(session, [*said, *said[:4]], "mine").size
+    for _ in range(150):
+        drafted(session, [*said, *said[:4]], "other")
+        session.propose([0], [[7]], TopProposer(), 50)
+    assert drafted(session, [*said, *said[:4]], "other").size == 1
+    assert drafted(session, [*said, *said[:4]], "mine").size == size > 1
+
+
+def test_rates_of_the_last_keys_alone_are_kept() -> None:
+    drafter = SuffixDrafter(EAGER)
+    first = drafter.rates("first")
+    for number in range(suffix.KEYS - 1):
+        drafter.rates(str(number))
+    assert drafter.rates("first") is first  # and used last
+    for number in range(suffix.KEYS):
+        drafter.rates(f"new {number}")
+    assert drafter.rates("first") is not first
+
+
 # --------------------------------------------------------------------------- earlier answers
 
 
@@ -199,6 +223,24 @@ def test_the_file_is_bounded_as_the_memory_is(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
+def test_nobody_else_can_read_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+
+    def mode() -> str:
+        return f"{path.stat().st_mode & 0o777:o}"
+
+    path.with_name("answers.jsonl.part").touch(0o644)  # as a kill left it
+    store = AnswerStore(2**20, 3, path, 99)
+    assert mode() == "600"
+    path.unlink()
+    store.add("", [1, 2])
+    assert mode() == "600"
+    path.unlink()
+    path.write_text('{"suffix store": 1, "vocab_size": 99}\n')  # as an earlier version wrote it
+    AnswerStore(2**20, 3, path, 99)
+    assert mode() == "600"
+
+
 def test_a_file_of_something_else_or_of_another_vocabulary_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     AnswerStore(2**20, 3, path, 99).add("", [1, 2])
@@ -241,6 +283,21 @@ def test_an_engine_s_batches_share_answers_by_the_salt_of_their_requests() -> No
     first, again = passes(engine, salt="a"), passes(engine, salt="a")
     assert again < first / 2
     assert passes(engine, salt="b") == passes(Engine(target("llama"), SuffixDrafter(EAGER)))
+
+
+def test_an_answer_that_no_later_request_can_use_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    engine = Engine(target("llama"), SuffixDrafter(EAGER, AnswerStore(2**20, 3, path, 99)))
+    engine.generate([Request(ASKED).salted("once", is_last=True)], max_new_tokens=30)
+    assert len(path.read_text().splitlines()) == 1
+    engine.generate([Request(ASKED).salted("mine")], max_new_tokens=30)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_other_options_of_the_method_use_the_same_store_of_a_file(tmp_path: Path) -> None:
+    parts, values = Models(target("llama")), {**options("suffix", {}), "store": str(tmp_path / "answers.jsonl")}
+    first, second = (compose(parts, {**values, "gamma": gamma}).drafter for gamma in (4, 8))
+    assert first.store is second.store  # type: ignore[union-attr]
 
 
 def test_rows_at_once_learn_from_each_other_s_answers_once_these_are_there() -> None:

@@ -11,6 +11,7 @@ import pytest
 from live_server import Live, Question, asks, live, questions, uri
 
 from checkpoints import vlm
+from saccade.draft.suffix import SuffixDrafter
 from saccade.engine import RunningBatch
 from saccade.engine.step import StepRunner
 from saccade.inputs.families.family import Prompt
@@ -294,3 +295,7 @@ def test_nothing_is_reused_where_reuse_is_off() -> None:
         for _ in range(2):
             assert reused(server, {}, n=2) == (0, 0)
             assert reused(server, {}, cache_salt="a") == (0, 0)
+            assert reused(server, {}, speculation="suffix") == (0, 0)
+        drafter = server.service.models["tiny"].setting("suffix").vlm.engine.drafter
+        assert isinstance(drafter, SuffixDrafter)
+        assert drafter.store.tokens == 0

@@ -48,6 +48,14 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("entry", [{"options": {"store": "a"}}, {"profiles": {"copy": {"store": "a"}}}])
+def test_a_store_of_answers_that_no_request_may_use_is_refused(entry: dict[str, Any]) -> None:
+    models = (ModelEntry("pocket", **entry),)
+    assert ServerConfig(models).reuse_prefixes
+    with pytest.raises(ConfigError, match="would keep nothing"):
+        ServerConfig(models, reuse_prefixes=False)
+
+
 def test_the_plan_of_several_models_loads_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ class DraftSession:
         """
 
     def end(self, row: int, output: Sequence[int]) -> None:
-        """Take in a row's answer, all its tokens, once it has ended for any reason."""
+        """Take in all tokens of an answer that has ended for any reason; none where no later row may use it."""
 
     def reserve(self, row: int, capacity: int) -> None:
         """Make room for ``capacity`` tokens of a row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections import deque
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from saccade.draft.lookup import END, IndexedText
 from saccade.errors import MethodError
-from saccade.files import write_file
+from saccade.files import PRIVATE, write_file
 
 TOKEN_BYTES = 512
 """Memory of a token with its n-grams, about."""
@@ -20,8 +21,9 @@ TOKEN_BYTES = 512
 class AnswerStore:
     """Earlier answers by key, within about ``max_bytes`` of memory: the oldest go first.
 
-    With a ``path`` they are also in a file: every answer adds a line, and the file is replaced once half of its lines
-    are of answers that have gone. Raises `MethodError` where it is another file or cannot be written.
+    With a ``path`` they are also in a file, which its owner alone can read: every answer adds a line, and the file is
+    replaced once half of its lines are of answers that have gone. Raises `MethodError` where it is another file or
+    cannot be written.
     """
 
     def __init__(self, max_bytes: int, max_ngram: int, path: Path | None = None, vocab_size: int = 0) -> None:
@@ -62,7 +64,7 @@ class AnswerStore:
         if self._path is None:
             return
         with suppress(OSError, MethodError):  # no answer fails for want of a file
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=_private) as file:
                 file.write(_line(key, answer))
             self._lines += 1
             if self._lines > 2 * len(self._answers):
@@ -72,8 +74,12 @@ class AnswerStore:
         """Replace the file by the answers that are kept."""
         assert self._path is not None
         content = [self._header + "\n", *(_line(key, answer) for key, answer in self._answers)]
-        write_file(self._path, "".join(content), error=MethodError, advice="give another file")
+        write_file(self._path, "".join(content), error=MethodError, advice="give another file", is_private=True)
         self._lines = len(self._answers)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, PRIVATE)
 
 
 def _line(key: str, answer: array[int]) -> str:

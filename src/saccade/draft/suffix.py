@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -26,6 +26,8 @@ RATES = (0.0, 0.35, 0.7, 0.85, 0.92, 0.96, 0.98)
 """Acceptance rate of a token that all matches agree on, by the bits of the longest one's length, before any trial."""
 TRIALS, MEMORY = 20.0, 0.99
 """How many trials these rates count for, and how much less a trial counts after the next."""
+KEYS = 1000
+"""Keys whose rates are kept: those of the last requests."""
 
 
 class _Match(NamedTuple):
@@ -47,7 +49,8 @@ class SuffixDrafter(PromptLookup):
 
     Matches are looked for in the row's own text and in earlier answers to requests of the same key, which all sessions
     share. A token's probability is the share of the matches, by length, that it followed, times how often such tokens
-    were accepted; the likeliest are drafted, longer matches further ahead, and none where that would not save time.
+    were accepted for that key; the likeliest are drafted, longer matches further ahead, and none where that would not
+    save time.
     Rows that sample use their own text and no experience, so that a seed repeats its answer.
     """
 
@@ -61,8 +64,15 @@ class SuffixDrafter(PromptLookup):
         super().__init__(options.gamma, options.max_ngram, device, vocab_size)
         self.options, self.store = options, store or AnswerStore(2**25, options.max_ngram)
         self.max_nodes, self.max_children = options.total + 1, min(options.total, int(1 / options.least))
-        # Accepted and expected tokens, recent ones counted most, by bits of the match's length.
-        self.rates = [(rate * TRIALS, TRIALS) for rate in RATES]
+        self._rates: OrderedDict[str, list[tuple[float, float]]] = OrderedDict()
+
+    def rates(self, key: str) -> list[tuple[float, float]]:
+        """Accepted and expected tokens of a key, recent ones counted most, by bits of the match's length."""
+        self._rates.setdefault(key, [(rate * TRIALS, TRIALS) for rate in RATES])
+        self._rates.move_to_end(key)
+        if len(self._rates) > KEYS:
+            self._rates.popitem(last=False)
+        return self._rates[key]
 
     def open(self, rows: int, target: Context) -> SuffixSession:
         return SuffixSession(self, rows)
@@ -99,7 +109,8 @@ class SuffixSession(LookupSession):
 
     def _draft(self, row: int, limit: int) -> Draft:
         options = self._by.options
-        rates = RATES if self._keys[row] is None else self._learned(row)
+        key = self._keys[row]
+        rates = RATES if key is None else self._learned(row, self._by.rates(key))
         matches = self._matches(row)
         longest = max((match.length for match in matches), default=0)
         most = min(options.total, int(options.factor * longest))
@@ -125,14 +136,14 @@ class SuffixSession(LookupSession):
             guesses = _guesses(guess.matches, depth)
         return nodes if expected > PASS + NODE * len(nodes) else []
 
-    def _learned(self, row: int) -> list[float]:
+    def _learned(self, row: int, rates: list[tuple[float, float]]) -> list[float]:
         """Acceptance rates, after the outcome of the row's last guesses."""
         place, guesses = self._guesses[row]
         for guess in guesses:
-            accepted, expected = self._by.rates[guess.bits]
+            accepted, expected = rates[guess.bits]
             hit = guess.token == self._texts[row][place]
-            self._by.rates[guess.bits] = accepted * MEMORY + hit, expected * MEMORY + guess.share
-        return [min(accepted / expected, 1.0) for accepted, expected in self._by.rates]
+            rates[guess.bits] = accepted * MEMORY + hit, expected * MEMORY + guess.share
+        return [min(accepted / expected, 1.0) for accepted, expected in rates]
 
     def _matches(self, row: int) -> list[_Match]:
         """Places where the last tokens occurred, in the row's text and in the answers of its key."""

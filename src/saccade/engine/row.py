@@ -229,11 +229,12 @@ class Request:
     draft_prompt: Prompt | None = None  # the drafter's; the target's prompt when None
     seed: int = 0  # of the row's random generator, when sampling
     salt: str = ""  # what caches hold is reused by requests of the same salt alone; see `salted`
+    is_last: bool = False  # whether no later request will have that salt
 
-    def salted(self, salt: str) -> Request:
+    def salted(self, salt: str, is_last: bool = False) -> Request:
         """The same request with a salt, which keeps its prefixes and the features of its media apart."""
         draft_prompt = self.draft_prompt and self.draft_prompt.salted(salt)
-        return replace(self, prompt=self.prompt.salted(salt), draft_prompt=draft_prompt, salt=salt)
+        return replace(self, prompt=self.prompt.salted(salt), draft_prompt=draft_prompt, salt=salt, is_last=is_last)
 
     @property
     def drafter_prompt(self) -> Prompt:

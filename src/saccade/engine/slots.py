@@ -104,7 +104,7 @@ class SlotAllocator:
         if slot is None:
             return
         if self._drafting is not None:
-            self._drafting.end(slot, row.output)
+            self._drafting.end(slot, [] if row.request.is_last else row.output)
         self._frees += 1
         self._rows[slot], self._freed_at[slot], row.slot = None, self._frees, None
         if empty:

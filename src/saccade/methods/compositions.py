@@ -27,6 +27,7 @@ from saccade.target_model.adapter import Target
 from saccade.verify.rule import Rule
 
 if TYPE_CHECKING:
+    from saccade.draft.earlier_answers import AnswerStore
     from saccade.draft.ensemble.views import Captioner
     from saccade.draft.lookup import PromptLookup
     from saccade.draft.pruning import Pruning
@@ -46,6 +47,7 @@ class Models:
     draft_processor: InputProcessor | None = None  # makes the draft model's prompts, for methods that rewrite them
     head: Head | None = None  # a trained drafter head
     own: dict[str, Head] = field(default_factory=dict)  # those of the target's checkpoint by kind, once read
+    stores: dict[tuple[Any, ...], AnswerStore] = field(default_factory=dict)  # those with a file, by it and its limits
 
 
 def compose(parts: Models, values: Values) -> Engine:
@@ -100,7 +102,10 @@ def _drafter(parts: Models, values: Values) -> Drafter:
         from saccade.draft.suffix import SuffixDrafter
 
         path = expanded(values["store"]) if values["store"] else None
-        store = AnswerStore(values["store_mib"] * 2**20, values["max_ngram"], path, parts.target.vocab_size)
+        limits = values["store_mib"] * 2**20, values["max_ngram"]
+        store = parts.stores.get((path, *limits)) or AnswerStore(*limits, path, parts.target.vocab_size)
+        if path is not None:  # of two stores of a file one would lose what the other has added
+            parts.stores[path, *limits] = store
         options = SuffixOptions(**{name: values[name] for name in options_of(SuffixOptions)})
         return SuffixDrafter(options, store, parts.target.device, parts.target.vocab_size)
     policy = tree_policy(values, None if parts.head is None else parts.head.reach)

@@ -168,7 +168,7 @@ class ServedModel:
             for _ in range(body.n):
                 request = replace(shared, seed=(seed + len(jobs)) & (2**63 - 1))
                 if salt := _salt(client, body.cache_salt):
-                    request = request.salted(salt)
+                    request = request.salted(salt, is_last=client is None)
                 plan, send = partial(self.planner.plan, body, request.prompt, begun), partial(deliver, len(jobs))
                 jobs.append(Job(setting.key, setting.vlm, request, plan(), plan, send, body.saccade.trace))
         return jobs
