@@ -48,6 +48,17 @@ def test_later_turns_and_other_questions_about_a_picture_have_the_key_of_the_fir
     assert key_of_body(chat("Hello", "Hi.", "And?")) == key_of_body(chat("Hello")) != key_of_body(chat("Hallo"))
 
 
+def test_pictures_of_anthropics_form_have_a_key_of_their_own() -> None:
+    def asked(words: str, **source: str) -> bytes:
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": words}]
+        return json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode()
+
+    first = key_of_body(asked("What is it?", type="base64", media_type="image/png", data="a"))
+    assert first == key_of_body(asked("And?", type="base64", media_type="image/png", data="a"))
+    assert first != key_of_body(asked("What is it?", type="base64", media_type="image/png", data="b"))
+    assert key_of_body(asked("A?", type="url", url="x")) == key_of_body(chat("What is it?", picture="x"))
+
+
 def test_a_system_message_alone_ties_no_requests_together() -> None:
     def body(text: str) -> bytes:
         system = {"role": "system", "content": "Be brief."}
@@ -193,6 +204,18 @@ def test_a_stream_with_output_ends_with_an_error_event_and_is_not_repeated() -> 
     assert counts(front) == {"requests": 1, "broken": 1}
 
 
+def test_errors_of_the_front_have_the_form_of_the_path() -> None:
+    path = "/v1/messages"
+    sent, _ = visit(answering([HEAD, piece("data: a\n\n")], lost=True), path=path)
+    name, data = sent[-1]["body"].decode().strip().split("\n")
+    assert name == "event: error"
+    error = json.loads(data.removeprefix("data: "))
+    assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+    for config, kind in (({"allowed_hosts": ("elsewhere",)}, "permission_error"), ({}, "request_too_large")):
+        sent, _ = visit(body=b"x" * (2 << 20), limits=Limits(max_body_mib=1), path=path, **config)
+        assert json.loads(sent[1]["body"])["error"]["type"] == kind
+
+
 def test_a_whole_answer_that_breaks_off_closes_the_connection() -> None:
     with pytest.raises(ReplicaLost):
         visit(answering([WHOLE, piece("half")], lost=True))
@@ -223,9 +246,11 @@ def test_a_client_may_name_what_belongs_together() -> None:
     visit(behave, body=chat("Hello"))
     header = (b"x-saccade-affinity", b"mine")
     visit(behave, body=chat("Hello"), headers=(header,))
-    for path, previous in (("/v1/responses/resp_b-12", ""), ("/v1/responses", "resp_b-12")):
+    kept = ("/v1/responses/resp_b-12", "/v1/responses/resp_b-12/input_items")
+    counted = ("/v1/responses/input_tokens", "/v1/responses")
+    for path, previous in [*((path, "") for path in kept), *((path, "resp_b-12") for path in counted)]:
         visit(behave, body=chat("Hello", previous_response_id=previous), path=path, headers=(header,))
-    assert keys == [key_of_body(chat("Hello")), "mine", *[key_of_response("resp_b-12")] * 2]
+    assert keys == [key_of_body(chat("Hello")), "mine", *[key_of_response("resp_b-12")] * 4]
 
 
 def test_a_client_that_leaves_ends_the_work_of_its_replica() -> None:
@@ -252,6 +277,20 @@ def test_keys_hosts_and_sizes_are_checked_before_a_replica_is_asked(monkeypatch:
     sent, _ = visit()
     assert sent[0]["status"] == 401
     assert dict(sent[0]["headers"])[b"www-authenticate"] == b"Bearer"
+
+
+def test_metrics_of_replicas_take_no_query() -> None:
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "query_string": b"a=1", "headers": []}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def none(*_: Any) -> Any:
+        return {}
+
+    asyncio.run(Front(ServerConfig((ModelEntry("m"),)), answering(), none)(scope, none, send))
+    assert (sent[0]["status"], b"takes no query" in sent[1]["body"]) == (400, True)
 
 
 def test_metrics_of_all_replicas_have_their_names() -> None:

@@ -17,6 +17,7 @@ from checkpoints import llama, tokenizer
 from saccade import load
 from saccade.serve.answers import Choice, Piece
 from saccade.serve.front import key_of_response
+from saccade.serve.refusals import Refusal
 from saccade.serve.response_form import ResponseForm
 from saccade.serve.responses import ResponseRequest, chat_request, messages_of
 
@@ -384,10 +385,10 @@ def test_reasoning_and_tool_calls_are_items_of_their_own() -> None:
 
 def test_a_stream_that_breaks_ends_with_the_reason() -> None:
     form, _, kept = called()
-    error = {"message": "The server failed.", "type": "server_error", "param": None, "code": "internal_error"}
+    refusal = Refusal(500, "The server failed.", type="server_error", code="internal_error")
     content = form.begin(0, "So ")
     content += form.chunk(0, Piece("I", None, None, None), None, (0, 0))
-    *_, reason, failed = events_of(content + form.broken({"error": error}))
+    *_, reason, failed = events_of(content + form.broken(refusal))
     assert (reason["type"], reason["message"], reason["code"]) == ("error", "The server failed.", "internal_error")
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "The server failed."}

@@ -14,6 +14,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": asks("Hello"), "max_tokens": 1},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 1},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 1},
+    "/v1/messages": {"messages": asks("Hello"), "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": asks("Hello")},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
     "/ping": {},

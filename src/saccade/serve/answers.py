@@ -15,12 +15,10 @@ from saccade.output import Output, TreeTrace
 from saccade.serve.decoding import StopCutter
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.serve.owner import Event
-from saccade.serve.refusals import Json
+from saccade.serve.refusals import DONE, Json, Refusal
 from saccade.serve.schemas import StreamOptions
 from saccade.serve.tools import Reply, ReplyParser
 from saccade.stream import Detokenizer, TokenTexts
-
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,11 @@ class Choice:
     @cached_property
     def _words(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._cutter.stop
 
     @property
     def message(self) -> Json:
@@ -239,9 +242,9 @@ class Form:
         end = json.dumps({"choices": [], "usage": used, **metrics(choices)})
         return f"data: {self._chunk_head}, {end[1:]}\n\n".encode() + DONE
 
-    def broken(self, error: Json) -> bytes:
-        """The end of a stream that fails, with the body of a refusal."""
-        return error_chunk(error) + DONE
+    def broken(self, refusal: Refusal) -> bytes:
+        """The end of a stream that fails."""
+        return refusal.event()
 
     def body(self, choices: Sequence[Choice], used: Json, details: Sequence[Json]) -> bytes:
         whole = [self._whole(index, choice) for index, choice in enumerate(choices)]
@@ -262,8 +265,3 @@ class Form:
             counts = f'{{"prompt_tokens": {prompt}, "completion_tokens": {new}, "total_tokens": {prompt + new}}}'
         usage_ = f', "usage": {counts}' if self._options.include_usage else ""
         return f'data: {self._chunk_head}, "choices": [{choice}]{usage_}{more}}}\n\n'.encode()
-
-
-def error_chunk(body: Json) -> bytes:
-    """An error in the middle of a stream."""
-    return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The application: routes, and errors in OpenAI's form."""
+"""The application: its routes and its errors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata, resources
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from saccade.serve.configuration import Limits, ServerConfig
+from saccade.serve.messages import MessageExchange, chat_request, request_to_count
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Json, Refusal, broken, invalid
 from saccade.serve.responses import KeptResponses, ResponseExchange
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("saccade.serve")
 PROBES = ["GET", "HEAD"]
+Beta = Annotated[bool, Query(alias="beta")]
+"""Parameter of Anthropic's clients, for whom no route differs by it."""
 
 
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
@@ -68,6 +71,24 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     answering("/v1/chat/completions", lambda: Exchange(service, ChatRequest))
     answering("/v1/completions", lambda: Exchange(service, CompletionRequest))
     answering("/v1/responses", lambda: ResponseExchange(service, kept))
+
+    @app.post("/v1/messages")
+    async def messages(_: Beta = True) -> Response:
+        return MessageExchange(service)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, _: Beta = True) -> Response:
+        def work(model: ServedModel, body: ChatRequest) -> Json:
+            return {"input_tokens": len(model.ids(body))}
+
+        def read(content: bytes) -> ChatRequest:
+            asked = request_to_count(content)
+            return chat_request(asked, service.model(asked.model).planner.replies)
+
+        try:
+            return await prepared(request, read, work)
+        except Refusal as refusal:
+            raise refusal.renamed(MessageExchange.names) from refusal
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:
@@ -132,29 +153,29 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def respond(refusal: Refusal) -> Response:
+    def respond(request: Request, refusal: Refusal) -> Response:
         service.metrics.failed(refusal.kind)
-        return JSONResponse(refusal.body(), refusal.status, refusal.headers())
+        return JSONResponse(refusal.body(request.url.path), refusal.status, refusal.headers())
 
     @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
-        return respond(error)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return respond(request, error)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_query(_: Request, error: RequestValidationError) -> Response:
+    async def wrong_query(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])
-        return respond(invalid(f"The query parameter {name} is wrong: {first['msg']}.", name))
+        return respond(request, invalid(f"The query parameter {name} is wrong: {first['msg']}.", name))
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-        return respond(Refusal(error.status_code, message, "not_found", code="not_found"))
+        return respond(request, Refusal(error.status_code, message, "not_found", code="not_found"))
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
         log.error("A request failed.", exc_info=error)
-        return respond(broken())
+        return respond(request, broken())
 
     app.router.routes.extend(Page(directory=str(resources.files("saccade.serve") / "static")).routes())
     return app

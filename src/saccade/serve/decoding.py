@@ -52,17 +52,22 @@ class StopCutter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = stops, ""
-        self.stopped = False
+        self.stop: str | None = None  # the first, once there is one
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def add(self, text: str, last: bool = False) -> str:
         """Append text and return what can no longer be part of a stop string; ``last``: nothing follows."""
         if not self._stops or self.stopped:
             return "" if self.stopped else text
         held = self._held + text
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        places = [(place, stop) for stop in self._stops if (place := held.find(stop)) >= 0]
         if places:
-            self.stopped, self._held = True, ""
-            return held[: min(places)]
+            place, self.stop = min(places)
+            self._held = ""
+            return held[:place]
         most = 0 if last else min(len(held), max(map(len, self._stops)) - 1)
         ends = (held[len(held) - n :] for n in range(most, 0, -1))
         self._held = next((end for end in ends if any(stop.startswith(end) for stop in self._stops)), "")

@@ -20,10 +20,9 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse, Response
 
-from saccade.serve.answers import DONE, error_chunk
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.monitoring import PREFIX
-from saccade.serve.refusals import Refusal, overloaded
+from saccade.serve.refusals import Refusal, invalid, overloaded
 from saccade.serve.service import Gate
 from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of, gone
 
@@ -76,9 +75,11 @@ class Front:
             await _live(receive, send)
             return
         self.counts["requests"].inc()
-        answer = _Answer(send)
+        answer = _Answer(send, scope["path"])
         try:
             if scope["path"] == "/metrics":
+                if scope.get("query_string"):
+                    raise invalid("/metrics takes no query; leave it out.", code="unknown_parameter")
                 text = merged(await self._texts()) + generate_latest(self._registry)
                 kind = "text/plain; version=0.0.4; charset=utf-8"
                 await Response(text, media_type=kind)(scope, receive, send)
@@ -87,13 +88,14 @@ class Front:
             with self._gate.request(client) if scope["method"] == "POST" else nullcontext():
                 body = await body_of(receive, self._limits)
                 path = scope["path"]
-                key = key_of_response(path[len(RESPONSES) :]) if path.startswith(RESPONSES) else key_of_body(body)
+                key = key_of_response(path[len(RESPONSES) :]) if path.startswith(RESPONSES) else ""
+                key = key or key_of_body(body)
                 if not key.startswith(KEEPER):
                     key = dict(scope["headers"]).get(KEY, b"").decode("latin-1") or key
                 forwarded = Forwarded({name: scope[name] for name in _SCOPE if name in scope}, body, key)
                 await self._until_gone(receive, self._forward(forwarded, answer))
         except Refusal as refusal:
-            await JSONResponse(refusal.body(), refusal.status, refusal.headers())(scope, receive, send)
+            await JSONResponse(refusal.body(scope["path"]), refusal.status, refusal.headers())(scope, receive, send)
         except ClientGone:
             if not answer.is_whole:
                 self.counts["clients_gone"].inc()
@@ -137,8 +139,8 @@ class Front:
 class _Answer:
     """An answer as the client sees it; its head waits for the first piece of its body."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path = send, path
         self._head: Message | None = None
         self._is_stream = self.has_begun = self.is_whole = False
 
@@ -158,7 +160,7 @@ class _Answer:
         """End an answer whose replica is lost: a stream by an event, others by their connection."""
         if not self._is_stream:
             raise ReplicaLost
-        await self._send({"type": "http.response.body", "body": error_chunk(lost().body()) + DONE})
+        await self._send({"type": "http.response.body", "body": lost().event(self._path)})
 
 
 def lost() -> Refusal:
@@ -233,10 +235,10 @@ def _media(content: Any) -> list[Any]:
     """Addresses of a message's images and videos; data: URIs are their content."""
     addresses = []
     for part in content if isinstance(content, list) else []:
-        for kind in ("image_url", "video_url"):
+        for kind in ("image_url", "video_url", "source"):
             source = part.get(kind) if isinstance(part, dict) else None
             if source is not None:
-                addresses.append(source.get("url") if isinstance(source, dict) else source)
+                addresses.append(source.get("url", source.get("data")) if isinstance(source, dict) else source)
     return addresses
 
 

@@ -1,8 +1,11 @@
-"""Errors that clients receive, in OpenAI's form."""
+"""Errors that clients receive, in OpenAI's form or in Anthropic's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.errors import MethodError, SaccadeError
@@ -10,6 +13,18 @@ from saccade.target_model.forward import ContextError
 
 Json = dict[str, Any]  # an object of JSON
 RETRY_SECONDS = 2  # default of ``Retry-After`` where the server cannot tell
+DONE = b"data: [DONE]\n\n"
+MESSAGES = "/v1/messages"  # begin of the paths whose errors are in Anthropic's form
+OF_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Statuses -> Anthropic's types of errors."""
 
 
 @dataclass(eq=False)
@@ -22,8 +37,25 @@ class Refusal(Exception):
     param: str | None = None
     retry_after: int | None = None  # seconds; None where a repetition would not help
 
-    def body(self) -> Json:
+    def body(self, path: str = "") -> Json:
+        """The error in the form of a path's API: OpenAI's, or Anthropic's."""
+        if path.startswith(MESSAGES):
+            kind = OF_ANTHROPIC.get(self.status, "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def event(self, path: str = "") -> bytes:
+        """The end of a stream that fails."""
+        data = f"data: {json.dumps(self.body(path))}\n\n".encode()
+        return b"event: error\n" + data if path.startswith(MESSAGES) else data + DONE
+
+    def renamed(self, names: Mapping[str, str]) -> Refusal:
+        """The refusal for an API that has other names for some fields."""
+        if not names or self.code == "unknown_parameter":  # of the client's own words
+            return self
+        words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        message, param = (words.sub(lambda found: names[found[0]], text) for text in (self.message, self.param or ""))
+        return replace(self, message=message, param=param or None)
 
     def headers(self) -> dict[str, str]:
         if self.status == 401:

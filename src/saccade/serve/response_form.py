@@ -10,7 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from saccade.serve.answers import Choice, Form, Piece, metrics
-from saccade.serve.refusals import Json
+from saccade.serve.refusals import Json, Refusal
 
 _ITEMS: dict[str, tuple[str, Json, Json]] = {
     "message": (
@@ -68,8 +68,8 @@ class ResponseForm(Form):
         response = self._finished(choices[0], used, details)
         return self._event(response["status"], response=response)
 
-    def broken(self, error: Json) -> bytes:
-        about = {name: error["error"][name] for name in ("code", "message", "param")}
+    def broken(self, refusal: Refusal) -> bytes:
+        about = {"code": refusal.code, "message": refusal.message, "param": refusal.param}
         cause = {"code": "server_error", "message": about["message"]}
         response = self._response("failed", error=cause)
         return self._event("error", **about) + self._event("failed", response=response)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,9 +14,9 @@ from saccade.serve.answers import Form
 from saccade.serve.configuration import MIB, Limits
 from saccade.serve.refusals import Json, Refusal, invalid
 from saccade.serve.response_form import ResponseForm
-from saccade.serve.schemas import AnyRequest, ChatRequest, Count, checked, template_message, validated
+from saccade.serve.schemas import AnyRequest, ChatRequest, Count, checked, refuse_renamed, template_message, validated
 from saccade.serve.service import Service
-from saccade.serve.streaming import Exchange, Message, Receive, Send
+from saccade.serve.streaming import Exchange
 
 LOGPROBS = "message.output_text.logprobs"  # value of ``include``
 Included = Literal[
@@ -83,18 +82,12 @@ IN_CHAT = {
     **dict.fromkeys(("logprobs: true", "logprobs"), f"{LOGPROBS} in include"),
 }
 """Fields of chat requests -> where this API has them."""
-_IN_CHAT = re.compile(rf"\b({'|'.join(map(re.escape, IN_CHAT))})\b")
-
-
-def _by_own_names(text: str) -> str:
-    return _IN_CHAT.sub(lambda found: IN_CHAT[found[0]], text)
 
 
 def chat_request(asked: ResponseRequest, messages: Sequence[Json]) -> ChatRequest:
     """Return the chat request with the same answer; errors as of `saccade.serve.schemas.checked`."""
     more = asked.model_extra or {}
-    for name in more.keys() & IN_CHAT.keys():
-        raise invalid(f"The field {name} is unknown; {IN_CHAT[name]} may be meant.", name, "unknown_parameter")
+    refuse_renamed(more, IN_CHAT)
     fields = {
         "messages": list(messages),
         "max_tokens": asked.max_output_tokens,
@@ -238,20 +231,11 @@ class KeptResponses:
 class ResponseExchange(Exchange):
     """Answer of ``/v1/responses``."""
 
+    names = IN_CHAT
+
     def __init__(self, service: Service, kept: KeptResponses) -> None:
         super().__init__(service, ChatRequest)
         self._kept = kept
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer; refusals name the fields of this API."""
-        try:
-            await super().__call__(scope, receive, send)
-        except Refusal as refusal:
-            if refusal.code == "unknown_parameter":  # of the client's own words
-                raise
-            message = _by_own_names(refusal.message)
-            param = _by_own_names(refusal.param or "") or None
-            raise replace(refusal, message=message, param=param) from refusal
 
     def _read(self, content: bytes, client: str) -> ChatRequest:
         asked = self._asked = validated(ResponseRequest, content)

@@ -22,28 +22,30 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """An object of a body, all of whose fields are known."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class NoFields(_Part):
+class NoFields(Part):
     """Body of a route that takes none."""
 
 
-class StreamOptions(_Part):
+class StreamOptions(Part):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class Extension(_Part):
+class Extension(Part):
     """Saccade's own options of an answer."""
 
     trace: bool = False  # whether every chunk has its tokens with their marks, and the step's draft tree
     stats: bool = False  # whether the answer ends with its statistics
 
 
-class JsonSchema(_Part):
+class JsonSchema(Part):
     """A schema in OpenAI's wrapping."""
 
     name: str | None = None
@@ -52,7 +54,7 @@ class JsonSchema(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     """Form of an answer; compact JSON unless white space is allowed."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -60,7 +62,7 @@ class ResponseFormat(_Part):
     whitespace: bool | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     """vLLM's forms of an answer, one of them."""
 
     json_: str | Json | None = Field(default=None, alias="json")
@@ -78,10 +80,10 @@ class Structure(NamedTuple):
     whitespace: bool = False  # whether JSON may have some between its parts
 
 
-class Function(_Part):
+class Function(Part):
     """A function that the client can call for the model."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: Json | None = None  # a JSON schema; None: none
     strict: bool | None = None  # whether its calls follow the schema in any case
@@ -92,7 +94,7 @@ class Function(_Part):
         return self.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Tool(_Part):
+class Tool(Part):
     type: Literal["function"]
     function: Function
 
@@ -101,14 +103,14 @@ class NamedTool(Tool):
     """Choice of a function, by its name, that must be called."""
 
 
-class AllowedTools(_Part):
+class AllowedTools(Part):
     """Functions, by their names, some of which may or must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[Tool], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
-class AllowedChoice(_Part):
+class AllowedChoice(Part):
     """Choice among some of the tools, all of which the model is told of."""
 
     type: Literal["allowed_tools"]
@@ -217,7 +219,7 @@ class CompletionRequest(Decoding):
 AnyRequest = ChatRequest | CompletionRequest
 
 
-class TextToTokenize(_Part):
+class TextToTokenize(Part):
     """Body of ``/tokenize`` for a text without chat template."""
 
     model: str | None = None
@@ -226,7 +228,7 @@ class TextToTokenize(_Part):
     return_token_strs: bool = False
 
 
-class ChatToTokenize(Prompting, _Part):
+class ChatToTokenize(Prompting, Part):
     """Body of ``/tokenize`` for a conversation."""
 
     model: str | None = None
@@ -234,7 +236,7 @@ class ChatToTokenize(Prompting, _Part):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(_Part):
+class DetokenizeRequest(Part):
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
@@ -282,6 +284,13 @@ def unknown(name: str, known: Iterable[str], what: str = "field") -> Refusal:
     close = get_close_matches(name, list(known), 1, 0.85) if len(name) < 50 else []
     advice = f"{close[0]} may be meant" if close else "leave it out"
     return invalid(f"The {what} {name[:100]} is unknown; {advice}.", name[:100], "unknown_parameter")
+
+
+def refuse_renamed(fields: Iterable[str], names: Mapping[str, str]) -> None:
+    """Refuse fields of chat requests that an API has by other names."""
+    for name in fields:
+        if name in names:
+            raise invalid(f"The field {name} is unknown; {names[name]} may be meant.", name, "unknown_parameter")
 
 
 def to_tokenize(content: bytes) -> TextToTokenize | ChatToTokenize:

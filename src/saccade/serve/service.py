@@ -152,11 +152,11 @@ class Gate:
             raise Refusal(403, message, "host", "permission_error", "host_not_allowed")
         if not self._digests:
             return str((scope.get("client") or ("unknown", 0))[0])
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, each) for each in self._digests]  # all of them, always
         if scheme.lower() != "bearer" or not any(matches):
-            message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
+            message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key."
             raise Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
         return digest.hex()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
@@ -76,6 +77,8 @@ def _too_large(limits: Limits) -> Refusal:
 class Exchange(Response):
     """Answer of an endpoint; an ASGI response that also reads the body and watches the connection."""
 
+    names: Mapping[str, str] = MappingProxyType({})  # fields of chat requests -> what the endpoint calls them
+
     def __init__(self, service: Service, kind: type[AnyRequest]) -> None:
         self.background = None
         self._service, self._kind = service, kind
@@ -102,6 +105,8 @@ class Exchange(Response):
                 finally:
                     watching.cancel()
                     service.owner.cancel(self._jobs)
+        except Refusal as refusal:
+            raise refusal.renamed(self.names) from refusal
         finally:
             scope["saccade.tokens"] = self._tokens
             self._close()
@@ -190,7 +195,7 @@ class Exchange(Response):
                 if event.error is not None:
                     refusal = refusal_of(event.error)
                     self._metrics.failed(refusal.kind)
-                    await self._write(send, b"".join([*parts, self._form.broken(refusal.body())]), last=True)
+                    await self._write(send, b"".join([*parts, self._form.broken(refusal)]), last=True)
                     return
                 piece, choice = self._add(index, event), self._choices[index]
                 left -= event.is_last

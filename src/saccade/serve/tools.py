@@ -250,6 +250,9 @@ chat template has all marks of is the model's. Models whose templates take no to
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
 """Begin and end of reasoning in an answer, by the chat templates that contain them."""
 
+SWITCHES = ("enable_thinking",)
+"""Variables of chat templates that let the model think, or not."""
+
 
 @dataclass(frozen=True)
 class CallPolicy:
@@ -302,6 +305,8 @@ class ReplyFormat:
         self.syntax = found or HERMES
         self.reads_tools = reads and (found is not None or self._own is not None)
         self.thought = next((pair for pair in THOUGHTS if pair[1] in template), None)
+        self.thinks = self.thought is not None or '"reasoning' in json.dumps(self._own)
+        self.switch = next((name for name in SWITCHES if re.search(rf"\b{name}\b", template)), None)
 
     @cached_property
     def dropped(self) -> frozenset[int]:

@@ -1,0 +1,339 @@
+"""Anthropic's Messages API: its requests as chat requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from saccade.serve.answers import Form
+from saccade.serve.message_form import MessageForm
+from saccade.serve.refusals import Json, invalid
+from saccade.serve.schemas import AnyRequest, ChatRequest, Count, Part, Prompting, checked, refuse_renamed, validated
+from saccade.serve.service import Service
+from saccade.serve.streaming import Exchange
+from saccade.serve.tools import ReplyFormat
+
+IN_CHAT = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "function.parameters": "input_schema",
+    "function.name": "name",
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt"), "messages"),
+}
+"""Fields of chat requests -> where this API has them."""
+FOREIGN = ("logprobs", "top_logprobs", "n", "stream_options", "echo")
+"""Fields of chat requests that answers of this API have no place for."""
+BILLING = "x-anthropic-billing-header"
+"""Begin of a block that agents put before their system prompt: another one every time, and no part of the prompt."""
+BLOCKS = {"user": ("text", "image", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
+"""Roles -> kinds of blocks that their messages may have."""
+FIELDS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "image": ("source",),
+    "thinking": ("thinking", "signature"),
+    "tool_use": ("id", "name", "input", "caller"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+"""Kinds of blocks -> their fields besides ``type`` and ``cache_control``."""
+SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}
+
+
+class CacheControl(Part):
+    """Mark of a prefix that will come again. Every prefix is kept here, so that it changes nothing."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
+
+
+class Thinking(Part):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None  # whether the answer has the text of its thoughts
+
+
+class OutputFormat(Part):
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(Part):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ClientTool(Part):
+    """A function of the client's; those that hosts run are not known here."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: Json
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None  # arguments always stream as they grow
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ToolChoice(Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Metadata(Part):
+    user_id: str | None = None
+
+
+class KeptThoughts(Part):
+    """The edit of a conversation that changes nothing: its thoughts are kept."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Part):
+    edits: list[KeptThoughts] = Field([])
+
+
+class MessagePrompt(BaseModel):
+    """Fields that decide the prompt; others are those of chats."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    messages: Annotated[list[Json], Field(min_length=1, max_length=10_000)]
+    system: str | list[Json] = ""
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    tools: list[ClientTool] = Field([])
+    tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
+    speed: Literal["standard"] = "standard"
+
+
+class MessageRequest(MessagePrompt):
+    max_tokens: Count
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] = "auto"
+
+
+def chat_request(asked: MessagePrompt, replies: ReplyFormat) -> ChatRequest:
+    """Return the chat request with the same answer; errors as of `saccade.serve.schemas.checked`."""
+    more = dict(asked.model_extra or {})
+    refuse_renamed(more, IN_CHAT)
+    for name in [name for name in FOREIGN if name in more]:
+        raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
+    variables, choice, form = more.pop("chat_template_kwargs", {}), asked.tool_choice, asked.output_config.format
+    if isinstance(variables, dict):
+        variables = {**_thinking(asked, replies), **variables}
+    messages = messages_of(asked)
+    fields = {
+        "model": asked.model,
+        "messages": messages,
+        "continue_final_message": messages[-1]["role"] == "assistant",
+        "chat_template_kwargs": variables,
+        "reasoning_effort": asked.output_config.effort,
+        "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.schema_}},
+        "tools": [_tool(tool) for tool in asked.tools],
+        "tool_choice": choice and _choice(choice),
+        "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+    }
+    if isinstance(asked, MessageRequest):
+        fields |= {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences}
+    return checked(ChatRequest, {**more, **fields}, list(MessageRequest.model_fields))
+
+
+def request_to_count(content: bytes) -> MessagePrompt:
+    """Check the body of ``/v1/messages/count_tokens``, which has the fields that decide a prompt alone."""
+    asked = validated(MessagePrompt, content)
+    for name in (asked.model_extra or {}).keys() - Prompting.model_fields.keys():
+        raise invalid(f"The field {name[:100]} is unknown here; leave it out.", name[:100], "unknown_parameter")
+    return asked
+
+
+def _thinking(asked: MessagePrompt, replies: ReplyFormat) -> Json:
+    """Variables of the chat template that let the model think, or not."""
+    thinking = asked.thinking
+    if thinking is None:
+        return {}
+    if thinking.type == "enabled" and not replies.thinks:
+        raise invalid("thinking: this model writes no thoughts; leave it out, or say disabled.", "thinking")
+    if thinking.type == "disabled" and replies.thinks and replies.switch is None:
+        raise invalid("thinking: this model always thinks, by its chat template; leave it out.", "thinking")
+    most = asked.max_tokens if isinstance(asked, MessageRequest) else 0
+    if thinking.budget_tokens is not None and thinking.budget_tokens + 1 < most:
+        raise invalid(
+            "thinking.budget_tokens: thoughts end by themselves here, or with max_tokens; give max_tokens - 1.",
+            "thinking.budget_tokens",
+        )
+    return {} if replies.switch is None else {replies.switch: thinking.type != "disabled"}
+
+
+def _tool(tool: ClientTool) -> Json:
+    about = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {"type": "function", "function": {**about, "parameters": tool.input_schema}}
+
+
+def _choice(choice: ToolChoice) -> str | Json:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise invalid("tool_choice needs name exactly when its type is tool.", "tool_choice.name")
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+# -- messages ----------------------------------------------------------------------------------------------
+
+
+def messages_of(asked: MessagePrompt) -> list[Json]:
+    """Return the messages of a chat: turns of the same side are one, and results come before other content.
+
+    Chat templates take a system message at the begin alone: later ones belong to the user's turn.
+    """
+    system = _blocks(asked.system, "system", BLOCKS["system"])
+    turns: list[Json] = []
+    for number, message in enumerate(asked.messages):
+        where = f"messages[{number}]"
+        _only(message, where, ("role", "content"))
+        role = message.get("role")
+        if not isinstance(role, str) or role not in BLOCKS:
+            raise invalid(f"{where}.role must be user, assistant or system.", f"{where}.role")
+        blocks = _blocks(message.get("content"), f"{where}.content", BLOCKS[role])
+        if role == "system" and not turns:
+            system += blocks
+            continue
+        for place, block in enumerate(blocks):
+            _add(turns, "assistant" if role == "assistant" else "user", block, f"{where}.content[{place}]")
+    if not turns:
+        raise invalid("messages has no message of the user; give one.", "messages")
+    if turns[-1]["role"] == "assistant" and ("tool_calls" in turns[-1] or not turns[-1]["content"]):
+        raise invalid(
+            "messages ends with a turn of the assistant without text to continue; give its tool_result, or a "
+            "message of the user.",
+            "messages",
+        )
+    texts = [_text(block, "text", "system") for block in system]
+    told = "".join(text for text in texts if not text.startswith(BILLING))
+    turns = [{**turn, "content": _content(turn["content"], turn["role"] != "user")} for turn in turns]
+    return [*([{"role": "system", "content": told}] if told else []), *turns]
+
+
+def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[Json]:
+    """Blocks of a content, without fields that are null."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise invalid(f"{where} must be text or a list of blocks.", where)
+    blocks = []
+    for number, block in enumerate(content):
+        place = f"{where}[{number}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise invalid(f"{place}.type must be {' or '.join(kinds)}, not {str(kind)[:60]!r}.", f"{place}.type")
+        blocks.append(_only(block, place, ("type", "cache_control", *FIELDS[kind])))
+        if "cache_control" in blocks[-1]:
+            validated(_Marked, {"cache_control": blocks[-1]["cache_control"]})
+    return blocks
+
+
+class _Marked(Part):
+    cache_control: CacheControl
+
+
+def _only(fields: Any, where: str, known: Sequence[str]) -> Json:
+    """Fields that are not null, all of which must be known."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in given.keys() - set(known):
+        raise invalid(f"The field {where}.{name[:60]} is unknown; leave it out.", where, "unknown_parameter")
+    return given
+
+
+def _text(block: Json, name: str, where: str) -> str:
+    text = block.get(name)
+    if not isinstance(text, str):
+        raise invalid(f"{where}.{name} must be text.", f"{where}.{name}")
+    return text
+
+
+def _add(turns: list[Json], role: str, block: Json, where: str) -> None:
+    """Add a block to a conversation, in the last turn where that is of its side."""
+    if block["type"] == "tool_result":
+        at = len(turns) - bool(turns and turns[-1]["role"] == "user")
+        turns.insert(at, _result(block, where))
+        return
+    if not turns or turns[-1]["role"] != role:
+        turns.append({"role": role, "content": []})
+    turn = turns[-1]
+    if block["type"] == "thinking":
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(block, "thinking", where)
+    elif block["type"] == "tool_use":
+        turn.setdefault("tool_calls", []).append(_call(block, where))
+    else:
+        turn["content"].append(_part(block, where))
+
+
+def _part(block: Json, where: str) -> Json:
+    if block["type"] == "text":
+        return {"type": "text", "text": _text(block, "text", where)}
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in SOURCES:
+        raise invalid(f"{where}.source.type must be base64 or url.", f"{where}.source.type")
+    _only(source, f"{where}.source", ("type", *SOURCES[kind]))
+    texts = [_text(source, name, f"{where}.source") for name in SOURCES[kind]]
+    return {
+        "type": "image_url",
+        "image_url": {"url": texts[0] if kind == "url" else f"data:{texts[0]};base64,{texts[1]}"},
+    }
+
+
+def _call(block: Json, where: str) -> Json:
+    if not isinstance(block.get("input"), dict):
+        raise invalid(f"{where}.input must be an object.", f"{where}.input")
+    if block.get("caller", {"type": "direct"}) != {"type": "direct"}:
+        raise invalid(f"{where}.caller must be direct: there are no other callers here.", f"{where}.caller")
+    function = {"name": _text(block, "name", where), "arguments": json.dumps(block["input"])}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _result(block: Json, where: str) -> Json:
+    place = f"{where}.content"
+    parts = [_part(part, place) for part in _blocks(block.get("content", ""), place, ("text", "image"))]
+    if block.get("is_error"):
+        parts = [{"type": "text", "text": "Error: "}, *parts]
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": parts}
+
+
+def _content(parts: list[Json], joined: bool) -> str | list[Json]:
+    """Content of a message: text where it is one, or is to be joined to one."""
+    if (len(parts) > 1 and not joined) or any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+class MessageExchange(Exchange):
+    """Answer of ``/v1/messages``."""
+
+    names = IN_CHAT
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, ChatRequest)
+
+    def _read(self, content: bytes, client: str) -> ChatRequest:
+        asked = self._asked = validated(MessageRequest, content)
+        return chat_request(asked, self._service.model(asked.model).planner.replies)
+
+    def _make_form(self, body: AnyRequest, model: str) -> Form:
+        thinking, prompt = self._asked.thinking, self._jobs[0].request.prompt
+        return MessageForm(model, len(prompt), thinking is None or thinking.display != "omitted")
