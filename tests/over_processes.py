@@ -36,6 +36,7 @@ def as_rank(rank: int, port: int, out: Path, work: Callable[[int], dict[str, Any
     torch.set_num_threads(1)
     found = work(rank)
     (out / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()  # one that ends at once would tear off the others, which are still connecting
     torch.distributed.destroy_process_group()
 
 

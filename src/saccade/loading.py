@@ -261,7 +261,7 @@ def _check_files(folder: Path, weights: bool) -> None:
         json.loads(config.read_text(encoding="utf-8"))
         for index in folder.glob("*.safetensors.index.json") if weights else ():
             shards.update(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ModelError(f"A JSON file of {folder} is damaged ({problem}); {again}.") from None
     if not weights:
         return

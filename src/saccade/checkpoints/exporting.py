@@ -13,7 +13,8 @@ from torch import Tensor
 from saccade.draft.heads.block import STRETCHED
 from saccade.draft.heads.eagle import Eagle2, Eagle3, Msd
 from saccade.draft.heads.head import Head, HeadConfig
-from saccade.draft.heads.published.eagle3 import BIASES, LAYERS, NAMES, QK_NORMS, norm_names
+from saccade.draft.heads.published.eagle3 import BIASES, NAMES, QK_NORMS, norm_names
+from saccade.draft.heads.published.released import LAYERS
 from saccade.errors import ModelError
 from saccade.files import write_folder
 from saccade.loading import is_on_hub
@@ -73,7 +74,7 @@ def obstacle(head: Head, target: Target, to: str) -> str | None:
         if options["norms"] == "all":
             return (
                 "both inputs have norms, and the layout has none; train one with head.norms=none, or an eagle3 head, "
-                "which every layout holds"
+                "which the layout of speculators holds"
             )
         if options.get("text_only") or options.get("features", "target") != "target" or options.get("blocks", 1) != 1:
             return "text_only, features and blocks have no place in it"

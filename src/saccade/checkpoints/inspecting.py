@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,21 @@ from torch import Tensor
 
 from saccade.draft.assistant import compared
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, build_head, check_fit
-from saccade.draft.heads.published.eagle3 import LAYERS, SPECULATORS
-from saccade.draft.heads.published.released import Released, ReleasedLayout, rope_settings
-from saccade.draft.heads.store import WEIGHTS, layout_of, read_config, read_values, read_weights
+from saccade.draft.heads.head import MARK, Head, TargetShape
+from saccade.draft.heads.published.released import LAYERS, SPECULATORS, ReleasedLayout, Values, Weights, rope_settings
+from saccade.draft.heads.store import layout_of, parsed, read_head
 from saccade.errors import ModelError
-from saccade.loading import check_checkpoint, drafts_by_mtp, drafts_in_parallel, is_assistant, mask_token, mtp_layers
+from saccade.loading import (
+    check_checkpoint,
+    drafts_by_mtp,
+    drafts_in_parallel,
+    file_of,
+    is_assistant,
+    mask_token,
+    mtp_layers,
+)
 
-_UNKNOWN = "unknown"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,8 @@ class Inspection:
 
 def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> Inspection:
     """Describe a head or a model; no model is run, and of a target only the configuration is read."""
-    values = read_values(path)
+    file = file_of(path, "config.json")
+    values = {} if file is None else parsed(file)
     layout = layout_of(path, values)
     if layout is None and MARK not in values:
         inspection = _model(path)
@@ -65,22 +74,17 @@ def inspect_checkpoint(path: str | Path, target: str | Path | None = None) -> In
         if target is not None:
             raise ModelError(f"{path} holds no head, so it is not compared with a target; leave --target out.")
         return inspection
-    shape = None if target is None else shape_of(target)
-    config: HeadConfig | None
-    if layout is None:
-        config = read_config(path)
-        made_for = TargetShape(config.target_class, config.hidden_size, config.vocab_size, config.target_layers)
-        facts = _facts(config, read_weights(path, [WEIGHTS]), made_for)
-        inspection = Inspection(str(path), "head", "saccade", config.kind, facts)
-    else:
-        inspection, config = _released(path, values, layout, shape)
-    if target is not None and shape is not None and config is not None:
-        text = check_checkpoint(target).get_text_config(decoder=True)
-        inspection.checks = list(_checks(config, shape, getattr(text, "rms_norm_eps", None), layout is None))
-        try:
-            check_fit(config, shape)
-        except ModelError as misfit:
-            inspection.problem = str(misfit)
+    inspection, head = _head(path, values, layout)
+    if target is None:
+        return inspection
+    shape, text = shape_of(target), check_checkpoint(target).get_text_config(decoder=True)
+    head = head if layout is None else None  # others' files leave open what follows from the target
+    try:
+        head, inspection.problem = read_head(path, shape)[0], None
+    except ModelError as problem:
+        inspection.problem = str(problem)
+    if head is not None:
+        inspection.checks = list(_checks(head, shape, getattr(text, "rms_norm_eps", None), layout is None))
     return inspection
 
 
@@ -126,52 +130,59 @@ def _model(path: str | Path) -> Inspection:
     return Inspection(str(path), "model", "transformers", shape.model_class, facts)
 
 
-def _released(
-    path: str | Path, values: Mapping[str, Any], layout: ReleasedLayout, shape: TargetShape | None
-) -> tuple[Inspection, HeadConfig | None]:
-    """Describe a released head; its configuration is None without a target, or if it cannot be loaded."""
-    weights = read_weights(path, layout.files)
-    guessed = _guess(values, weights)
-    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
-    target = str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or _UNKNOWN)
-    facts = {"hidden size": guessed.hidden_size, "vocabulary": guessed.vocab_size, "target": target}
-    inspection = Inspection(str(path), "head", layout.title, str(values.get(SPECULATORS, _UNKNOWN)), facts)
+def _head(path: str | Path, values: Mapping[str, Any], layout: ReleasedLayout | None) -> tuple[Inspection, Head | None]:
+    """Describe a head by its own files, and return it without weights; None if it cannot be loaded."""
+    ours, kind = layout is None, str(values.get(MARK) or values.get(SPECULATORS, UNKNOWN))
+    inspection = Inspection(str(path), "head", "saccade" if layout is None else layout.title, kind, {})
+    named = {} if ours else {"target": _target_named(values)}
     try:
-        config, ours = layout.translate(Released(f"The head {path}", values, weights, guessed))
-        inspection.kind, inspection.facts = config.kind, {**_facts(config, ours, guessed), "target": target}
-        if shape is None:
-            return inspection, None
-        # Again: vocabulary, layers and positions follow the target where the files leave them open.
-        return inspection, layout.translate(Released(f"The head {path}", values, weights, shape))[0]
+        head, weights = read_head(path, described)
     except ModelError as problem:
-        inspection.problem = str(problem)
+        inspection.problem, inspection.facts = str(problem), named
         return inspection, None
+    inspection.kind, inspection.facts = head.kind, {**_facts(head, weights), **named}
+    return inspection, head
 
 
-def _guess(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TargetShape:
-    """A target as a released head's files describe it; its depth is the least that they allow."""
-    nested = {**values, **(values.get("transformer_layer_config") or {}), **(values.get("text_config") or {})}
+def _table(values: Values, name: str) -> Values:
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _target_named(values: Values) -> str:
+    """Return the target that a released head names."""
+    verifier = _table(_table(values, "speculators_config"), "verifier")
+    return str(verifier.get("name_or_path") or values.get("base_model_name_or_path") or UNKNOWN)
+
+
+_WIDE = re.compile(r"(0\.0\.linear|blocks\.0\.layers\.0|fc)\.weight$")
+_LM_HEAD = re.compile(r"(\b0\.[1-9]\d*|hydra_lm_head\.0|lm_heads\.0)\.weight$")
+"""Names of weights with a row for every number of a state, or for every token."""
+
+
+def described(values: Values, weights: Weights) -> TargetShape:
+    """Return a target as a released head's files describe it; its depth is the least that they allow."""
+    nested = {**values, **_table(values, "transformer_layer_config"), **_table(values, "text_config")}
     hidden = nested.get("target_hidden_size") or nested.get("hidden_size")
     vocabulary = nested.get("vocab_size")
     for key, weight in weights.items():
-        if weight.dim() == 2 and (key.endswith(("0.0.linear.weight", "fc.weight"))):
+        if weight.dim() == 2 and _WIDE.search(key):
             hidden = hidden or len(weight)
-        if weight.dim() == 2 and (key.endswith(("0.1.weight", "hydra_lm_head.0.weight"))):
+        if weight.dim() == 2 and _LM_HEAD.search(key):
             vocabulary = vocabulary or len(weight)
-    nested_ids = (values.get("eagle_config") or {}).get(LAYERS) or ()
-    read = [*(values.get(LAYERS) or ()), *(layer + 1 for layer in nested_ids)]
+    read = [*(values.get(LAYERS) or ()), *(layer + 1 for layer in _table(values, "eagle_config").get(LAYERS) or ())]
     least = max(read, default=8)
     depths = (depth for depth in range(least, least + 3) if len(Eagle3.reads(depth)) == len(read))
     uses_mrope = "mrope_section" in rope_settings(nested)
-    return TargetShape(_UNKNOWN, hidden or 1, vocabulary or 1, next(depths, least), uses_mrope)
+    return TargetShape(UNKNOWN, hidden or 1, vocabulary or 1, next(depths, least), uses_mrope)
 
 
-def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetShape) -> dict[str, Any]:
-    head = build_head(config)
+def _facts(head: Head, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    config = head.config
     dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
-    is_named = made_for.model_class != _UNKNOWN
+    is_named = config.target_class != UNKNOWN
     facts: dict[str, Any] = {
-        "target class": made_for.model_class if is_named else None,
+        "target class": config.target_class if is_named else None,
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size,
         "target layers": config.target_layers if is_named else None,
@@ -188,7 +199,8 @@ def _facts(config: HeadConfig, weights: Mapping[str, Tensor], made_for: TargetSh
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _checks(config: HeadConfig, shape: TargetShape, eps: float | None, is_ours: bool) -> Iterator[Check]:
+def _checks(drafter: Head, shape: TargetShape, eps: float | None, is_ours: bool) -> Iterator[Check]:
+    config = drafter.config
     for what, head, target in (
         ("hidden size", config.hidden_size, shape.hidden_size),
         ("vocabulary", config.vocab_size, shape.vocab_size),
@@ -196,7 +208,7 @@ def _checks(config: HeadConfig, shape: TargetShape, eps: float | None, is_ours: 
         ("model class", config.target_class, shape.model_class),
     ):
         yield Check(what, head, target, head == target)
-    positions, expected = build_head(config).positions, "M-RoPE" if shape.uses_mrope else "one per token"
+    positions, expected = drafter.positions, "M-RoPE" if shape.uses_mrope else "one per token"
     if shape.uses_mrope and positions != "target" and not is_ours:
         note = "right only if it was trained so; files with mrope_section are read with the target's positions"
         yield Check("positions", positions, expected, None, note)

@@ -114,9 +114,10 @@ def export(
 ) -> None:
     """Write a head in the layout of speculators (vLLM), EAGLE or SGLang, with a model card.
 
-    EAGLE-3 heads can be written in every layout, EAGLE and MSD heads without norms of their inputs in EAGLE's. A
-    layout that cannot hold a head is refused. The folder is loaded again before the command ends. The target's LM head
-    and embedding are copied where the layout needs them.
+    EAGLE-3 heads can be written in the layout of speculators, those that EAGLE and SGLang read alike in theirs too,
+    EAGLE and MSD heads without norms of their inputs in EAGLE's. A layout that cannot hold a head is refused. The
+    folder is loaded again before the command ends. The target's LM head and embedding are copied where the layout
+    needs them.
 
     Examples:
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from saccade.distill.folder import place_of
-from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.head import HeadConfig, empty_head
 from saccade.errors import TrainingError
 from saccade.memory_plan import Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.target_model.sharding import held
@@ -183,8 +183,7 @@ def forecast(
 def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     """Compute the work of a head; a micro batch is one of the longest samples."""
     config = HeadConfig.from_target(size.target, recipe.kind, steps=recipe.deepest, **recipe.head)
-    with torch.device("meta"):
-        head = build_head(config)
+    head = empty_head(config)
     trained = sum(weight.numel() for weight in head.parameters())
     width, each, keep = size.width, _width(recipe), float(recipe.head.get("keep", 1.0))
     text, visual, _, answer = lengths.longest

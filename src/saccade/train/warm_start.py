@@ -66,7 +66,7 @@ def weights_digest(head: Head) -> str:
 
 def _known(begin: str | Path, target: Target, recipe: Recipe) -> Head:
     if found := trained(begin):
-        head = build_head(HeadConfig.from_values(found[0]))
+        head = build_head(HeadConfig.from_values(found[0], begin))
         check_fit(head.config, TargetShape.of(target))
         head.load_state_dict(found[1])
     else:

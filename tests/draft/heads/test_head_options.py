@@ -96,21 +96,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eagle9", {}, "no drafter head of the kind 'eagle9'"),
     ("hivis", {"colour": 1}, "The hivis head has no option colour"),
     ("hivis", {"after_image": "none"}, "after_image must be one of text, visual"),
-    ("eagle2", {"blocks": 0}, "blocks must be a whole number from 1, not 0"),
+    ("eagle2", {"blocks": 0}, "blocks must be a whole number from 1 to 256, not 0"),
     ("eagle2", {"mlp": 0}, "a whole number from 1, not 0"),
     *(
         ("eagle3", {"own_vocabulary": known}, "own_vocabulary must be a whole number from 0 to 192")
         for known in (-1, 193, True, "all")
     ),
     ("medusa", {"mlp": 8}, "has no option mlp"),
-    ("medusa", {"layers": 0}, "layers must be at least 1"),
-    ("vispec", {"queries": 1}, "at least 2 queries, not 1"),
+    ("medusa", {"layers": 0}, "layers must be a whole number from 1 to 256, not 0"),
+    ("vispec", {"queries": 1}, "queries must be a whole number from 2 to 16777216, not 1"),
     *(
         ("kangaroo", {"exit": layer}, "exit must be a whole number below the target's 2 layers")
         for layer in (2, -1, 1.0, "1", True)
     ),
     ("dream", {"keep": 0}, "keep must be a share above 0 and up to 1, not 0"),
-    ("dream", {"keep": "most"}, "keep must be a share"),
+    ("dream", {"keep": "most"}, "keep must be a number, not 'most'"),
     ("dream", {"keep": 1.5}, "keep must be a share"),
     ("dream", {"gate": "sigmoid"}, "gate must be one of open, tanh, replace"),
     ("dream", {"cross": 1.0}, "cross must be one of 1, 0, 2"),
@@ -129,7 +129,7 @@ def test_a_configuration_that_cannot_be_is_refused() -> None:
     config = HeadConfig.from_target(target("llava"), "hivis")
     for changes, message in (
         ({"heads": 3}, "heads that are a multiple of its kv_heads"),
-        ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 256, not 0"),
         ({"options": {}}, r"takes the options \['after_image', 'norms'\]"),
         ({"rope": {"rope_type": "wavy", "rope_theta": 1.0}}, "rope type 'wavy' is not known"),
     ):

@@ -99,7 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: (d / "config.json").write_text('{"model_type": "x"}'),
         "has no 'saccade_head'",
     ),
-    "garbage config": (lambda d: (d / "config.json").write_text("{"), "has no 'saccade_head'"),
+    "garbage config": (lambda d: (d / "config.json").write_text("{"), r"config\.json is damaged \(Expecting"),
     "unknown kind": (lambda d: edit(d, saccade_head="eagle9"), "no drafter head of the kind 'eagle9'"),
     "missing field": (lambda d: drop(d, "norm_eps"), "lacks 'norm_eps'"),
     "unknown field": (lambda d: edit(d, colour=1), "has the unknown field 'colour'"),

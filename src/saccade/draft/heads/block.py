@@ -42,6 +42,8 @@ class Rotary:
             frequencies = float(rope["rope_theta"]) ** -exponents
         else:
             raise ModelError(f"The rope type {kind!r} is not known to drafter heads; expected default.")
+        if frequencies.shape != (head_dim // 2,) or not (frequencies.isfinite().all() and 0 < self._scale < torch.inf):
+            raise ModelError(f"The rotary settings {dict(rope)!r} give no finite angles for {head_dim} dimensions.")
         self._axes = _axes(rope, len(frequencies))
         signs = torch.tensor([-self._scale, self._scale]).repeat_interleave(len(frequencies))
         # By device [D] frequencies, once for each half that is rotated, and the sines' signs, scaled.
@@ -87,9 +89,16 @@ def _rotary(head_dim: int, rope: str) -> Rotary:
 
 
 def rotary_of(config: HeadConfig) -> Rotary:
-    """Return the rotary angles of a head, shared by all of its blocks; raises as `Rotary`."""
-    with torch.device("cpu"):  # also for heads that are built without weights
-        return _rotary(config.head_dim, json.dumps(dict(config.rope), sort_keys=True))
+    """Return the rotary angles of a head, shared by all of its blocks."""
+    rope = dict(config.rope)
+    try:
+        with torch.device("cpu"):  # also for heads that are built without weights
+            return _rotary(config.head_dim, json.dumps(rope, sort_keys=True))
+    except ModelError:
+        raise
+    except Exception as problem:  # of many kinds: transformers reads the settings, too
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise ModelError(f"The rotary settings {rope!r} are incomplete or wrong ({reason}).") from problem
 
 
 def turn(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -103,7 +112,8 @@ def _axes(rope: Mapping[str, Any], count: int) -> Tensor | None:
     sections = rope.get("mrope_section")
     if sections is None:
         return None
-    if not (isinstance(sections, (list, tuple)) and len(sections) == 3 and sum(sections) == count):
+    is_split = isinstance(sections, (list, tuple)) and all(type(size) is int and size >= 0 for size in sections)
+    if not (is_split and len(sections) == 3 and sum(sections) == count):
         raise ModelError(f"The mrope_section {sections!r} of a head does not divide its {count} frequencies in three.")
     axes = torch.zeros(count, dtype=torch.long)
     if rope.get("mrope_interleaved"):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.draft.heads.block import Attention, GatedMLP, RMSNorm
-from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
+from saccade.draft.heads.head import MOST, Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
 from saccade.errors import ModelError
@@ -88,9 +88,9 @@ class DFlash(Head):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         options, width, eps = config.options, config.hidden_size, config.norm_eps
-        for name, (least, most) in self.bounds(config).items():
-            if type(options[name]) is not int or not least <= options[name] <= most:
-                raise ModelError(f"{name} must be a whole number from {least} to {most}, not {options[name]!r}.")
+        near = options["windowed"]
+        if not all(place in range(options["blocks"]) for place in near) or bool(near) != bool(options["window"]):
+            raise ModelError(f"windowed must name layers of the {options['blocks']}, with a window, not {near!r}.")
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.context_norm = RMSNorm(width, eps)
         self.stack = nn.ModuleList(self.new_block(place) for place in range(options["blocks"]))
@@ -106,11 +106,11 @@ class DFlash(Head):
 
     @staticmethod
     def bounds(config: HeadConfig) -> dict[str, tuple[int, int]]:
-        """Return the least and the greatest value of every option that is a whole number."""
         vocabulary = config.vocab_size
         return {
             "block": (2, 256),
             "blocks": (0, 64),
+            "states": (1, MOST),
             "mask_token": (0, vocabulary - 1),
             "own_vocabulary": (0, vocabulary),
         }

@@ -51,7 +51,7 @@ class Dream(Head):
         super().__init__(config)
         options = config.options
         keep = options["keep"]
-        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        if not 0 < keep <= 1:
             raise ModelError(f"keep must be a share above 0 and up to 1, not {keep!r}.")
         if not (options["initial"] or options["final"]):
             raise ModelError("A dream head needs its initial or its final block; leave out at most one.")

@@ -34,8 +34,8 @@ class DSpark(DFlash):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         rank, width, reads = config.options["rank"], config.hidden_size, config.options["confidence"]
-        if type(rank) is not int or rank < 0 or (rank == 0 and (config.options["gated"] or reads == "tokens")):
-            raise ModelError(f"rank must be a whole number from 1 where tokens correct or forecast, not {rank!r}.")
+        if rank == 0 and (config.options["gated"] or reads == "tokens"):
+            raise ModelError("rank must be a whole number from 1 where tokens correct or forecast, not 0.")
         self.w1 = nn.Embedding(config.vocab_size, rank) if rank else None
         self.w2 = nn.Linear(rank, config.options["own_vocabulary"] or config.vocab_size, bias=False) if rank else None
         self.gate = nn.Linear(width + rank, rank) if config.options["gated"] else None

@@ -10,20 +10,11 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.block import Attention, Block, GatedMLP, RMSNorm
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
-from saccade.errors import ModelError
 
 NORMS = ("all", "block", "none")
 """Option of norms ahead of the attention: all, the block's alone, or none."""
 AFTER_IMAGE = ("text", "visual")
 """Option of the feature of the first token after hidden visual ones: that of the last text token, or visual one."""
-
-
-def block_count(config: HeadConfig) -> int:
-    """Return the option ``blocks``, decoder blocks of a head; raises `ModelError` for what is no such number."""
-    count = config.options.get("blocks", 1)
-    if type(count) is not int or count < 1:
-        raise ModelError(f"blocks must be a whole number from 1, not {count!r}.")
-    return count
 
 
 class Eagle2(Head):
@@ -48,14 +39,13 @@ class Eagle2(Head):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        count = block_count(config)
         norms, width, eps = config.options["norms"], config.hidden_size, config.norm_eps
+        self.blocks = config.options.get("blocks", 1)
         self.embedding_norm = RMSNorm(width, eps) if norms == "all" else nn.Identity()
         self._is_blind = config.options.get("features") == "none"
         self.feature_norm = RMSNorm(width, eps) if norms == "all" and not self._is_blind else nn.Identity()
         self.fc = nn.Linear(width if self._is_blind else 2 * width, width, bias=config.options["bias"])
-        self.stack = nn.ModuleList(Block(config, place, norms != "none") for place in range(count))
-        self.blocks = count
+        self.stack = nn.ModuleList(Block(config, place, norms != "none") for place in range(self.blocks))
         self.hides_visual = config.options.get("text_only", False)
         self.is_shown_visual = not self.hides_visual
 
@@ -112,10 +102,6 @@ class Eagle3(Head):
         self.positions = config.options.get("positions", "entries")
         self._feeds_normed = config.options.get("feeds") == "normed"
         known = config.options["own_vocabulary"]
-        if type(known) is not int or not 0 <= known <= config.vocab_size:
-            raise ModelError(
-                f"own_vocabulary must be a whole number from 0 to {config.vocab_size}, the target's, not {known!r}."
-            )
         self.has_lm_head = bool(known)
         if known:
             self.lm_head = nn.Linear(width, known, bias=False)

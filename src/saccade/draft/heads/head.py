@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.registry import head_class
 from saccade.errors import ModelError
+from saccade.options import make
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 
 MARK = "saccade_head"
 """Key of the kind in a head's config.json; no other checkpoint has it."""
+LARGEST, MOST = 2**24, 256
+"""Greatest size of one dimension, and most equal parts of a head, so that no config.json can ask for all memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,14 @@ class HeadConfig:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kind
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "steps"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"A head's {name} must be at least 1, not {getattr(self, name)}.")
+        sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "target_layers")
+        limits = {**dict.fromkeys(sizes, LARGEST), "heads": 2**16, "head_dim": 2**16, "steps": MOST}
+        for name, most in limits.items():
+            size = getattr(self, name)
+            if type(size) is not int or not 1 <= size <= most:
+                raise ModelError(f"A head's {name} must be a whole number from 1 to {most}, not {size!r}.")
+        if not 0 <= self.norm_eps < 1:
+            raise ModelError(f"A head's norm_eps must be a number from 0 to below 1, not {self.norm_eps!r}.")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ModelError(
                 f"A head needs heads that are a multiple of its kv_heads and an even head_dim, not {self.heads}, "
@@ -115,10 +124,10 @@ class HeadConfig:
         return json.dumps({MARK: values.pop("kind"), **values}, indent=2) + "\n"
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> HeadConfig:
-        """Return the configuration that `to_json` wrote; options that it lacks have their default."""
+    def from_values(cls, values: Mapping[str, Any], folder: Any) -> HeadConfig:
+        """Return the configuration that `to_json` wrote in a folder; options that it lacks have their default."""
         if MARK not in values:
-            raise ModelError(f"This is not the config.json of a drafter head: it has no {MARK!r}.")
+            raise ModelError(f"The config.json of {folder} is not that of a drafter head: it has no {MARK!r}.")
         values = dict(values)
         values["kind"] = values.pop(MARK)
         if isinstance(values.get("options"), dict):
@@ -128,9 +137,14 @@ class HeadConfig:
         for name in sorted(set(values) ^ known):
             what = "lacks" if name in known else "has the unknown field"
             raise ModelError(
-                f"The head's config.json {what} {name!r}; it was changed, or written by another version of Saccade."
+                f"The config.json of the head {folder} {what} {name!r}; it was changed, or written by another version "
+                "of Saccade."
             )
-        return cls(**{**values, "layers": tuple(values["layers"])})
+        layers = values["layers"]
+        if not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+            raise ModelError(f"The layers of the head {folder} must be whole numbers, not {layers!r}.")
+        values["layers"] = tuple(layers)
+        return make(cls, values, f"The config.json of the head {folder}", error=ModelError)
 
 
 def rope_of(text: Any) -> dict[str, Any]:
@@ -230,16 +244,15 @@ class Head(nn.Module, ABC):
                 f"The {self.kind} head takes the options {sorted(self.defaults)}, not {sorted(config.options)} "
                 f"of the {config.kind} head."
             )
+        bounds = self.bounds(config)
+        for name in self.defaults:
+            self._check_option(name, config.options[name], *bounds.get(name, (0, LARGEST)))
         states = len(self.reads(config.target_layers, **config.options))
         if len(config.layers) != states:
             raise ModelError(
                 f"The configuration of the {self.kind} head must name as many layers as it reads ({states}), "
                 f"not {len(config.layers)}; its config.json was changed."
             )
-        for name, choices in self.choices.items():
-            value = config.options[name]
-            if (type(value), value) not in [(type(choice), choice) for choice in choices]:
-                raise ModelError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
         self.config = config  # shape and options
         self.layers = config.layers  # indices of the target's states that it reads, side by side (as in `Requirements`)
         self.register_buffer("token_ids", None)
@@ -248,6 +261,26 @@ class Head(nn.Module, ABC):
     def cached_numbers(self) -> int:
         """Numbers of keys and values that its caches hold of a token."""
         return 2 * (self.blocks + self.memories) * self.config.kv_heads * self.config.head_dim
+
+    def _check_option(self, name: str, value: Any, least: int, most: int) -> None:
+        """Raise `ModelError` unless an option has one of its choices, or a value of its default's type in bounds."""
+        usual, choices = self.defaults[name], self.choices.get(name)
+        if choices is not None:
+            if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+                raise ModelError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}.")
+        elif type(usual) is int:
+            if type(value) is not int or not least <= value <= most:
+                raise ModelError(f"{name} must be a whole number from {least} to {most}, not {value!r}.")
+        elif type(usual) is float:
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ModelError(f"{name} must be a number, not {value!r}.")
+        elif type(value) is not type(usual):
+            raise ModelError(f"{name} must be {'true or false' if type(usual) is bool else 'a list'}, not {value!r}.")
+
+    @staticmethod
+    def bounds(config: HeadConfig) -> dict[str, tuple[int, int]]:
+        """Return the least and the greatest value of options that are whole numbers; by default of repeated parts."""
+        return {"blocks": (1, MOST), "layers": (1, MOST), "own_vocabulary": (0, config.vocab_size)}
 
     @classmethod
     def reads(cls, target_layers: int, **options: Any) -> tuple[int, ...]:
@@ -311,6 +344,12 @@ class Head(nn.Module, ABC):
 def build_head(config: HeadConfig) -> Head:
     """Return a head with fresh weights."""
     return head_class(config.kind)(config)  # type: ignore[no-any-return]
+
+
+def empty_head(config: HeadConfig) -> Head:
+    """Return a head on torch's meta device: shapes without memory."""
+    with torch.device("meta"):
+        return build_head(config)
 
 
 def decoupled(visual: Tensor, tokens: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ from saccade.draft.heads.block import RMSNorm
 from saccade.draft.heads.head import Head, HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier
-from saccade.errors import ModelError
 from saccade.target_model.context import Context
 
 
@@ -34,10 +33,6 @@ class StackedHead(Head):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
-        if config.options["layers"] < 1:
-            raise ModelError(
-                f"layers must be at least 1 in each stack of a {self.kind} head, not {config.options['layers']}."
-            )
         self.reach = config.steps
         self.has_lm_head = bool(config.options["own_heads"])
         width, known = config.hidden_size, config.options.get("own_vocabulary", 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.draft.heads.block import Block
-from saccade.draft.heads.eagle import Eagle3, block_count
+from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import HeadConfig, Placement, Step
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees.policy import Frontier, Proposer
@@ -45,7 +45,7 @@ class PEagle(Eagle3):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         width = config.hidden_size
-        self.blocks = block_count(config)
+        self.blocks = config.options["blocks"]
         self.stack = nn.ModuleList(Block(config, place) for place in range(1, self.blocks))
         self.mask_hidden = nn.Parameter(torch.randn(len(config.layers) * width))
         self.mask_embedding = nn.Parameter(torch.randn(width))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.dream import CrossBlock
-from saccade.draft.heads.head import Head, HeadConfig, Placement, Step, decoupled
+from saccade.draft.heads.head import LARGEST, Head, HeadConfig, Placement, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.errors import ModelError
 from saccade.inputs.families import media_spans
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
@@ -87,8 +86,6 @@ class ViSpec(Head):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
         width, queries = config.hidden_size, config.options["queries"]
-        if queries < 2:
-            raise ModelError(f"A vispec head needs at least 2 queries, not {queries}.")
         self.is_released = config.options["form"] == "released"
         self.positions = "tokens" if self.is_released else "entries"
         self.shown = queries - 1  # entries per image of at least as many tokens
@@ -102,6 +99,10 @@ class ViSpec(Head):
             self.fc = nn.Linear(2 * width, width, bias=False)
             self.told = nn.Linear(width, width, bias=False)  # projects the global vector; saved as told
         self.block = Block(config, normed=not self.is_released)
+
+    @staticmethod
+    def bounds(config: HeadConfig) -> dict[str, tuple[int, int]]:
+        return {"queries": (2, LARGEST)}
 
     def entries(self, visual: Tensor, stops: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         seen = ~visual

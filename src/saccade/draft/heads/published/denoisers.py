@@ -15,8 +15,10 @@ from saccade.draft.heads.dflash import DFlash
 from saccade.draft.heads.dflash2 import DFlash2
 from saccade.draft.heads.dspark import DSpark
 from saccade.draft.heads.head import HeadConfig
-from saccade.draft.heads.published.eagle3 import DRAFT_VOCAB, SPECULATORS, token_ids, unnested
+from saccade.draft.heads.published.eagle3 import token_ids, unnested
 from saccade.draft.heads.published.released import (
+    DRAFT_VOCAB,
+    SPECULATORS,
     Released,
     ReleasedLayout,
     Values,
@@ -37,12 +39,12 @@ _UNUSED = ("embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_he
 
 def dflash_layout(values: Values) -> ReleasedLayout | None:
     """Return the layout of a DFlash head or one of its kin; None for other folders."""
-    if (algorithm := values.get(SPECULATORS)) in KINDS:
-        return ReleasedLayout("speculators", lambda _: KINDS[str(algorithm)], _translate)
+    if (algorithm := str(values.get(SPECULATORS))) in KINDS:
+        return ReleasedLayout("speculators", lambda _: KINDS[algorithm], _translate)
     if values.get("model_type") == ASSISTANT:
         return ReleasedLayout("transformers", lambda _: DFlash, _translate)
-    names = " ".join(map(str, values.get("architectures") or ()))
-    if (values.get("dflash_config") or {}).get("projector_type") == "dspark" or "DSpark" in names:
+    names, nested = str(values.get("architectures")), values.get("dflash_config")
+    if (isinstance(nested, Mapping) and nested.get("projector_type") == "dspark") or "DSpark" in names:
         return ReleasedLayout("DSpark (DeepSpec, SpecForge)", lambda _: DSpark, _translate)
     if ARCHITECTURE_2 in names:
         return ReleasedLayout("DFlash 2 (z-lab)", lambda _: DFlash2, _translate)
@@ -78,7 +80,7 @@ def _short(name: str) -> str:
 def _dflash2(released: Released, weights: Weights) -> tuple[dict[str, str], dict[str, Any]]:
     """Names of the weights that DFlash 2 adds, theirs -> ours, and its options."""
     parts = [f"{name}_conv.{part}" for name in ("attention", "mlp") for part in _CONVOLUTION]
-    places = range(released.number("num_hidden_layers"))
+    places = range(released.count("num_hidden_layers"))
     names = {f"layers.{place}.{part}": f"stack.{place}.{part}" for place in places for part in parts}
     names |= {f"candidate_selector.{part}": f"candidate_selector.{part}" for part in _SELECTOR}
     return names, {name: released.number(name) for name in DFlash2.defaults if name not in DFlash.defaults}
@@ -98,7 +100,7 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
     assert layout is not None
     kind = cast("type[DFlash]", layout.kind(released.values))
     released, options = _settings(released, kind)
-    values, count = released.values, released.number("num_hidden_layers")
+    values, count = released.values, released.count("num_hidden_layers")
     windowed = [place for place, near in enumerate(_windowed(released, count)) if near]
     only = {"num_hidden_layers": count, "use_sliding_window": values.get("use_sliding_window")}
     if len(windowed) < count:
@@ -116,7 +118,7 @@ def _translate(released: Released) -> tuple[HeadConfig, dict[str, Tensor]]:
         {**names, **more, **biases, **own}, {**names, **more}, _UNUSED
     )
     has_own = "lm_head.weight" in ours_by_name
-    vocabulary = released.number(DRAFT_VOCAB, len(ours_by_name["lm_head.weight"])) if has_own else 0
+    vocabulary = released.number(DRAFT_VOCAB, rows := len(ours_by_name["lm_head.weight"]), rows) if has_own else 0
     mrope = released.shape.uses_mrope and "mrope_section" in rope_settings(values)
     config = released.block_config(
         kind,

@@ -19,6 +19,9 @@ from torch import Tensor
 from saccade.draft.heads.eagle import Eagle3
 from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.published.released import (
+    DRAFT_VOCAB,
+    LAYERS,
+    SPECULATORS,
     Released,
     ReleasedLayout,
     Values,
@@ -36,9 +39,6 @@ ARCHITECTURES = (
     "Eagle3Qwen3vlForCausalLM",
 )
 """Of EAGLE-3 heads of one such block, which vLLM reads by the same code."""
-DRAFT_VOCAB = "draft_vocab_size"
-LAYERS = "eagle_aux_hidden_state_layer_ids"
-SPECULATORS = "speculators_model_type"
 NAMES = {
     "fc.weight": "fc.weight",
     "midlayer.input_layernorm.weight": "embedding_norm.weight",
@@ -159,7 +159,7 @@ def _rename(released: Released, norms: str) -> tuple[dict[str, Tensor], int]:
     if shares:
         ours.pop("token_ids", None)
         return ours, 0
-    return ours, released.number(DRAFT_VOCAB, len(theirs["lm_head.weight"]))
+    return ours, released.number(DRAFT_VOCAB, rows := len(theirs["lm_head.weight"]), rows)
 
 
 def norm_names(norms: str) -> dict[str, str]:

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from saccade.draft.heads.head import HeadConfig
 from saccade.draft.heads.peagle import PEagle
-from saccade.draft.heads.published.eagle3 import SPECULATORS, translate
-from saccade.draft.heads.published.released import Released, ReleasedLayout, Values, bias_names, block_names
+from saccade.draft.heads.published.eagle3 import translate
+from saccade.draft.heads.published.released import (
+    SPECULATORS,
+    Released,
+    ReleasedLayout,
+    Values,
+    bias_names,
+    block_names,
+)
 from saccade.errors import ModelError
 
 MASK = "mask_hidden"
@@ -66,7 +73,7 @@ PEAGLE = ReleasedLayout("speculators", lambda _: PEagle, _translate)
 def _blocks(released: Released) -> int:
     nested = released.values.get("transformer_layer_config")
     inner = replace(released, values=nested if isinstance(nested, Mapping) else {})
-    return inner.number("num_hidden_layers", 1)
+    return inner.count("num_hidden_layers", 1)
 
 
 def _names(config: HeadConfig, blocks: int) -> dict[str, str]:

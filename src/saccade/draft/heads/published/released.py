@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.draft.heads.block import Rotary
-from saccade.draft.heads.head import Head, HeadConfig, TargetShape, rope_of
+from saccade.draft.heads.block import rotary_of
+from saccade.draft.heads.head import LARGEST, Head, HeadConfig, TargetShape, rope_of
 from saccade.errors import ModelError
 
 Values = Mapping[str, Any]
@@ -19,10 +20,52 @@ Weights = Mapping[str, Tensor]
 Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
 """Returns the shapes of a folder's weights; a call reads the header of their file."""
 
+DRAFT_VOCAB = "draft_vocab_size"
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS = "speculators_model_type"
 FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of weight files; the first that exists is read."""
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 """Settings of all layouts whose other values would need another module."""
+
+
+def _lists(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "a table": (
+        lambda value: isinstance(value, Mapping),
+        "transformer_layer_config text_config dflash_config eagle_config rope_parameters rope_scaling "
+        "speculators_config verifier",
+    ),
+    "a list of tables": (_lists(dict), "proposal_methods"),
+    "a list of words": (_lists(str), "architectures layer_types"),
+    "a list of whole numbers": (_lists(int), f"{LAYERS} target_layer_ids aux_hidden_state_layer_ids"),
+    "a whole number": (
+        lambda value: type(value) is int and value >= 0,
+        "hidden_size target_hidden_size vocab_size truncated_vocab_size hidden_state_offset max_position_embeddings",
+    ),
+    "a number above 0": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "rms_norm_eps rope_theta"),
+    "true or false": (
+        lambda value: isinstance(value, bool),
+        "norm_before_residual norm_before_fc norm_output fc_norm tie_word_embeddings is_causal causal "
+        "sample_from_anchor sliding_window_non_causal use_sliding_window original_lm_head medusa_fc_bias "
+        "grounded_heads use_aux_hidden_state embed_requires_grad",
+    ),
+}
+"""What settings that a layout reads must be, by their names; null is as if they were absent."""
+
+
+def check_form(title: str, values: Values) -> None:
+    """Raise `ModelError` for a setting of a config.json, or of a table in it, that is of another type."""
+    for words, (fits, names) in _FORMS.items():
+        for name in names.split():
+            if values.get(name) is not None and not fits(values[name]):
+                raise ModelError(f"{title} has {name} {values[name]!r} in its config.json; expected {words}.")
+    for value in values.values():
+        if isinstance(value, Mapping):
+            check_form(title, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +77,18 @@ class Released:
     weights: Weights
     shape: TargetShape
 
-    def number(self, key: str, usual: int | None = None) -> int:
+    def number(self, key: str, usual: int | None = None, most: int = LARGEST) -> int:
         """Return a size in config.json."""
         size = usual if self.values.get(key) is None else self.values[key]
-        if type(size) is not int or size < 1:
-            raise ModelError(f"{self.title} has {key} {size!r} in its config.json; expected a whole number from 1.")
+        if type(size) is not int or not 1 <= size <= most:
+            raise ModelError(
+                f"{self.title} has {key} {size!r} in its config.json; expected a whole number from 1 to {most}."
+            )
         return size
+
+    def count(self, key: str, usual: int | None = None) -> int:
+        """Return a number of parts in config.json, each with weights."""
+        return self.number(key, usual, len(self.weights))
 
     def check_settings(self, **only: Any) -> None:
         """Raise `ModelError` for a setting of config.json that would need another module; absent ones are fine."""
@@ -90,10 +139,7 @@ class Released:
             steps=kind.default_steps,
             **{"layers": kind.reads(self.shape.layers), **more},
         )
-        try:
-            Rotary(config.head_dim, config.rope)
-        except KeyError as problem:
-            raise ModelError(f"{self.title} has an incomplete rope_scaling: {problem.args[0]}.") from None
+        rotary_of(config)
         return config
 
 

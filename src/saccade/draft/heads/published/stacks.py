@@ -49,7 +49,7 @@ def _translate(kind: type[StackedHead], released: Released) -> tuple[HeadConfig,
         options = {"layers": layers, "own_heads": has_heads, "own_vocabulary": known if has_heads else 0}
     else:
         _check_hydra(released)
-        stacks, layers = released.number("hydra_num_heads"), released.number("hydra_num_layers", 1)
+        stacks, layers = released.count("hydra_num_heads"), released.count("hydra_num_layers", 1)
         read -= released.values.get("hidden_state_offset") or 0
         names = _linears("hydra_mlp.", stacks, layers)
         for i, part in product(range(stacks), ("weight", "bias")):
@@ -93,8 +93,8 @@ def _medusa(released: Released) -> tuple[int, int, dict[str, Tensor], int]:
         raise ModelError(f"{released.title} has no stacks; copy the whole folder again.")
     in_vllm = values.get("model_type") == "medusa" and "medusa_num_heads" not in values
     of_stacks, of_layers = ("num_heads", "num_hidden_layers") if in_vllm else ("medusa_num_heads", "medusa_num_layers")
-    stacks = max(released.number(of_stacks), 1 + max(i for i, _ in places))
-    layers = max(released.number(of_layers, 1), 1 + max(j for _, j in places))
+    stacks = max(released.count(of_stacks), 1 + max(i for i, _ in places))
+    layers = max(released.count(of_layers, 1), 1 + max(j for _, j in places))
     theirs = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", key): weight for key, weight in theirs.items()}
     if values.get("original_lm_head"):
         theirs = {key: weight for key, weight in theirs.items() if not _OWN_HEAD.fullmatch(key)}
