@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from saccade.errors import ModelError, TrainingError
 from saccade.loading import load_model
 from saccade.target_model.adapter import Target
 from saccade.target_model.sharding import Shards, check_sharding, held, sharded
-from saccade.train import Recipe, Trainer, read_recipe
+from saccade.train import Recipe, Stage, Trainer, read_recipe
 from saccade.train.checkpoint import identity
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features
@@ -50,9 +51,9 @@ def quick(kind: str = "eagle2", **settings: Any) -> Recipe:
     return read_recipe(kind).with_settings({**sizes, **settings})
 
 
-def train_head(out: Path, chosen: Recipe, **options: Any) -> dict[str, Any]:
+def train_head(out: Path, chosen: Recipe, own: Target | None = None, **options: Any) -> dict[str, Any]:
     given = {"measure": closeness, "say": lambda _: None, **options}
-    Trainer(target("llava"), chosen, listed("llava", 24), out, **given).run()
+    Trainer(own or target("llava"), chosen, listed("llava", 24), out, **given).run()
     return {}
 
 
@@ -342,6 +343,24 @@ def test_a_draft_vlm_learns_from_a_sharded_teacher(tmp_path: Path) -> None:
     run_split(tmp_path, work)
     train(draft_vlm("llava").target, tmp_path / "one")
     assert_same_curve(tmp_path / "one", tmp_path / "two", "draft")
+
+
+@pytest.mark.parametrize("kind", ["head", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("draft", "fsdp"))])
+def test_a_ruined_run_stops_in_every_process_and_names_the_last_checkpoint_in_order(kind: str, tmp_path: Path) -> None:
+    train, chosen = RUNS["draft" if kind == "draft" else "head"]
+    stages = (Stage(2, 1e-3), Stage(6, 1e20))
+    chosen = replace(chosen, stages=stages, checkpoint_every=1, validate_every=0, clip=0.0)
+
+    def work(rank: int) -> dict[str, str]:
+        own = sharded_target("llava") if kind == "fsdp" else None
+        with pytest.raises(TrainingError, match=r"not finite|The (loss|gradient) is (nan|-?inf)") as failed:
+            train(tmp_path / "run", chosen, **({} if own is None else {"own": own}))
+        return {"said": str(failed.value)}
+
+    first, second = run_split(tmp_path, work)
+    assert first == second
+    assert f"--from {tmp_path}/run/checkpoints/step-00000002" in first["said"]
+    assert not {"head", "draft"} & {path.name for path in (tmp_path / "run").iterdir()}
 
 
 def test_a_single_process_is_told_to_use_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from train_kit import assert_close, head, listed, samples, target
-from training_run import recipe, run
+from training_run import recipe, run, stop_after
 
 from saccade.draft.heads.store import load_head
 from saccade.errors import TrainingError
@@ -274,3 +275,55 @@ def test_nothing_is_prepared_while_the_target_measures(tmp_path: Path) -> None:
 
     trainer.learner.prepare = prepare  # type: ignore[method-assign]
     trainer.run()
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_an_update_that_leaves_weights_that_are_not_finite_writes_nothing(
+    number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Optimiser.step
+
+    def ruinous(self: Optimiser, rate: float) -> float:
+        norm = plain(self, rate)
+        if (tmp_path / "checkpoints" / "step-00000002").exists():
+            self.weights[-1].data.view(-1)[-1] = number
+        return norm
+
+    monkeypatch.setattr(Optimiser, "step", ruinous)
+    words = r"update of step 3 leaves weights that are not finite, at a rate of 0.003; .*--from \S*step-00000002"
+    with pytest.raises(TrainingError, match=words):
+        run(tmp_path, replace(recipe(), checkpoint_every=1))
+    assert not (tmp_path / "head").exists()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e20])
+def test_the_advice_goes_back_behind_the_update_that_ruined_the_weights(rate: float, tmp_path: Path) -> None:
+    """Weights stay finite, and the loss may; every step has a checkpoint, of which the last good one stays."""
+    chosen = replace(recipe(), stages=(Stage(2, 1e-3), Stage(6, rate)), checkpoint_every=1, clip=0.0)
+    with pytest.raises(TrainingError, match=r"not finite|The (loss|gradient) is (nan|inf)") as failed:
+        run(tmp_path, chosen)
+    assert f"--from {tmp_path}/checkpoints/step-00000002 --set stage1.steps=0" in str(failed.value)
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_resumed_run_remembers_the_last_weights_in_order(tmp_path: Path) -> None:
+    chosen = replace(recipe(), stages=(Stage(2, 1e-3), Stage(4, 1e3)), checkpoint_every=1)
+    stop_after(tmp_path, 3, chosen)
+    with pytest.raises(TrainingError, match=r"--from \S*step-00000002 "):
+        run(tmp_path, chosen, resume=True)
+
+
+def test_infinite_weights_of_a_checkpoint_are_no_beginning(tmp_path: Path) -> None:
+    stop_after(tmp_path / "one", 2)
+    place = tmp_path / "one" / "checkpoints" / "step-00000002"
+    state = torch.load(place / "state.pt", weights_only=True)
+    state["head"]["w1.weight"][0, 0] = float("inf")
+    torch.save(state, place / "state.pt")
+    about = json.loads((place / "checkpoint.json").read_text())
+    about["sha256"] = hashlib.sha256((place / "state.pt").read_bytes()).hexdigest()
+    (place / "checkpoint.json").write_text(json.dumps(about))
+    with pytest.raises(
+        TrainingError, match=r"weight w1.weight of the checkpoint .* is not finite; begin with an earlier"
+    ):
+        run(tmp_path / "two", begin=place)

@@ -57,9 +57,13 @@ def _found(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def newest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder of checkpoints; None if there is none."""
-    return next((place for place in reversed(_found(folder)) if _read(place)[0] is not None), None)
+def newest(folder: Path, most: int) -> Path | None:
+    """Return the newest complete checkpoint of at most so many steps in a folder; None if there is none."""
+    return next((place for place in reversed(_until(_found(folder), most)) if _read(place)[0] is not None), None)
+
+
+def _until(places: list[Path], most: int) -> list[Path]:
+    return [place for place in places if int(place.name.removeprefix("step-")) <= most]
 
 
 def trained(place: str | Path | None) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -70,6 +74,11 @@ def trained(place: str | Path | None) -> tuple[dict[str, Any], dict[str, Any]] |
     if about is None:
         raise TrainingError(f"The checkpoint {place} is damaged; begin with an earlier one, or with best/ or head/.")
     weights = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["head"]
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise TrainingError(
+                f"The weight {name} of the checkpoint {place} is not finite; begin with an earlier one, or with best/."
+            )
     return {key: value for key, value in about["run"]["head"].items() if key != "from"}, weights
 
 
@@ -80,8 +89,11 @@ class Checkpoints:
         self._folder, self._keep = folder, keep
         self._about = json.loads(json.dumps(about))
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the state after ``step`` steps, random states included; the oldest checkpoints are deleted."""
+    def save(self, step: int, state: Mapping[str, Any], sound: int) -> None:
+        """Write the state after ``step`` steps, random states included, and delete old checkpoints.
+
+        The last one of at most ``sound`` steps stays.
+        """
         buffer = io.BytesIO()
         torch.save({**state, "random": _random_states()}, buffer)
         content = buffer.getvalue()
@@ -92,7 +104,9 @@ class Checkpoints:
             (part / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
         write_folder(self._folder / f"step-{step:08d}", write, error=TrainingError)
-        for old in _found(self._folder)[: -self._keep]:
+        found = _found(self._folder)
+        kept = {*found[-self._keep :], *_until(found, sound)[-1:]}
+        for old in (place for place in found if place not in kept):
             shutil.rmtree(old)
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -23,6 +24,7 @@ from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
 from saccade.train.data import Source, TrainingSample
 from saccade.train.features import answer_mask, forward_passes, read_features
+from saccade.train.health import largest_of
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Tally, recompute_layers, terms_of
@@ -153,7 +155,10 @@ class DraftVlmLearner:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the target's class and precision, with the target's tokenizer and image settings."""
-        deepcopy(self.module).to(self._target.dtype).save_pretrained(folder)
+        narrow = deepcopy(self.module).to(self._target.dtype)
+        if not math.isfinite(largest_of(list(narrow.parameters()))):
+            raise TrainingError(f"Weights of the drafter are too large for the target's format, {self._target.dtype}.")
+        narrow.save_pretrained(folder)
         self._processor.save(folder)
 
     def measure(self, prompts: Sequence[Prompt]) -> Measure | None:

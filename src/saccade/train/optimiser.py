@@ -84,9 +84,9 @@ class Optimisers:
         self._parts, self.weights, self._clip = parts, list(weights), clip
 
     def step(self, rate: float) -> float:
-        """Clip the gradients, update the weights and `clear`."""
+        """Clip the gradients, update the weights, unless the norm is not finite, and `clear`."""
         norm = float(nn.utils.clip_grad_norm_(self.weights, self._clip or math.inf))
-        for part in self._parts:
+        for part in self._parts if math.isfinite(norm) else ():
             for group in part.param_groups:
                 group["lr"] = rate
             part.step()

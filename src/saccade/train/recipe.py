@@ -28,6 +28,7 @@ _CHOICES = {
     "precision": ("auto", "fp32", "bf16"),
     "feature_cache": ("none", "memory", "disk"),
 }
+_MOST = 1e38  # within float32, in which optimisers compute
 _LEAST = {
     **dict.fromkeys(("batch_size", "micro_batch", "max_tokens", "log_every"), 1),
     **dict.fromkeys(("checkpoint_every", "validate_every", "validation_samples", "min_words"), 0),
@@ -79,8 +80,14 @@ class Recipe:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise TrainingError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        groups = {"": {f.name: getattr(self, f.name) for f in fields(self)}, "head.": self.head, "loss.": self.loss}
+        groups |= {f"stage{number}.": asdict(stage) for number, stage in enumerate(self.stages, 1)}
+        for prefix, group in groups.items():
+            for name, value in group.items():
+                if isinstance(value, float) and not abs(value) < _MOST:
+                    raise TrainingError(f"{prefix}{name} is {value}; every number of a recipe must be finite.")
         for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:  # nor is nan
+            if getattr(self, name) < least:
                 raise TrainingError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         numbers = self.betas if isinstance(self.betas, tuple) else ()
         if len(numbers) != 2 or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in numbers):

@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from saccade.train.batches import Order, Prefetch, Work, split_validation
 from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, newest, preserved_random_state
 from saccade.train.data import Answers, Source
 from saccade.train.draft_vlm import DraftVlmLearner
+from saccade.train.health import Health, largest_of
 from saccade.train.learner import HeadLearner, Learner
 from saccade.train.log import Log, check_wandb
 from saccade.train.objectives.losses import Tally, recomputing
@@ -101,6 +102,7 @@ class Trainer:
         self._unread = apart if measure is None else []
         self._checkpoints = Checkpoints(self._out / _CHECKPOINTS, self._about())
         self._step, self._best = 0, -math.inf
+        self._health = Health(largest=largest_of(self._optimiser.weights))
         self._resume, self._unmeasured = resume, False
         self._batches = Prefetch(lambda step, indices: self.learner.prepare(indices, step))
 
@@ -192,6 +194,11 @@ class Trainer:
                 + self._advice(number)
             )
         mean = max(examples, 1)
+        if examples and tried is None and not self._health.judge(step, loss / mean, self._optimiser.weights):
+            raise TrainingError(
+                f"The update of step {step + 1} leaves weights that are not finite, at a rate of {rate:g}; nothing "
+                f"was written of them. {self._advice(number)}"
+            )
         return {
             "stage": number,
             "loss": loss / mean,
@@ -203,9 +210,12 @@ class Trainer:
         }
 
     def _advice(self, number: int) -> str:
-        """Options that go on from the last checkpoint, past stages that are over, with a lower rate of a stage."""
+        """Options that go on from the last checkpoint in order, past stages that are over, with a lower rate of one."""
         lower = f"stage{number}.rate={self.recipe.stages[number - 1].rate / 10:g}"
-        words, last = ["--set", lower, "--out", f"{self._out}-again"], newest(self._out / _CHECKPOINTS)
+        words, last = (
+            ["--set", lower, "--out", f"{self._out}-again"],
+            newest(self._out / _CHECKPOINTS, self._health.sound),
+        )
         if last is not None:
             over = range(1, self.recipe.at(int(last.name.removeprefix("step-")))[0])
             words += ["--from", str(last), *(word for n in over for word in ("--set", f"stage{n}.steps=0"))]
@@ -273,6 +283,7 @@ class Trainer:
         self.learner.load_state(state["head"])
         self._optimiser.load_state_dict(state["optimiser"])
         self._best, self._unmeasured = state["best"], state["unmeasured"]
+        self._health = Health(**state.get("health", {**asdict(self._health), "sound": self._step}))
         self._say(f"going on after step {self._step} of {self.recipe.steps}")
 
     def _save(self) -> None:
@@ -283,8 +294,9 @@ class Trainer:
                 "optimiser": self._optimiser.state_dict(),
                 "best": self._best,
                 "unmeasured": self._unmeasured,
+                "health": asdict(self._health),
             }
-            self._checkpoints.save(self._step, state)
+            self._checkpoints.save(self._step, state, self._health.sound)
         self.processes.wait()
 
     def _validate(self, log: Log | None) -> None:
