@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,14 @@ def encoded(kind: str, image: Image.Image, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def film(frames: Sequence[np.ndarray[Any, Any]], kind: str = "mp4", codec: str = "mpeg4", rate: int = 10) -> bytes:
-    """A film file of frames ``[H, W, 3]``."""
+def film(
+    frames: Sequence[np.ndarray[Any, Any]],
+    kind: str = "mp4",
+    codec: str = "mpeg4",
+    rate: int = 10,
+    times: Sequence[int] | None = None,
+) -> bytes:
+    """A film file of frames ``[H, W, 3]``, shown at a constant rate or at times in milliseconds."""
     import av
 
     buffer = io.BytesIO()
@@ -27,8 +34,13 @@ def film(frames: Sequence[np.ndarray[Any, Any]], kind: str = "mp4", codec: str =
         stream: Any = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        if times is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if times is not None:
+                frame.pts = times[number]
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return buffer.getvalue()
 

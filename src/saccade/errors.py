@@ -24,4 +24,4 @@ class TrainingError(SaccadeError):
 
 
 class SaccadeWarning(UserWarning):
-    """A request is served in another way, so that its speed may not be the method's."""
+    """A request is served in another way, or under an assumption, that its sender may not expect."""

@@ -65,10 +65,10 @@ class GenerationOptions(TypedDict, total=False):
 class PromptOptions(GenerationOptions, total=False):
     """How a prompt's images, videos and texts are read, and its answer is generated.
 
-    ``num_frames`` of a video file, or ``fps`` frames per second of it, are sampled instead of the checkpoint's own
-    setting. ``limits`` are the accepted places, formats and sizes of images and videos. With ``text_as_text``, control
-    tokens and placeholders in the text of messages are encoded as text. ``template_options`` are variables of the chat
-    template, such as ``tools`` or ``enable_thinking``.
+    ``num_frames`` of a video, or ``fps`` frames per second of it, are sampled instead of the checkpoint's own setting;
+    of frames that are no file, otherwise all are used. ``limits`` are the accepted places, formats and sizes of images
+    and videos. With ``text_as_text``, control tokens and placeholders in the text of messages are encoded as text.
+    ``template_options`` are variables of the chat template, such as ``tools`` or ``enable_thinking``.
     """
 
     num_frames: int | None

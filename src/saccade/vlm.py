@@ -316,7 +316,8 @@ class VLM:
         Args:
             prompt: a string, a conversation (list of messages), or a list of these for a batch.
             images: path, bytes, PIL, numpy or data URI each; for a batch, one list per row.
-            videos: likewise: files (needs the ``video`` extra) or frames.
+            videos: likewise: files (needs the ``video`` extra), lists or arrays of frames, which are taken for 24 a
+                second, or `saccade.inputs.media.Video` of frames with their times.
             seed: of the random generators when sampling; row b of a batch gets ``seed + b``, or its own from
                 a list. None: drawn from torch's global generator.
             session: KV caches of an earlier turn, whose common prefix is not prefilled again.

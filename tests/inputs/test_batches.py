@@ -63,7 +63,7 @@ def test_pixels_without_their_sizes_are_refused() -> None:
 
 def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
     k = kit("llava_onevision")
-    prompt = k.ours.prompt("?", videos=[clip(4, 60, 45, None), clip(5, 60, 45, None)])
+    prompt = k.ours.prompt("?", videos=[clip(4, 60, 45, 24.0), clip(5, 60, 45, 24.0)])
     with pytest.raises(InputError, match="do not fit together"):
         join(k.config, prompt.media)
 

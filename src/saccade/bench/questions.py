@@ -329,7 +329,7 @@ def _hashed(source: Any, kind: str, files: dict[str, str]) -> Any:
     if isinstance(source, (list, tuple)):
         return [_hashed(frame, "image", files) for frame in source]
     if isinstance(source, Video):
-        return [_hashed(source.frames, "image", files), list(source.indices), source.total, source.fps]
+        return [_hashed(source.frames, "image", files), list(source.times), source.duration]
     if isinstance(source, str) and source in files:
         return files[source]
     hasher = hashlib.blake2b(digest_size=16)

@@ -8,7 +8,7 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
@@ -34,14 +34,16 @@ class Slot:
 
     kind: Kind
     source: Any  # from the message itself; None when it comes from the list of images or videos
+    # of a video alone: its own `num_frames` or `fps`, and None for the other one
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def normalise(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Slot]]:
     """Convert messages to the form of Hugging Face chat templates, with the media taken out.
 
     Understands content as a string or a list of ``{"type": "text"}``, ``{"type": "image"}`` with ``image``,
-    ``url``, ``path`` or ``base64``, ``{"type": "image_url", "image_url": {"url": ...}}``, the same for videos, and
-    ``input_text``, ``input_image``.
+    ``url``, ``path`` or ``base64``, ``{"type": "image_url", "image_url": {"url": ...}}``, the same for videos, which
+    may have ``num_frames`` or ``fps``, and ``input_text``, ``input_image``.
     """
     if not messages:
         raise InputError("The list of messages is empty; give at least one message with role and content.")
@@ -70,7 +72,7 @@ def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dic
         if place["type"] == "text":
             return {**place}
         slot = next(media)
-        return {"type": slot.kind, slot.kind: slot.source}
+        return {"type": slot.kind, slot.kind: slot.source, **slot.sampling}
 
     return [
         {**m, "content": [part(place) for place in m["content"]]} if isinstance(m.get("content"), list) else {**m}
@@ -134,9 +136,15 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
         return {"type": "text", "text": item["text"]}
     for name in KINDS:
         if kind in (name, f"{name}_url", f"input_{name}"):
-            slots.append(Slot(name, _source(item, name)))
+            slots.append(Slot(name, _source(item, name), sampling_of(item) if name == "video" else {}))
             return {"type": name}
     raise InputError(f"A message part of type {kind!r} is not usable; expected text, image, image_url or video.")
+
+
+def sampling_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling that a part of type video names itself."""
+    sampling = {name: part.get(name) for name in ("num_frames", "fps")}
+    return sampling if any(value is not None for value in sampling.values()) else {}
 
 
 def _source(item: Mapping[str, Any], name: str) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy import integer
+from numpy import floating, integer, ndarray
 from PIL import Image
 from torch import Tensor
 
-from saccade.errors import InputError, ModelError, SaccadeError
+from saccade.errors import InputError, ModelError, SaccadeError, SaccadeWarning
 from saccade.inputs.chat import (
     Controls,
     LiteralText,
@@ -31,7 +33,8 @@ from saccade.inputs.chat import (
 )
 from saccade.inputs.families import Unknown, family_of, media_spans, without_media
 from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
-from saccade.inputs.media import LOCAL, MediaLimits, load_image, load_video
+from saccade.inputs.media import LOCAL, MediaLimits, Video, load_image, load_video
+from saccade.inputs.media.videos import ASSUMED_FPS
 from saccade.wording import count, first_line
 
 Messages = Sequence[Mapping[str, Any]]
@@ -54,8 +57,9 @@ class MediaOptions:
         if len(self.sampling) > 1:
             raise InputError("Both num_frames and fps are given; give one of them.")
         for name, value in self.sampling.items():
-            if value <= 0:
-                raise InputError(f"The option {name} is {value}; give a number above 0.")
+            kinds = (int, integer) if name == "num_frames" else (int, float, integer, floating)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+                raise InputError(f"The option {name} is {value!r}; give a number above 0.")
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -207,13 +211,25 @@ class InputProcessor:
         return with_sources(messages, self._loaded(_fill(slots, [], []), options))
 
     def load_video(self, source: Any, options: MediaOptions) -> Any:
-        """Load those frames of a video that prompts with these options use; as it is for a model without videos."""
-        family = self._family
-        if not family.is_known:  # its own processor samples
-            return load_video(source, limits=options.limits)
-        if family.video_defaults is None:
+        """Load those frames of a video that prompts with these options use; as it is for a model without videos.
+
+        Of frames that are no file all are used, unless the options name a number or a rate.
+        """
+        family, asked = self._family, options.sampling
+        if family.is_known and family.video_defaults is None:
             return source
-        settings = family.video_settings(self.video_settings, options.sampling)
+        is_list = isinstance(source, (list, tuple, ndarray))
+        if is_list and (family.reads_times or "fps" in asked):
+            warnings.warn(
+                f"The frames of a video have no times, so that {ASSUMED_FPS:g} a second are assumed; give "
+                "saccade.inputs.media.Video(frames, fps=...) or Video(frames, times=...).",
+                SaccadeWarning,
+                stacklevel=2,
+            )
+        # the processor of another family samples by itself
+        if not asked and (is_list or isinstance(source, Video) or not family.is_known):
+            return load_video(source, limits=options.limits)
+        settings = family.video_settings(self.video_settings, asked)
         return load_video(source, lambda total, fps: family.sample_frames(total, fps, settings), options.limits)
 
     @property
@@ -277,7 +293,7 @@ class InputProcessor:
                 source = load_image(slot.source, limits)
                 pixels += source.width * source.height
             else:
-                source = self.load_video(slot.source, options)
+                source = self.load_video(slot.source, replace(options, **slot.sampling) if slot.sampling else options)
                 pixels += source.frames.size // 3
             if pixels > limits.total_pixels:
                 raise InputError(
@@ -485,7 +501,7 @@ def _fill(slots: Sequence[Slot], images: list[Any], videos: list[Any]) -> list[S
                 f"The messages have a place for {'an image' if slot.kind == 'image' else 'a video'} that none was "
                 f"given for; pass as many {slot.kind}s as there are places."
             )
-        out.append(slot if slot.source is not None else Slot(slot.kind, rest[slot.kind].pop(0)))
+        out.append(slot if slot.source is not None else replace(slot, source=rest[slot.kind].pop(0)))
     for kind, left in rest.items():
         if left:
             raise InputError(

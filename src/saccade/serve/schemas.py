@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from saccade.inputs.chat import sampling_of
 from saccade.serve.refusals import Json, Refusal, invalid
 
 MOST_STOPS = 16
@@ -499,5 +500,5 @@ def _part(part: Any, where: str) -> Json:
             url = source.get("url") if isinstance(source, Mapping) else source
             if not isinstance(url, str) or not url:
                 raise invalid(f"{where}.{medium}_url.url is missing; give a data: URI.", where)
-            return {"type": medium, medium: url}
+            return {"type": medium, medium: url, **(sampling_of(part) if medium == "video" else {})}
     raise invalid(f"{where}.type must be text, image_url or video_url.", f"{where}.type")

@@ -54,6 +54,7 @@ class Unknown(Family):
     """
 
     is_known = False
+    sample_frames = LlavaOnevision.sample_frames  # as transformers samples by default
 
     def visual(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         found = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in _TEXT_INPUTS}

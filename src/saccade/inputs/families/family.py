@@ -148,6 +148,7 @@ class Family(ABC):
     # every frame
     video_sampling: ClassVar[Mapping[str, Any]] = _NOTHING
     frames_as_images: ClassVar[bool] = False  # whether every frame of a video is an image
+    reads_times: ClassVar[bool] = False  # whether the model learns when the frames of a video are shown
     stamps_video: ClassVar[bool] = False  # whether every temporal patch follows a text timestamp
     pool_point: ClassVar[PoolPoint | None] = None  # where square features are averaged for fewer visual tokens
     # whether the model removes padding on a grid that it derives from `vision_config.patch_size`

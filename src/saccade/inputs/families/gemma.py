@@ -80,6 +80,7 @@ class Gemma4(Family):
         }
     )
     video_sampling = MappingProxyType({"num_frames": 32})
+    reads_times = True
 
     def __init__(self, config: Any, name: str) -> None:
         super().__init__(config, name)
@@ -140,7 +141,7 @@ class Gemma4(Family):
 
     def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         frame = self.image_text.format(token * self.count("video", tensors[0]))
-        times = [f"{int(seconds // 60):02d}:{int(seconds % 60):02d}" for seconds in video.timestamps]
+        times = [f"{int(seconds // 60):02d}:{int(seconds % 60):02d}" for seconds in video.times]
         return " ".join(f"{time} {frame}" for time in times)
 
     def grid(self, medium: Medium) -> Grid:

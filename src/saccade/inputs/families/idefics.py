@@ -108,6 +108,7 @@ class SmolVLM(Idefics3):
         }
     )
     video_sampling = MappingProxyType({"num_frames": 64, "fps": 1})
+    reads_times = True
     frames_as_images = True
 
     def video_template(self) -> str:
@@ -147,7 +148,7 @@ class SmolVLM(Idefics3):
 
     def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         frame = self.expand_image(token, {**tensors[0], "rows": [[0]], "cols": [[0]]})
-        stamps = ((int(t // 60), int(t % 60)) for t in video.timestamps)
+        stamps = ((int(t // 60), int(t % 60)) for t in video.times)
         return (
             f"You are provided the following series of {number_words(len(tensors))} frames from a "
             f"{timedelta(seconds=int(video.duration))} [H:MM:SS] video.\n"

@@ -157,6 +157,7 @@ class Qwen25VL(Qwen2VL):
 
     names = MappingProxyType({"qwen2_5_vl": "Qwen2.5-VL"})
     decoders = ("qwen2_5_vl_text",)
+    reads_times = True
 
     def video_tensors(self, video: Video, settings: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         (tensors,) = super().video_tensors(video, settings)
@@ -176,6 +177,7 @@ class Qwen3VL(Qwen2VL):
         }
     )
     decoders = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
+    reads_times = True
     stamps_video = True
     video_defaults = MappingProxyType(
         {
@@ -213,7 +215,7 @@ class Qwen3VL(Qwen2VL):
 
     def expand_video(self, token: str, tensors: Sequence[Tensors], video: Video, settings: Mapping[str, Any]) -> str:
         step = int(settings["temporal_patch_size"])
-        times = [*video.timestamps, *[video.timestamps[-1]] * (-len(video.frames) % step)]
+        times = [*video.times, *[video.times[-1]] * (-len(video.frames) % step)]
         patches = list(zip(times[::step], times[step - 1 :: step], strict=True))
         run = self.raw.format(token * (self.count("video", tensors[0]) // len(patches)))
         return "".join(f"<{(first + last) / 2:.1f} seconds>{run}" for first, last in patches)

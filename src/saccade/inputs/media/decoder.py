@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import pkgutil
+import re
 import struct
 import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,6 +36,8 @@ _STARTS = {
 }
 _FULL_NAMES = {"mov": "mov,mp4,m4a,3gp,3g2,mj2", "matroska": "matroska,webm"}
 """Names of demuxers of several containers."""
+_NO_TIMESCALE = re.compile(rb"mdhd(\0.{11}|\x01.{19})\0{4}", re.DOTALL)
+"""An MP4 track's header without ticks per second, for which FFmpeg takes one."""
 
 
 class Refused(Exception):
@@ -61,6 +66,24 @@ def accepted_container(data: bytes, limits: MediaLimits) -> str:
     return container
 
 
+@dataclass(slots=True)
+class Timeline:
+    """Times of frames in seconds."""
+
+    stamps: list[float] = field(default_factory=list)  # in the order of the file; NaN where it does not say
+    last: float = 0.0  # how long the frame is shown that comes last; 0 where the file does not say
+    latest: float = -math.inf  # when it begins
+
+    def add(self, stamp: int | None, duration: int | None, tick: float) -> None:
+        start = math.nan if stamp is None else stamp * tick
+        self.stamps.append(start)
+        if start >= self.latest:
+            self.latest, self.last = start, (duration or 0) * tick
+
+    def message(self) -> list[Any]:
+        return [self.stamps, self.last]
+
+
 class Decoder:
     """A video file of which the first video stream is decoded."""
 
@@ -70,45 +93,59 @@ class Decoder:
         self._container = accepted_container(data, limits)
         self._deadline = time.monotonic() + limits.decode_seconds
 
-    def probe(self) -> tuple[int, float | None, int]:
-        """Number of frames as the file says (0: it does not), frames per second and pixels of one frame."""
-        limits = self._limits
+    def probe(self) -> tuple[Timeline, float, float, int]:
+        """What the file says of its frames, whose packets are read and not decoded: their times, the seconds that these
+        are multiples of, frames per second (0: unknown), which may be no more than nominal, and pixels of one.
+        """
+        seen = Timeline()
         with self._open() as (container, stream):
-            seconds = (container.duration or 0) / 1_000_000
-            total = max(0, int(stream.frames))
-            rate = stream.average_rate
-            pixels = self._pixels(stream)
-        if total > limits.video_frames:
-            raise Refused("frames")
-        if seconds > limits.video_seconds:
-            raise Refused("seconds")
-        return total, float(rate) if rate else None, pixels
+            if self._container == "mov" and stream.time_base == 1 and _NO_TIMESCALE.search(self._data):
+                raise Refused("timescale")
+            tick, rate, pixels = float(stream.time_base), stream.average_rate, self._pixels(stream)
+            with self._up_to_damage(seen):
+                for packet in container.demux(stream):
+                    if packet.size and not packet.is_discard:
+                        seen.add(packet.dts if packet.pts is None else packet.pts, packet.duration, tick)
+                        self._check(seen)
+        return seen, tick, float(rate or 0), pixels
 
-    def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any]]:
-        """Decode in order up to the last wanted frame, all without any, or up to damage; ``[H, W, 3]`` each."""
-        import av
-
+    def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any] | Timeline]:
+        """Decode in order up to the last wanted frame, all without any, or up to damage: the wanted ones by number,
+        ``[H, W, 3]`` each, then the times of all that were passed.
+        """
         wanted = frozenset(wanted)
         last = max(wanted, default=None)
-        count = 0
+        seen = Timeline()
         with self._open() as (container, stream):
             stream.codec_context.options = {"max_pixels": str(self._limits.video_pixels)}
-            try:
+            tick = float(stream.time_base)
+            with self._up_to_damage(seen):
                 for number, frame in enumerate(container.decode(stream)):
-                    count = number + 1
-                    if count > self._limits.video_frames:
-                        raise Refused("frames")
-                    if time.monotonic() > self._deadline:
-                        raise Refused("time")
+                    seen.add(frame.pts, frame.duration, tick)
+                    self._check(seen)
                     self._pixels(frame)
                     if number in wanted:
                         yield number, _upright(frame)
                     if number == last:
                         break
-            except av.FFmpegError as error:
-                if isinstance(error, MemoryError) or not count:
-                    raise
-        yield count, None
+        yield seen
+
+    def _check(self, seen: Timeline) -> None:
+        if len(seen.stamps) > self._limits.video_frames:
+            raise Refused("frames")
+        if time.monotonic() > self._deadline:
+            raise Refused("time")
+
+    @contextmanager
+    def _up_to_damage(self, seen: Timeline) -> Iterator[None]:
+        """End at an error behind the first frame."""
+        import av
+
+        try:
+            yield
+        except av.FFmpegError as error:
+            if isinstance(error, MemoryError) or not seen.stamps:
+                raise
 
     def _pixels(self, frame: Any) -> int:
         """Pixels of a frame, or of the frames of a stream; raises `Refused` beyond the limits."""
@@ -218,13 +255,15 @@ def _main() -> None:
         _import_all()
         confine(limits.decode_memory, limits.decode_seconds, files=False)
         decoder = Decoder(data, limits)
-        send(writer, decoder.probe())
+        seen, *facts = decoder.probe()
+        send(writer, [*seen.message(), *facts])
         while True:
             wanted, _ = receive(reader, 0)
-            for number, frame in decoder.scan(wanted):
-                if frame is None:
-                    send(writer, {"count": number})
+            for passed in decoder.scan(wanted):
+                if isinstance(passed, Timeline):
+                    send(writer, passed.message())
                 else:
+                    number, frame = passed
                     send(writer, {"number": number, "shape": frame.shape}, frame)
     except EOFError:
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -16,12 +17,12 @@ import numpy as np
 
 from saccade.errors import InputError
 from saccade.inputs.media import decoder
-from saccade.inputs.media.decoder import Decoder, Refused, accepted_container, receive, send
+from saccade.inputs.media.decoder import Decoder, Refused, Timeline, accepted_container, receive, send
 from saccade.inputs.media.images import load_image, to_uint8
 from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
 
 ASSUMED_FPS = 24.0
-"""Frames per second of videos of unknown rate (the value that transformers assumes)."""
+"""Frames per second where nothing says the rate (the value that transformers assumes)."""
 
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
 Choose = Callable[[int, float], Sequence[int]]
@@ -29,37 +30,93 @@ Choose = Callable[[int, float], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """Frames of a video and their times."""
+    """Frames of a video and their times; one of ``fps`` and ``times`` is given.
 
-    frames: Frames  # `[T, H, W, 3]` uint8
-    indices: tuple[int, ...]  # for every frame, its number in the whole video
-    total: int  # number of frames of the whole video
-    fps: float | None  # frames per second of the whole video; None when unknown
+    Attributes:
+        frames: pictures as `VLM.generate` takes them, or an array ``[T, H, W, 3]``.
+        fps: frames per second.
+        times: seconds from the start, one per frame, in order.
+        duration: seconds of the whole video; by default its last frame is shown as long as the one before.
 
-    @property
-    def timestamps(self) -> tuple[float, ...]:
-        """Seconds from the start, one per frame."""
-        return tuple(i / (self.fps or ASSUMED_FPS) for i in self.indices)
+    Raises:
+        InputError: the numbers do not fit together.
+    """
 
-    @property
-    def duration(self) -> float:
-        """Seconds of the whole video."""
-        return self.total / (self.fps or ASSUMED_FPS)
+    frames: Any
+    fps: float | None = None
+    times: Sequence[float] = ()
+    duration: float = 0.0
+    is_sampled: bool = False  # whether these are the frames that a prompt uses, as `load_video` returns them
+
+    def __post_init__(self) -> None:
+        if isinstance(self.frames, np.ndarray):
+            object.__setattr__(self, "frames", _array_frames(self.frames))
+        elif not self.frames:
+            raise InputError("The list of video frames is empty; give at least one frame.")
+        total, times = len(self.frames), tuple(map(float, self.times))
+        if bool(times) == (self.fps is not None):
+            raise InputError("A Video needs fps or times, which say when its frames are shown; give one of them.")
+        if self.fps is not None:
+            if not 0 < self.fps < math.inf:
+                raise InputError(f"The Video's fps is {self.fps}; give a number above 0.")
+            times = tuple(n / self.fps for n in range(total))
+        if len(times) != total or list(times) != sorted(times) or not 0 <= times[0] <= times[-1] < math.inf:
+            raise InputError(f"The Video has {total} frames; give as many times, in seconds from 0 on and in order.")
+        last = times[-1] - times[-2] if total > 1 else 1 / ASSUMED_FPS
+        duration = self.duration or (total / self.fps if self.fps else times[-1] + last)
+        if not duration or not times[-1] <= duration < math.inf:
+            raise InputError(f"The Video's duration is {duration:g} s; its last frame comes at {times[-1]:g} s.")
+        object.__setattr__(self, "times", times)
+        object.__setattr__(self, "duration", float(duration))
 
     @property
     def sampled_fps(self) -> float:
-        """Kept frames per second; the assumed rate when the video's own is unknown."""
-        return len(self.indices) / self.total * self.fps if self.fps else ASSUMED_FPS
+        """Kept frames per second."""
+        return len(self.times) / self.duration
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """When the frames of a video are shown."""
+
+    times: np.ndarray[Any, Any]  # seconds from the first one on
+    fps: float  # frames per second, the mean where they vary
+    duration: float
+
+    def pick(self, choose: Choose | None) -> list[int]:
+        """The frames that come nearest to those chosen of as many at a constant rate; each once, in order."""
+        total = len(self.times)
+        if choose is None:
+            return list(range(total))
+        chosen = sorted(set(choose(total, self.fps)))
+        nearest = [np.abs(self.times - number * self.duration / total).argmin() for number in chosen]
+        order = np.arange(len(chosen))
+        later = np.maximum.accumulate(nearest - order) + order
+        return np.minimum(later, total - 1 - order[::-1]).tolist()  # type: ignore[no-any-return]
+
+    def video(self, frames: Frames, picked: Sequence[int]) -> Video:
+        return Video(frames, times=self.times[picked].tolist(), duration=self.duration, is_sampled=True)
 
 
 def load_video(source: Any, choose: Choose | None = None, limits: MediaLimits = LOCAL) -> Video:
-    """Load the frames of a video; an array is ``[T, H, W, 3]``."""
-    if isinstance(source, Video):
-        return source
-    if not isinstance(source, (np.ndarray, list, tuple)):
+    """Load the chosen frames of a video, or all; an array is ``[T, H, W, 3]``.
+
+    Frames without times are taken for `ASSUMED_FPS` a second.
+    """
+    if isinstance(source, (np.ndarray, list, tuple)):
+        source = Video(source, fps=ASSUMED_FPS)
+    if not isinstance(source, Video):
         return _decode(*read_source(source, "video", limits), choose, limits)
-    frames = _array_frames(source) if isinstance(source, np.ndarray) else _list_frames(source, limits)
-    return Video(frames, tuple(range(len(frames))), len(frames), None)
+    if source.is_sampled:
+        return source
+    total = len(source.frames)
+    if total > limits.video_frames:
+        raise InputError(f"The list has {total} video frames; at most {limits.video_frames} are accepted.")
+    timing = _Timing(np.array(source.times), source.fps or total / source.duration, source.duration)
+    picked = timing.pick(choose)
+    if isinstance(source.frames, np.ndarray):
+        return timing.video(source.frames[picked] if choose else source.frames, picked)
+    return timing.video(_list_frames([source.frames[n] for n in picked], limits), picked)
 
 
 def _array_frames(array: np.ndarray[Any, Any]) -> Frames:
@@ -72,10 +129,6 @@ def _array_frames(array: np.ndarray[Any, Any]) -> Frames:
 
 
 def _list_frames(source: Sequence[Any], limits: MediaLimits) -> Frames:
-    if not source:
-        raise InputError("The list of video frames is empty; give at least one frame.")
-    if len(source) > limits.video_frames:
-        raise InputError(f"The list has {len(source)} video frames; at most {limits.video_frames} are accepted.")
     frames = []
     pixels = 0
     for entry in source:
@@ -94,33 +147,59 @@ def _list_frames(source: Sequence[Any], limits: MediaLimits) -> Frames:
 
 
 def _decode(name: str, data: bytes, choose: Choose | None, limits: MediaLimits) -> Video:
-    """Decode once for the frames that ``choose`` wants, and again if the file's own count was wrong."""
+    """Decode the frames that ``choose`` wants by the times of the packets, and again if these are not the frames'."""
     if find_spec("av") is None:
         raise InputError("Video files need PyAV, which is not installed; run `pip install saccade[video]`.")
     try:
         with DecoderProcess(data, limits) if limits.own_process else nullcontext(Decoder(data, limits)) as decoder:
-            total, fps, pixels = decoder.probe()
-            if not total:
-                total = _scan(decoder, (), limits)[1]
-            for _ in range(2):
-                if total < 1:
+            seen, tick, rate, pixels = decoder.probe()
+            for is_sure in (False, True):
+                if not seen.stamps:
                     break
-                if total > limits.video_frames:
-                    raise Refused("frames")
-                if total / (fps or ASSUMED_FPS) > limits.video_seconds:
+                expected, timing = seen, _timing(seen, tick, rate)
+                if not 0 < timing.duration <= limits.video_seconds:
                     raise Refused("seconds")
-                wanted = list(range(total)) if choose is None else list(choose(total, fps or ASSUMED_FPS))
-                if len(wanted) * pixels > limits.total_pixels:
+                picked = timing.pick(choose)
+                if len(picked) * pixels > limits.total_pixels:
                     raise Refused("total")
-                kept, seen = _scan(decoder, set(wanted), limits)
-                if all(i in kept for i in wanted):
+                kept, seen = _scan(decoder, set(picked), limits)
+                is_whole = all(number in kept for number in picked)
+                if is_whole and (is_sure or _agree(expected, seen, tick)):
                     if len({frame.shape for frame in kept.values()}) > 1:
                         raise Refused("film")
-                    return Video(np.stack([kept[i] for i in wanted]), tuple(wanted), total, fps)
-                total = seen
+                    return timing.video(np.stack([kept[number] for number in picked]), picked)
+                if is_whole:
+                    _, seen = _scan(decoder, (), limits)
         raise Refused("empty")
     except Refused as refusal:
         raise InputError(f"{name} {_REFUSALS.get(str(refusal), _REFUSALS['film']).format(limits)}.") from None
+
+
+def _timing(seen: Timeline, tick: float, rate: float) -> _Timing:
+    """Times of frames that are shown in the order of their stamps.
+
+    Those of a constant rate are freed of the rounding to ticks. The rate that a file names comes first; in Matroska it
+    is nominal. Without times the rate is all that is known.
+    """
+    times, numbers = np.sort(seen.stamps), np.arange(len(seen.stamps))
+    times = times - times[0]
+    fps = rate or ASSUMED_FPS
+    if times[-1] > 0:  # not NaN
+        mean = (len(times) - 1) / times[-1]
+        nominal = (rate, np.round(mean), np.round(mean * 1.001) / 1.001)
+        slack = 0.999 * max(tick, 0.001)
+        constant = [r for r in nominal if r and (np.abs(times - numbers / r) < slack).all()]
+        if not constant:
+            duration = times[-1] + (seen.last or times[-1] - times[-2])
+            return _Timing(times, len(times) / duration, duration)
+        fps = constant[0]
+    return _Timing(numbers / fps, fps, len(times) / fps)
+
+
+def _agree(expected: Timeline, seen: Timeline, tick: float) -> bool:
+    """Whether frames come at the times of the packets, as far as both are known."""
+    packets, frames = np.sort(expected.stamps)[: len(seen.stamps)], np.array(seen.stamps)[: len(expected.stamps)]
+    return not (np.abs((packets - packets[0]) - (frames - frames[0])) > tick / 2).any()
 
 
 _REFUSALS = {
@@ -133,6 +212,7 @@ _REFUSALS = {
     "frames": "has more than {0.video_frames} frames; cut it",
     "seconds": "is longer than {0.video_seconds:g} seconds; cut it",
     "total": "has sampled frames of more than {0.total_pixels} pixels together; take fewer or scale it down",
+    "timescale": "is an MP4 without a timescale, which says how long its frames are shown; save it again",
     "time": "takes longer than {0.decode_seconds:g} seconds to decode; cut it or scale it down",
     "memory": "needs more than {0.decode_memory} bytes to decode; scale it down",
     "empty": "has no frames that can be decoded; give a complete video file",
@@ -141,19 +221,18 @@ _REFUSALS = {
 
 def _scan(
     decoder: Decoder | DecoderProcess, wanted: Collection[int], limits: MediaLimits
-) -> tuple[dict[int, Frames], int]:
-    """The wanted frames by number, and how many frames were passed."""
+) -> tuple[dict[int, Frames], Timeline]:
+    """The wanted frames by number, and the times of all that were passed."""
     kept: dict[int, Frames] = {}
-    count = pixels = 0
-    for number, frame in decoder.scan(wanted):
-        if frame is None:
-            count = number
-            continue
-        kept[number] = frame
-        pixels += frame.size // 3
+    pixels = 0
+    for passed in decoder.scan(wanted):
+        if isinstance(passed, Timeline):
+            return kept, passed
+        number, kept[passed[0]] = passed
+        pixels += kept[number].size // 3
         if pixels > limits.total_pixels:  # frames can be larger than the file says
             raise Refused("total")
-    return kept, count
+    raise Refused("film")
 
 
 class DecoderProcess:
@@ -188,24 +267,24 @@ class DecoderProcess:
                 pipe.close()  # type: ignore[union-attr]
         self._process.wait()
 
-    def probe(self) -> tuple[int, float | None, int]:
+    def probe(self) -> tuple[Timeline, float, float, int]:
         """As of `Decoder.probe`."""
         with _as_damaged():
-            (total, fps, pixels), _ = self._receive(0)
-            return int(total), None if fps is None else float(fps), int(pixels)
+            (stamps, last, tick, rate, pixels), _ = self._receive(0)
+            return _timeline(stamps, last), float(tick), float(rate), int(pixels)
 
-    def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any]]:
+    def scan(self, wanted: Collection[int]) -> Iterator[tuple[int, Any] | Timeline]:
         """As of `Decoder.scan`."""
         self._send(sorted(wanted))
         while True:
             with _as_damaged():
                 message, content = self._receive(3 * self._limits.video_pixels)
-                is_last = "count" in message
-                number = int(message["count" if is_last else "number"])
-                frame = None if is_last else np.frombuffer(content, np.uint8).reshape(message["shape"])
-            yield number, frame
-            if is_last:
-                return
+                if isinstance(message, list):
+                    passed = _timeline(*message)
+                    break
+                frame = int(message["number"]), np.frombuffer(content, np.uint8).reshape(message["shape"])
+            yield frame
+        yield passed
 
     def _send(self, message: Any, content: bytes = b"") -> None:
         assert self._process.stdin is not None
@@ -234,3 +313,7 @@ def _as_damaged() -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, OverflowError):
         raise Refused("film") from None
+
+
+def _timeline(stamps: Iterable[Any], last: Any) -> Timeline:
+    return Timeline([float(stamp) for stamp in stamps], float(last))
