@@ -63,7 +63,7 @@ def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: s
 
 def test_states_between_layers_with_several_streams_are_refused() -> None:
     with pytest.raises(ModelError, match="several residual streams"):
-        read_features(target("gemma3n"), samples("gemma3n", 1), ())
+        read_features(target("gemma3n"), samples("gemma3n", 1), (1,))
 
 
 def test_videos_of_several_lengths_in_one_batch_give_what_drafting_sees() -> None:

@@ -37,6 +37,13 @@ def layer_types(text_config: Any) -> list[str]:
     return list(getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ())
 
 
+def of_layer(text_config: Any, name: str, layer: int = 0) -> Any:
+    """Return an option of one layer, whether all layers share it (Llama), each has its own configuration (Gemma 4), or
+    it is a list (Gemma 3n); None where it is not declared."""
+    value = getattr(text_config.per_layer_config[layer], name, None)
+    return value[layer] if isinstance(value, list | tuple) else value
+
+
 def sharing_modes(text_config: Any) -> list[str | None]:
     """How layers share entries: ``store`` or ``reuse``; empty where none does."""
     return list(getattr(text_config, "kv_sharing_modes", None) or ())

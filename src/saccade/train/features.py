@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.pruning import Pruning
-from saccade.errors import InputError
+from saccade.errors import InputError, ModelError
 from saccade.inputs.families import family_of, media_spans, type_ids, visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
@@ -95,13 +95,17 @@ def forward_passes(target: Target, prompts: Sequence[Prompt]) -> Iterator[tuple[
 
 def read_features(target: Target, samples: Sequence[TrainingSample], layers: Sequence[int]) -> list[Features]:
     """Run the target over prompts and answers, in batches where family and media allow."""
-    wanted = sorted({0, *layers, len(target.layers)})
+    wanted = sorted({*layers, len(target.layers)})
     read: list[Features] = []
     for part, inputs in forward_passes(target, [Prompt(s.ids, s.prompt.media) for s in samples]):
         with torch.no_grad(), captured_states(target, wanted) as hidden, _given(target) as given:
             last = torch.tensor([-1], device=target.device)  # by the number 1, Gemma 4 skips states of other tokens
             target.model(**inputs, use_cache=False, logits_to_keep=last)
-        embeddings = given[0] if given else hidden[0]
+        if not given:
+            raise ModelError(
+                f"{type(target.decoder).__name__} gets no embeddings in a known way, which heads learn from; choose "
+                "another target."
+            )
         for row, sample in enumerate(samples[part]):
             count = len(sample.ids)
             ids = torch.tensor(sample.ids, device=target.device)
@@ -111,7 +115,7 @@ def read_features(target: Target, samples: Sequence[TrainingSample], layers: Seq
                 visual=visual_mask(target.config, ids),
                 answer=answer_mask(len(sample.prompt), count).to(target.device),
                 states={layer: hidden[layer][row, :count] for layer in {*layers, len(target.layers)}},
-                embeddings=embeddings[row, :count],
+                embeddings=given[0][row, :count],
                 stops=tuple(stop for _, stop in spans),
             )
             read.append(features)
@@ -124,8 +128,8 @@ def _given(target: Target) -> Iterator[list[Tensor]]:
     (Granite scales them)."""
     found: list[Tensor] = []
 
-    def keep(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given, ids = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given, ids = kwargs.get("inputs_embeds"), kwargs.get("input_ids", *args[:1])
         if given is None and ids is not None:
             given = target.model.get_input_embeddings()(ids)
         if given is not None:

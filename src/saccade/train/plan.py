@@ -14,6 +14,7 @@ from saccade.draft.heads.head import HeadConfig, empty_head
 from saccade.errors import TrainingError
 from saccade.memory_plan import Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.target_model.sharding import held
+from saccade.target_model.traits import of_layer
 from saccade.train.batches import AHEAD
 from saccade.train.draft_vlm import check_recipe, joined_config
 from saccade.train.objectives.losses import LOGITS
@@ -225,7 +226,7 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     frozen = sum(weight.numel() for weight in small.target.model.model.vision_tower.parameters())
     trained, each = small.weights - frozen, _width(recipe)
     prompt, visual, patches, answer = lengths.longest
-    layer = VECTORS * text.hidden_size + 4 * text.intermediate_size
+    layer = VECTORS * text.hidden_size + 4 * of_layer(text, "intermediate_size")
     kept = text.num_hidden_layers * (text.hidden_size if recipe.recompute else layer) + layer
     logits = answer * small.lm_head // small.width
     retained = (prompt + visual + answer) * kept * each + COPIES * logits * _MARK

@@ -17,6 +17,7 @@ from saccade.errors import ModelError
 from saccade.options import make
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
+from saccade.target_model.traits import of_layer
 
 MARK = "saccade_head"
 """Key of the kind in a head's config.json; no other checkpoint has it."""
@@ -97,15 +98,15 @@ class HeadConfig:
             )
         if mlp is not None and not (isinstance(mlp, int) and mlp > 0):
             raise ModelError(f"The width of a head's MLP is a whole number from 1, not {mlp!r}.")
-        heads, options = text.num_attention_heads, {**head.defaults, **options}
+        heads, options = of_layer(text, "num_attention_heads"), {**head.defaults, **options}
         attention = getattr(target.layers[0], "self_attn", None)
         return cls(
             kind=kind,
             hidden_size=text.hidden_size,
-            intermediate_size=mlp or text.intermediate_size,
+            intermediate_size=mlp or of_layer(text, "intermediate_size") or 4 * text.hidden_size,
             heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            kv_heads=of_layer(text, "num_key_value_heads") or heads,
+            head_dim=of_layer(text, "head_dim") or text.hidden_size // heads,
             vocab_size=target.vocab_size,
             layers=head.reads(len(target.layers), **options),
             target_class=type(target.model).__name__,
@@ -153,7 +154,7 @@ def rope_of(text: Any) -> dict[str, Any]:
     rope = dict(rope.get("full_attention", rope))
     rope = {k: v for k, v in rope.items() if not k.startswith("mrope")}
     rope.setdefault("rope_theta", getattr(text, "rope_theta", None) or 10000.0)
-    if rope.get("rope_type") in (None, "mrope"):
+    if rope.get("rope_type") in (None, "mrope", "proportional"):  # heads rotate all of a query, not a share (Gemma 4)
         rope["rope_type"] = "default"
     if rope["rope_type"] != "default":
         rope.setdefault("max_position_embeddings", text.max_position_embeddings)
