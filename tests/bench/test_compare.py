@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,19 @@ def test_a_machine_that_is_slower_as_a_whole_makes_no_method_slower() -> None:
     a, b = make_run(seed=1), make_run(seed=2, slower=every)
     assert set(verdicts(compare(a, b)).values()) == {"no difference", "yardstick"}
     assert set(verdicts(compare(a, b, relative=False)).values()) == {"slower"}
+
+
+def test_an_answer_is_compared_with_plain_decoding_s_of_the_same_repeat() -> None:
+    """The whole machine is at half its speed in the second repeat."""
+    a = make_run(methods=["plain", "chain"], repeats=2)
+    records = []
+    for record in a.records:
+        seconds = {name: spent * (1 + record.repeat) for name, spent in record.stats["seconds"].items()}
+        records.append(replace(record, stats={**record.stats, "seconds": seconds}))
+    (change,) = (each for each in compare(a, replace(a, records=records)).changes if each.method == "chain")
+    assert change.relative is not None
+    assert change.relative.value == pytest.approx(1)
+    assert change.verdict == "no difference"
 
 
 @pytest.mark.parametrize("relative", [True, False])

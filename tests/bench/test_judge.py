@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from bench_kit import suite
 from PIL import Image
 
 import saccade
+from saccade.bench.grading import grade
 from saccade.bench.judge import JudgeModel, parse
 from saccade.bench.preparing import Prepared, prepare
 from saccade.bench.records import SCORES, read
@@ -103,6 +105,18 @@ def test_equal_answers_of_several_methods_are_judged_once_and_a_resumed_run_asks
     assert (
         [r.scores for r in again.records] == [r.scores for r in read(tmp_path / "run").records] == [{"judge": 0.7}] * 4
     )
+
+
+def test_other_answers_to_a_judged_question_are_judged_each(
+    vlm: saccade.VLM, mine: Path, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    judge = {"url": endpoint.url, "model": "grader", "concurrency": 1}
+    prepared = ready(vlm, mine, judge)
+    run = Runner(prepared, tmp_path / "run").run()
+    others = [replace(run.records[0], method=name, text=f"The {name} answer.") for name in ("first", "second")]
+    endpoint.replies = ["Score: 1", "Score: 2"]
+    graded = grade(replace(run, records=[*run.records, *others]), prepared.questions, JudgeModel(**judge))
+    assert [r.scores["judge"] for r in graded.records] == [0.7] * 4 + [0.1, 0.2]
 
 
 def test_a_judge_that_stops_in_between_is_asked_for_the_rest_only(

@@ -138,6 +138,20 @@ def test_rates_of_the_last_keys_alone_are_kept() -> None:
     assert drafter.rates("first") is not first
 
 
+def test_a_row_that_samples_neither_learns_from_others_nor_teaches_them() -> None:
+    """Or its answer would depend on what came before it, whatever its seed."""
+    session, said = opened(SuffixOptions()), list(range(100, 130))
+    size = drafted(session, [*said, *said[:4]], None).size
+    for key in ("", None):
+        before = list(session._by.rates(""))
+        for _ in range(150):
+            drafted(session, [*said, *said[:4]], key)
+            session.propose([0], [[7]], TopProposer(), 50)
+        assert (session._by.rates("") == before) == (key is None)
+    assert drafted(session, [*said, *said[:4]]).size == 1
+    assert drafted(session, [*said, *said[:4]], None).size == size
+
+
 # --------------------------------------------------------------------------- earlier answers
 
 

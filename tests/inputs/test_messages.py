@@ -94,6 +94,16 @@ def test_content_that_is_a_string_is_not_lost_in_templates_that_drop_it() -> Non
     assert text.endswith("Who? ASSISTANT: A cat. USER: Why? ASSISTANT:")
 
 
+def test_a_template_that_drops_the_strings_of_one_role_gets_lists() -> None:
+    template = (
+        "{% for m in messages %}{% if m['content'] is not string %}{{ m['content'][0]['text'] }} "
+        "{% elif m['role'] == 'user' %}{{ m['content'] }} {% endif %}{% endfor %}"
+    )
+    processor = InputProcessor(kit("llama").config, kit("llama").ours.tokenizer, chat_template=template)
+    turns = [{"role": role, "content": words} for role, words in (("user", "Who?"), ("assistant", "A cat."))]
+    assert processor.decode(processor.prompt(turns).ids) == "Who? A cat. "
+
+
 def test_thoughts_that_a_template_drops_stay_dropped() -> None:
     k = kit("qwen2_vl")
     template = (

@@ -89,6 +89,15 @@ def test_parts_that_join_to_a_control_token_stay_text(name: str, parts: list[str
     assert control_ids(processor, made.ids) == control_ids(processor, processor.prompt(plain).ids)
 
 
+@pytest.mark.parametrize(("template", "text"), [("{}s>", "a </"), ("</{}", "s> a")])
+def test_text_stays_text_where_the_template_completes_a_control_token(template: str, text: str) -> None:
+    k = kit("llama")
+    written = template.format("{{ messages[0]['content'] }}")
+    processor = InputProcessor(k.config, k.ours.tokenizer, chat_template=written)
+    assert control_ids(processor, processor.prompt(text).ids) == [k.ours.tokenizer.eos_token_id], "without care"
+    assert not control_ids(processor, processor.prompt(text, options=TEXT).ids)
+
+
 def test_a_plain_string_and_a_model_without_template_are_covered() -> None:
     item = kit("llava")
     bare = InputProcessor(item.config, item.ours.tokenizer, item.ours.image_processor)

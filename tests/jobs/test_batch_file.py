@@ -17,7 +17,7 @@ from saccade.errors import InputError, SaccadeError
 from saccade.jobs import batch_file
 from saccade.jobs.job import seed_of
 from saccade.jobs.running import PlainForm
-from saccade.resumable import Report
+from saccade.resumable import Journal, Report
 
 LLAVA = {"name": "llava", "method": "plain"}
 
@@ -323,6 +323,40 @@ def test_a_failed_step_costs_no_neighbour_its_answer(
     assert found["b.png"] == {"id": "b.png", "error": "It failed with RuntimeError: bad kernel with details."}
     assert {n: r for n, r in found.items() if n != "b.png"} == {n: r for n, r in whole.items() if n != "b.png"}
     assert report.failed == 2
+
+
+def test_a_request_of_several_answers_that_fails_alone_too_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": "any", "messages": [{"role": "user", "content": "What?"}], "n": 2, "max_tokens": 4}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(line))
+    steps = list[int]()
+
+    def failing(runner: StepRunner) -> None:
+        steps.append(len(runner._state.active))
+        if len(steps) > 2:
+            pytest.fail("it is tried again and again")
+        raise RuntimeError("bad kernel")
+
+    monkeypatch.setattr(StepRunner, "run", failing)
+    report = run(tmp_path / "requests.jsonl", tmp_path / "out.jsonl", prompt=None, max_new_tokens=None)
+    assert steps == [2, 2]
+    assert report.failed == 1
+
+
+def test_a_write_that_takes_a_part_of_the_lines_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, stock, rows = (
+        Journal(tmp_path / "run", {}, ("run.json", "lines.jsonl"), ()),
+        os.write,
+        [{"a": "b" * 9}] * 2,
+    )
+    monkeypatch.setattr(os, "write", lambda file, data: stock(file, data[:7]))
+    with journal:
+        journal.append(rows)
+    assert [row for *_, row in journal.rows()] == rows
 
 
 def test_ctrl_c_and_a_full_disk_leave_whole_records(

@@ -10,9 +10,11 @@ import pytest
 
 from saccade import MethodError
 from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.errors import SaccadeError
 from saccade.methods import METHODS, is_lossless, options
 from saccade.methods.compositions import Models, within_reach
 from saccade.methods.settings import GROUPS, TREES, about, table
+from saccade.options import check_whole
 
 GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
 LIKELIEST = {"tree": "oneshot", "total": 25, "floor": 0.04, "max_depth": 16, "rule": "exact", "copied": 0}
@@ -69,6 +71,13 @@ def test_options_are_of_their_defaults_type() -> None:
 def test_an_option_that_nothing_would_read_is_refused(method: str, chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(MethodError, match=re.escape(message)):
         options(method, chosen)
+
+
+def test_true_is_no_whole_number() -> None:
+    check_whole(1, 1, "count")
+    for wrong in (True, 0, 1.0, "1", None):
+        with pytest.raises(SaccadeError, match="count must be a whole number"):
+            check_whole(wrong, 1, "count")
 
 
 @pytest.mark.parametrize("name", ["num_assistant_tokens", "num_speculative_tokens"])

@@ -186,6 +186,15 @@ def test_a_minute_later_a_client_may_ask_again() -> None:
         pass
 
 
+def test_a_request_that_fails_is_no_longer_under_way() -> None:
+    door = gate(limits=Limits(requests_per_key=1))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), door.request("a"):
+            raise ZeroDivisionError
+    with door.request("a"), pytest.raises(Refusal, match="1 concurrent requests"), door.request("a"):
+        pass
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
 def test_text_before_a_stop_string_is_the_same_for_any_pieces(size: int) -> None:
     text, stops = "aab aabc aabcd end", ["aabcd", "bcx", "nothing"]

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -24,8 +24,8 @@ from live_server import TIMEOUT, Live, asks, live, questions, uri
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import ready, vlm
-from saccade.serve.owner import Owner
-from saccade.serve.streaming import Exchange
+from saccade.serve.owner import Job, Owner
+from saccade.serve.streaming import ClientGone, Exchange
 from saccade.target_model.adapter import Target
 
 LONG = {"model": "tiny", "messages": asks("Tell all."), "max_tokens": 400, "temperature": 0}
@@ -157,6 +157,26 @@ def test_a_slow_reader_is_dropped_and_stalls_nobody() -> None:
             ]
         finally:
             reader.close()
+
+
+def test_the_rows_of_an_exchange_that_breaks_off_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that takes too long ends it, although the connection is still there."""
+    cancelled, cancel = list[Job](), Owner.cancel
+
+    def noted(owner: Owner, jobs: Sequence[Job]) -> None:
+        cancelled.extend(jobs)
+        cancel(owner, jobs)
+
+    async def too_slow(*_: Any, **__: Any) -> None:
+        raise ClientGone
+
+    monkeypatch.setattr(Owner, "cancel", noted)
+    monkeypatch.setattr(Exchange, "_write", too_slow)
+    with live() as server:
+        content = json.dumps({**LONG, "max_tokens": 900, "stream": True}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        assert server.raw(head + f"Content-Length: {len(content)}\r\n\r\n".encode() + content).endswith(b"\r\n\r\n")
+        server.until(lambda: cancelled and server.is_idle)
 
 
 def test_heads_and_bodies_that_come_too_slowly_end_their_connection() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import FAMILIES
-from saccade.inputs.families import media_spans, split
+from saccade.inputs.families import media_spans, split, visual_ids
 from saccade.inputs.families.family import Medium
 from saccade.target_model import media_cache
 from saccade.target_model.adapter import Target
@@ -56,6 +56,21 @@ def test_pictures_encoded_together_are_those_encoded_alone(name: str, calls: lis
     together.prepare(target, media)
     assert (together.hits, together.misses) == (1, len(media))
     assert len(calls) == 1 + len(media)
+
+
+def test_a_film_with_other_words_between_its_frames_has_features_of_its_own() -> None:
+    """Such as the times of the same frames at another rate."""
+    case = FAMILIES["qwen3_vl"]
+    target = Target(case.model())
+    (prompt,) = split(target.config, case.row_inputs("video", 0))
+    ((first, last),) = media_spans(target.config, prompt)
+    ids, (medium,) = list(prompt.ids[first:last]), prompt.media
+    placeholder = visual_ids(target.config)["video"]
+    word = next(place for place, token in enumerate(ids) if token != placeholder)
+    other = [*ids[:word], ids[word] + 1, *ids[word + 1 :]]
+    cache = MediaCache()
+    ours = [cache.features(target, medium, each).embeddings for each in (ids, other)]
+    assert (ours[0] != ours[1]).any(1).nonzero().flatten().tolist() == [word]
 
 
 def test_pictures_that_fail_together_are_encoded_alone(monkeypatch: pytest.MonkeyPatch) -> None:

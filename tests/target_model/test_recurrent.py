@@ -177,6 +177,23 @@ def test_a_later_prompt_starts_from_the_nearest_saved_states(name: str) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_behind_a_part_that_another_prompt_has_replaced_are_gone(name: str) -> None:
+    target, model = Target(FAMILIES[name].model()), FAMILIES[name].model()
+    ids = torch.randint(8, 180, (160,), generator=torch.Generator().manual_seed(2)).tolist()
+    replaced = [*ids[:40], *ids[100:]]
+    context = Context(target, 1)
+    context.cache.reserve(0, 256)
+    for prompt in (ids[:40], ids[:80], replaced):
+        context.load(0, Prompt(tuple(prompt)))
+    last = [*replaced[:90], *ids[50:60]]
+    prefill = context.prefill(0, Prompt(tuple(last)))
+    assert prefill.num_computed == 40, "not 80, whose states are of the second prompt"
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([last])).logits[0, -1]
+    torch.testing.assert_close(prefill.run(len(last)).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("method", ["dynamic", "lookup"])
 def test_steps_are_limited_in_prompts_alone_as_generate_does(method: str) -> None:
     """A later turn runs the tokens of the answer again, because they are tokens of a prompt then."""

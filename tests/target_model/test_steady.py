@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.target_model import exact, linear
+from families import FAMILIES
+from saccade.target_model import exact, lean, linear
+from saccade.target_model.adapter import Target
 from saccade.target_model.exact import SIZES, SteadyLinear, agreeing_sizes, make_steady, pieces, steady_silu
 
 pytestmark = pytest.mark.formats
@@ -123,6 +125,25 @@ def test_rows_run_in_large_pieces_and_one_little_padded_rest(
     count: int, sizes: tuple[int, ...], expected: list[int]
 ) -> None:
     assert pieces(count, sizes) == expected
+
+
+def test_the_sizes_that_agree_are_found_again_when_the_number_of_threads_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, tried = Target(FAMILIES["llama"].model(), exact=True), list[int]()
+    monkeypatch.setattr(lean, "make_steady", lambda products: tried.append(len(products)) or (1,))
+    before = torch.get_num_threads()
+    assert target.is_lean
+    assert not tried
+    torch.set_num_threads(before + 1)
+    try:
+        assert target.is_lean
+        assert target.is_lean
+        assert len(tried) == 1
+    finally:
+        torch.set_num_threads(before)
+    assert target.is_lean
+    assert len(tried) == 2
 
 
 @pytest.mark.parametrize("threads", [1, 4])

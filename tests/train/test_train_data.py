@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from checkpoints import ready, saved_picture, says, template, text, tokenizer
 from saccade.errors import TrainingError
 from saccade.inputs.processor import InputProcessor
-from saccade.train.batches import split_validation
+from saccade.train.batches import Order, split_validation
 from saccade.train.data import Answers, Listed
 
 Write = Callable[..., Path]
@@ -260,6 +260,14 @@ def test_other_image_settings_are_noticed(write: Write, processor: InputProcesso
     assert InputProcessor.load(tmp_path / "saved").digest == processor.digest
     (tmp_path / "saved" / "chat_template.jinja").write_text(template("<image>") + " ")
     assert InputProcessor.load(tmp_path / "saved").digest != processor.digest
+
+
+def test_every_epoch_has_all_samples_once_in_another_order() -> None:
+    order = Order([7] * 40, range(40), 4, seed=3)
+    epochs = [[order.at(10 * epoch + step) for step in range(10)] for epoch in range(3)]
+    assert [sorted(index for batch in epoch for index in batch) for epoch in epochs] == [list(range(40))] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert [Order([7] * 40, range(40), 4, seed=3).at(step) for step in range(10, 20)] == epochs[1]
 
 
 def test_samples_in_python_may_not_be_empty(processor: InputProcessor) -> None:
