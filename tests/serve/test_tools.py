@@ -19,8 +19,9 @@ from openai import OpenAI
 from checkpoints import llama, tokenizer, vlm
 from saccade import VLM, grammar, load
 from saccade.serve.configuration import ModelEntry
+from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import ChatRequest, Function, Structure, checked, conversation
-from saccade.serve.tools import CallPolicy, ReplyFormat, ReplyParser, Rules, policy_of, structure_rule
+from saccade.serve.tools import CallPolicy, ReplyFormat, Rules, policy_of, structure_rule
 
 WEATHER = Function(
     name="weather",
@@ -144,13 +145,15 @@ def follows(family: Family, policy: CallPolicy, text: str, form: Any = None) -> 
     return all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()
 
 
-def read(parser: ReplyParser | None, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+def read(
+    parser: ReplyParser | None, pieces: Sequence[str], finish: str = "stop"
+) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and calls of an answer that comes in pieces."""
     assert parser is not None
     content = reasoning = ""
     calls: list[list[str]] = []
     for number, piece in enumerate(pieces, 1):
-        reply = parser.add(piece, last=number == len(pieces))
+        reply = parser.add(piece, finish if number == len(pieces) else None)
         content, reasoning = content + reply.content, reasoning + reply.reasoning
         for part in reply.calls:
             if "id" in part:
@@ -270,6 +273,73 @@ def test_what_is_no_call_is_text(name: str) -> None:
             assert content.replace("\n", "").startswith(text[:9].replace("\n", "").rstrip()), (text, content)
 
 
+IN_STRINGS = {
+    "elements": "</function>\n</tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral-list": "[TOOL_CALLS]",
+    "gemma": "<tool_call|>",
+    "llama": "<|eot_id|>",
+}
+"""Marks that end a call, or begin the next, of the families other than Hermes'."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_marks_in_strings_of_a_call_are_text(name: str) -> None:
+    family, word = FAMILIES[name], IN_STRINGS.get(name, "{}</tool_call> <tool_call>{")
+    rest = "" if name in ("llama", "mistral-list") else f"\n{family.clock}"
+    for pieces in cuts(family.call.replace("Rhein", word) + rest):
+        _, _, calls = read(family.format.parser(POLICY, ""), pieces)
+        assert json.loads(calls[0][1]) == {**ARGUMENTS, "place": ARGUMENTS["place"].replace("Rhein", word)}
+        assert len(calls) == 1 + bool(rest)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_cut_has_valid_arguments_or_is_text_as_a_whole(name: str) -> None:
+    family, streams = FAMILIES[name], name in ("hermes", "mistral", "llama", "told")
+    for length in range(1, len(family.call)):
+        text, seen = family.call[:length], list[Any]()
+        for pieces in ([text], list(text)):
+            content, _, calls = read(family.format.parser(POLICY, ""), pieces, "length")
+            seen.append((content, calls))
+            if not calls:
+                assert content.strip() == text.strip()
+                continue
+            ((called, arguments),) = calls
+            assert (content.strip(), called, set(json.loads(arguments)) <= ARGUMENTS.keys()) == ("", "weather", True)
+        assert seen[0] == seen[1]
+        assert streams or not seen[0][1]
+    if streams:
+        cut = family.call[: family.call.index("Rhein")]
+        assert json.loads(read(family.format.parser(POLICY, ""), list(cut), "stop")[2][0][1]) == {"place": 'Köln "am '}
+
+
+@pytest.mark.parametrize("arguments", ["{'place': 3}", "{\"place\": 3, 'days': True}", '{"place": tru}', "[3]", '"no"'])
+def test_arguments_that_are_no_json_are_in_the_content_too(arguments: str) -> None:
+    written = f'{{"name": "weather", "arguments": {arguments}}}'
+    for pieces in cuts(f"<tool_call>\n{written}\n</tool_call>"):
+        content, _, calls = read(FAMILIES["hermes"].format.parser(POLICY, ""), pieces)
+        assert written in content
+        assert all(isinstance(json.loads(text), dict) for _, text in calls)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ('{"name": "weather", "arguments": {"place": "a\nb"}}', {"place": "a\nb"}),
+        ('{"name": "weather", "arguments": {"place": "a"}', {"place": "a"}),
+        ('{"name": "weather", "arguments": {"place": "a"', {"place": "a"}),
+        ('{"arguments": {"place": "a"}, "name": "weather"}', {"place": "a"}),
+        ('{"name": "weather", "arguments": "{\\"place\\": 3}"}', {"place": 3}),
+        ('{"name": "weather"}', {}),
+        ('{"name": "weather", "arguments": null}', {}),
+    ],
+)
+def test_calls_that_models_write_less_than_well_have_valid_arguments(written: str, expected: Any) -> None:
+    for pieces in cuts(f"<tool_call>\n{written}\n</tool_call>\nSo."):
+        content, _, calls = read(FAMILIES["hermes"].format.parser(POLICY, ""), pieces)
+        assert (content.strip(), [(name, json.loads(text)) for name, text in calls]) == ("So.", [("weather", expected)])
+
+
 THINKS = "{% if enable_thinking %}<think>{% endif %}</think>"
 
 
@@ -283,6 +353,10 @@ def test_reasoning_is_divided_from_the_answer(opened: bool) -> None:
     for pieces in cuts(text):
         assert read(reply.parser(CallPolicy(), begun), pieces) == ("It is <think>ing.", "Is it?", [])
     for pieces in cuts("Is it" if opened else "<think>Is it"):  # cut at the limit
+        assert read(reply.parser(CallPolicy(), begun), pieces, "length") == ("", "Is it", [])
+    for pieces in cuts("Is it" if opened else "<think>Is it"):  # ended by the model
+        assert read(reply.parser(CallPolicy(), begun), pieces) == ("Is it", "Is it", [])
+    for pieces in cuts("Is it</think>" if opened else "<think>Is it</think>"):
         assert read(reply.parser(CallPolicy(), begun), pieces) == ("", "Is it", [])
     closed = "assistant: <think>\n\n</think>\n\n"
     assert read(reply.parser(CallPolicy(), closed), ["It is."]) == ("It is.", "", [])
@@ -292,6 +366,17 @@ def test_reasoning_is_divided_from_the_answer(opened: bool) -> None:
         matcher = constraint.matcher()
         ids = tok.encode(answer, add_special_tokens=False)
         assert (all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()) == right
+
+
+def test_calls_in_a_thought_that_the_model_ends_are_calls_and_a_thought_can_follow_a_call() -> None:
+    family = FAMILIES["hermes"]
+    reply = ReplyFormat(family.tokenizer, family.template + THINKS)
+    for pieces in cuts(f"Hm.\n{family.clock}"):
+        content, reasoning, calls = read(reply.parser(POLICY, "<think>"), pieces)
+        assert (content.strip(), calls) == ("Hm.", [("clock", "{}")])
+        assert family.clock in reasoning
+    for pieces in cuts(f"Hm.</think>{family.clock}\n<think>Well.</think>So."):
+        assert read(reply.parser(POLICY, "<think>"), pieces) == ("So.", "Hm.Well.", [("clock", "{}")])
 
 
 def test_a_tokenizers_own_response_template_comes_first() -> None:
@@ -314,6 +399,8 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
     begun = "user: (\nassistant: ("
     for pieces in cuts('so)Yes.@weather{"place": "here"};'):
         assert read(reply.parser(POLICY, begun), pieces) == ("Yes.", "so", [("weather", '{"place": "here"}')])
+    for pieces in cuts('so)@weather{"place": "a; b"};'):
+        assert read(reply.parser(POLICY, begun), pieces)[2] == [("weather", '{"place": "a; b"}')]
     for pieces in cuts("so)Yes.@weather{here"):  # which transformers refuses
         content, _, calls = read(reply.parser(POLICY, begun), pieces)
         assert not calls
@@ -385,6 +472,18 @@ def test_text_of_a_user_opens_no_thought(thinker: Live) -> None:
 def test_the_template_opens_a_thought_that_text_of_a_user_cannot_close(thinker: Live) -> None:
     content, reasoning = thought(thinker, "What does </think> mean?", chat_template_kwargs={"thinks": True})
     assert (content, bool(reasoning)) == ("", True)
+
+
+def test_stop_strings_end_the_answer_and_not_the_thought(thinker: Live) -> None:
+    thinks: Any = {"chat_template_kwargs": {"thinks": True}}
+    _, reasoning = thought(thinker, "Hi", **thinks)
+    assert thought(thinker, "Hi", stop=[reasoning[2:5]], **thinks) == ("", reasoning)
+    content, _ = thought(thinker, "Hi")
+    assert thought(thinker, "Hi", stop=[content[2:5]]) == (content[: content.index(content[2:5])], "")
+    continued: Any = {"continue_final_message": True}
+    content, _ = thought(thinker, "<think>Hm</think>It", "assistant", **continued)
+    stopped, _ = thought(thinker, "<think>Hm</think>It", "assistant", stop=content[3:6], **continued)
+    assert stopped == content[: content.index(content[3:6])]
 
 
 @pytest.mark.parametrize("words", ["so", "so " * 200])

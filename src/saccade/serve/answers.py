@@ -16,8 +16,8 @@ from saccade.serve.decoding import StopCutter
 from saccade.serve.monitoring import FINISHED, accepted_per_pass
 from saccade.serve.owner import Event
 from saccade.serve.refusals import DONE, Json, Refusal
+from saccade.serve.replies import Reply, ReplyParser
 from saccade.serve.schemas import StreamOptions
-from saccade.serve.tools import Reply, ReplyParser
 from saccade.stream import Detokenizer, TokenTexts
 
 
@@ -86,7 +86,7 @@ class Choice:
             end = self._detokenizer.finish()
             self.output = event.output
             self.finish = FINISHED.get(event.output.finish_reason, "stop")
-        reply = self._divide([*texts, end], event.is_last)
+        reply = self._divide([*texts, end], (self.finish or "stop") if event.is_last else None)
         if event.is_last and self._cutter.stopped:
             self.finish = "stop"
         self.text += reply.content
@@ -105,16 +105,18 @@ class Choice:
         logprobs = self._new_logprobs(event, texts)
         return Piece(reply.content, logprobs, trace, self.finish, reply.reasoning, tuple(reply.calls))
 
-    def _divide(self, texts: Sequence[str], last: bool) -> Reply:
-        """Cut the texts of tokens, and of the end, at a stop string, and divide what is left."""
+    def _divide(self, texts: Sequence[str], finish: str | None) -> Reply:
+        """Divide the texts of tokens, and of the end, and cut the content at a stop string."""
         if self.parser is None:
-            return Reply(self._cutter.add("".join(texts), last))
+            return Reply(self._cutter.add("".join(texts), finish is not None))
         whole = Reply()
         for place, text in enumerate(texts, 1 - len(texts)):
-            thought = self.parser.in_reasoning
-            reply = self.parser.add(self._cutter.add(text, last and not place), last and not place)
+            if self._cutter.stopped:
+                break
+            thought, end = self.parser.in_reasoning, None if place else finish
+            reply = self.parser.add(text, end)
             self.reasoning_tokens += bool(place) and (thought or self.parser.in_reasoning)
-            whole.content += reply.content
+            whole.content += self._cutter.add(reply.content, bool(end or reply.calls))
             whole.reasoning += reply.reasoning
             whole.calls += reply.calls
         return whole

@@ -17,6 +17,7 @@ from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.families.family import Prompt
 from saccade.serve.configuration import Limits
 from saccade.serve.refusals import invalid
+from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import AnyRequest, ChatRequest
 from saccade.serve.tools import ReplyFormat, policy_of, structure_rule
 from saccade.stream import Detokenizer
@@ -75,17 +76,29 @@ class StopCutter:
 
 
 class StopText:
-    """Stopping criterion: the answer's text contains one of the strings. One object serves one row.
+    """Stopping criterion: the answer's content contains one of the strings. One object serves one row.
 
     Unlike Hugging Face's it takes no pass over the vocabulary per set of strings, which clients choose.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], prompt_length: int) -> None:
-        self._text, self._cutter, self._read = Detokenizer(tokenizer), StopCutter(stops), prompt_length
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        prompt_length: int,
+        parser: ReplyParser | None,
+        hidden: frozenset[int],
+    ) -> None:
+        self._text, self._cutter = Detokenizer(tokenizer, special=parser is not None), StopCutter(stops)
+        self._parser, self._hidden, self._read = parser, hidden, prompt_length
 
     def __call__(self, ids: Tensor, scores: Any) -> bool:
-        """Whether the text of the ids ``[1, S]`` behind the prompt contains a stop string."""
-        self._cutter.add(self._text.add(ids[0, self._read :].tolist()))
+        """Whether the content in the ids ``[1, S]`` behind the prompt contains a stop string."""
+        new = ids[0, self._read :].tolist()
+        text = self._text.add([token for token in new if token not in self._hidden])
+        if self._parser is not None:
+            text = self._parser.add(text).content
+        self._cutter.add(text)
         self._read = ids.shape[1]
         return self._cutter.stopped
 
@@ -197,8 +210,16 @@ class Planner:
         if processors:
             options["logits_processor"] = processors
         if body.stops:
-            options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt))]
+            parts = self.parser(body, begun)
+            options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt), *parts)]
         return options
+
+    def parser(self, body: AnyRequest, begun: str) -> tuple[ReplyParser | None, frozenset[int]]:
+        """Parser of an answer, None where all of it is content, and ids of tokens without a text."""
+        hidden, parser = frozenset(body.stop_token_ids), None
+        if isinstance(body, ChatRequest):
+            parser = self.replies.parser(policy_of(body), begun)
+        return parser, hidden | self.replies.dropped if parser else hidden
 
     def _grammar(self, body: AnyRequest, begun: str) -> Rollback | None:
         """Return the processor of what an answer may be; None where it may be anything."""

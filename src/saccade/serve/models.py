@@ -188,12 +188,12 @@ class ServedModel:
 
     def choices(self, body: AnyRequest, jobs: Sequence[Job]) -> list[Choice]:
         """Make the empty answers of a request's jobs."""
-        chat, replies, policy = isinstance(body, ChatRequest), self.planner.replies, policy_of(body)
+        chat, tokenizer = isinstance(body, ChatRequest), self.planner.replies.tokenizer
         choices = list[Choice]()
         for job in jobs:
-            parser = replies.parser(policy, job.planned.begun) if chat else None
-            choice = Choice(replies.tokenizer, body.stops, chat, body.num_logprobs, body.saccade.trace, parser=parser)
-            choice.hidden = (replies.dropped if parser else frozenset()).union(body.stop_token_ids)
+            parser, hidden = self.planner.parser(body, job.planned.begun)
+            about = (body.stops, chat, body.num_logprobs, body.saccade.trace)
+            choice = Choice(tokenizer, *about, parser=parser, hidden=hidden)
             if body.echo:
                 choice.text = self._echo(body, job.request.prompt)
             choices.append(choice)

@@ -1,25 +1,22 @@
-"""Tool calls and reasoning of chat models: their syntaxes, prompts, grammars, and the parser of answers.
+"""Tool calls and reasoning of chat models: their syntaxes, prompts, grammars, and the regions of answers.
 
-Regions of an answer (reasoning, calls, text) are found by transformers' `ResponseParser`, by the tokenizer's own
-response template where it has one, else by the table of this file. Forced calls follow a grammar in the same syntax.
+Regions (reasoning, calls, content) are those of the tokenizer's own response template where it has one, else of the
+table of this file. Forced calls follow a grammar in the same syntax.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-
-from transformers.utils.chat_parsing import ResponseParser
 
 from saccade.grammar import MOST_BLANKS
 from saccade.schema import enforceable
 from saccade.serve.refusals import Json, invalid
+from saccade.serve.replies import CallText, ReplyParser
 from saccade.serve.schemas import AllowedChoice, Decoding, Function, NamedTool, Prompting, Structure
 
 ANY = r"/(.|\n)*/"  # text in a grammar, which contains no token that was added to the vocabulary
@@ -173,6 +170,7 @@ class Syntax:
     end: str = ""  # behind it
     separator: str = ""  # between two calls; empty: an answer has one call
     head: re.Pattern[str] | None = None  # of a call up to its arguments, where these are JSON
+    named: str = ""  # what follows `begin`, with NAME for that of the function, where `region` begins behind it
 
     def calls(self, rules: Rules, functions: Sequence[Function], parallel: bool) -> tuple[str, str]:
         """Grammar of one or more calls: the first one's begin, and all behind it."""
@@ -183,7 +181,7 @@ class Syntax:
         return begin, f"{one} {more}"
 
 
-_JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
+_JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _CALL = {"repeats": True, "content": "text"}
 _PARSED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 HERMES = Syntax(
@@ -202,13 +200,14 @@ SYNTAXES = (
         body=_elements,
         region={
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
+            "close_pattern": r"(?<=</parameter>\s*|<function=[^>\n]+>\s*)</function>\s*</tool_call>",
             "repeats": True,
             "content": "xml-inline",
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
             "transform": _PARSED,
         },
         head=None,
+        named="<function=NAME>",
     ),
     HERMES,
     Syntax(
@@ -216,7 +215,7 @@ SYNTAXES = (
         _json("NAME[ARGS]"),
         {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", **_CALL},
         begin="[TOOL_CALLS]",
-        head=re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\S)"),
+        head=re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*"),
     ),
     Syntax(
         ("[TOOL_CALLS]",),
@@ -237,6 +236,7 @@ SYNTAXES = (
         },
         begin="<|tool_call>",
         end="<tool_call|>",
+        named="call:NAME",
     ),
     Syntax(
         ("<|eot_id|>", '"parameters"'),
@@ -368,18 +368,20 @@ class ReplyFormat:
     def parser(self, policy: CallPolicy, begun: str) -> ReplyParser | None:
         """Parser of an answer, ``begun`` as in `grammar`; None where it can only be text."""
         if isinstance(self._own, dict):
-            return ReplyParser(self._own, begun, policy)
+            return ReplyParser(self._own, begun, policy.as_templates_take_them, policy.parallel)
         regions: Json = {"content": {"content": "text", "content_args": {"strip": False}}}
         if self.thought is not None:
             begin, end = (re.escape(word.strip()) for word in self.thought)
-            reasoning = {"open_pattern": rf"^\s*{begin}\s*", "close_pattern": rf"\s*{end}\s*", "content": "text"}
-            regions["reasoning_content"] = reasoning
+            behind = f"|(?<={re.escape(self.syntax.end.strip())})" if self.syntax.end else ""  # a call
+            reasoning = {"open_pattern": rf"(?:^{behind})(?:\s*{begin})+\s*", "close_pattern": rf"\s*{end}\s*"}
+            regions["reasoning_content"] = {**reasoning, "content": "text"}
         if policy.functions:
             regions["tool_calls"] = self.syntax.region
         if len(regions) == 1:
             return None
         whole = {"start_anchor_pattern": "^", "fields": regions}
-        return ReplyParser(whole, self._opened(begun), policy, self.syntax)
+        form = CallText(self.syntax.begin + self.syntax.named, self.syntax.end, self.syntax.head)
+        return ReplyParser(whole, self._opened(begun), policy.as_templates_take_them, policy.parallel, form)
 
 
 INSTRUCTIONS = """\
@@ -413,121 +415,3 @@ def _as_text(message: Json) -> Json:
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     rest = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
     return _joined(rest, behind="\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls))
-
-
-@dataclass
-class Reply:
-    """What a piece of text adds to an answer."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Json] = field(default_factory=list)  # parts of calls, as in chunks of chat answers
-
-
-class ReplyParser:
-    """Divider of an answer's text into reasoning, calls and content, as it grows."""
-
-    def __init__(self, template: Json, prefix: str, policy: CallPolicy, syntax: Syntax | None = None) -> None:
-        self._parser = ResponseParser(template, prefix=prefix, tools=policy.as_templates_take_them)
-        self._policy, self._syntax = policy, syntax
-        self._failed = False  # whether the text is no longer divided, as transformers cannot read it
-        self._count = 0  # calls so far
-        self._call = _Call(syntax)
-        self.in_reasoning = False  # whether the text so far ends in it
-        self._take(self._parser.initial_events, Reply())
-
-    def add(self, text: str, last: bool = False) -> Reply:
-        """Append text and return what it adds; ``last``: nothing follows."""
-        reply = Reply()
-        if self._failed:
-            reply.content = text
-            return reply
-        try:
-            self._take(self._parser.feed(text) if text else (), reply)
-            if last:
-                self._take(self._parser.finalize()[1], reply)
-        except (ValueError, KeyError):  # a call that is none
-            self._failed = True
-            reply.content += self._call.text + text
-        return reply
-
-    def _take(self, events: Iterable[Json], reply: Reply) -> None:
-        for event in events:
-            kind, region = event["type"], event["field"]
-            if region == "content":
-                reply.content += event.get("text", "")
-            elif region != "tool_calls":  # which has several names in templates
-                reply.reasoning += event.get("text", "")
-                self.in_reasoning = kind != "region_close"
-            elif kind == "region_open":
-                self._call = _Call(self._syntax)
-            elif kind == "region_chunk":
-                self._grow(*self._call.add(event["text"]), reply)
-            elif not self._call.name:
-                self._close(event["value"], reply)
-
-    def _close(self, value: Any, reply: Reply) -> None:
-        """End a call that could not be read as it grew; one that is none is text."""
-        calls = list(_whole(value))
-        if not calls:
-            begin, end = ("", "") if self._syntax is None else (self._syntax.begin, self._syntax.end)
-            reply.content += begin + self._call.text + end
-        for name, arguments in calls:
-            self._grow(name, arguments, reply)
-
-    def _grow(self, name: str, arguments: str, reply: Reply) -> None:
-        """Add a part of a call; one with a name begins the next call."""
-        self._count += bool(name)
-        if self._count > 1 and not self._policy.parallel:
-            return
-        place = {"index": self._count - 1}
-        if name:
-            about = {"id": uuid.uuid4().hex[:9], "type": "function"}  # the only length that Mistral's templates take
-            reply.calls.append({**place, **about, "function": {"name": name, "arguments": arguments}})
-        elif arguments:
-            reply.calls.append({**place, "function": {"arguments": arguments}})
-
-
-def _whole(value: Any) -> Iterator[tuple[str, str]]:
-    """Names and arguments of calls from a region's parsed value or text."""
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        arguments = function.get("arguments", function.get("parameters", {}))
-        if isinstance(function.get("name"), str):
-            yield function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-_JSON = json.JSONDecoder(strict=False)  # which reads line breaks in strings
-
-
-class _Call:
-    """Reader of one call as it grows: its name, then the pieces of its arguments, up to their end."""
-
-    def __init__(self, syntax: Syntax | None) -> None:
-        self._head = None if syntax is None else syntax.head
-        self._arguments, self._has_ended = "", False
-        self.text = ""  # so far
-        self.name = ""  # empty until it is known
-
-    def add(self, text: str) -> tuple[str, str]:
-        """Append text; return the name once it is known, and what is new of the arguments."""
-        self.text += text
-        name = ""
-        if not self.name:
-            match = self._head and self._head.match(self.text)
-            if not match:
-                return "", ""
-            self.name = name = match["name"]
-            text = self.text[match.end() :]
-        if self._has_ended:
-            return name, ""
-        known = len(self._arguments)
-        self._arguments += text
-        if "}" in text:
-            with suppress(ValueError, RecursionError):  # they are not whole yet
-                _, end = _JSON.raw_decode(self._arguments)
-                self._arguments, self._has_ended = self._arguments[:end], True
-        return name, self._arguments[known:]
