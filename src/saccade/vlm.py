@@ -135,9 +135,13 @@ def check(
     device_map: Any = None,
     threads: int | None = None,
     exact: bool = False,
+    weights: bool = True,
     **options: Any,
 ) -> Callable[[], VLM]:
-    """Report every mistake that shows without weights, and return the function that loads them; arguments as `load`."""
+    """Report every mistake that shows before weights are read, and return the function that reads them.
+
+    Arguments as of `load`; ``weights``: whether they have to be there.
+    """
     cpu.check_threads(threads)
     if is_profile(target):
         from saccade.profile import read_profile
@@ -150,24 +154,24 @@ def check(
         drafter = profile.drafter if drafter is None else drafter
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
-    named = drafters.named(drafter, heads)
+    named = drafters.named(drafter, heads, weights)
     options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
     target, drafter, all_heads = drafters.with_builtin(target, drafter, method, options, named)
     kinds = drafters.kinds_of(all_heads)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     check_device(device_map)
-    processor = None if method or drafter is not None or kinds else _processor(target)
+    processor = None if method or drafter is not None or kinds else _processor(target, weights)
     name = method or drafters.default(drafter, kinds, head, options, processor and processor.config)
     draft = None if drafters.is_head(drafter) else drafter
     methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
-    processor = processor or _processor(target)
+    processor = processor or _processor(target, weights)
     drafts = methods.options(name, options).get("draft_with")
     if drafts == "mtp":
         mtp_config(processor.config, name_of(target))
     elif drafts == "pard":
         mask_token(drafters.config_of(draft))
-    draft_processor = None if draft is None else _draft_processor(draft, processor)
+    draft_processor = None if draft is None else _draft_processor(draft, processor, weights)
     check_processes(device_map, processor.config)
     if draft_processor is processor:
         from saccade.draft.assistant import check_assistant
@@ -444,16 +448,16 @@ class VLM:
         return prompt if is_made else row.prompt(self.draft_processor)
 
 
-def _processor(source: Any) -> InputProcessor:
+def _processor(source: Any, weights: bool = True) -> InputProcessor:
     if not isinstance(source, (str, Path)):
         return InputProcessor.load(source.config._name_or_path)
-    refuse_assistant(check_checkpoint(path_of(source)), str(source))
+    refuse_assistant(check_checkpoint(path_of(source), weights=weights), str(source))
     return InputProcessor.load(path_of(source))
 
 
-def _draft_processor(source: Any, processor: InputProcessor) -> InputProcessor:
+def _draft_processor(source: Any, processor: InputProcessor, weights: bool = True) -> InputProcessor:
     """Return a draft model's processor; an assistant has its target's."""
-    return processor if is_assistant(drafters.config_of(source)) else _processor(source)
+    return processor if is_assistant(drafters.config_of(source)) else _processor(source, weights)
 
 
 def _model(source: Any, dtype: str | torch.dtype, device_map: Any) -> Any:

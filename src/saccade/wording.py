@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -22,6 +23,13 @@ def count(number: int, noun: str, plural: str = "") -> str:
 def first_line(error: Exception) -> str:
     """First line of another library's error, without its full stop."""
     return "".join(str(error).strip().splitlines()[:1]).rstrip(".")
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """A message whose names (regular expressions) are replaced by those that its reader can use."""
+    for name, other in names.items():
+        message = re.sub(name, other, message)
+    return message
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> str:

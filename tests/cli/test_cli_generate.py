@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from commands import Shell
 from rich.console import Console
+from transformers import GenerationConfig
 
 from checkpoints import picture, ready, saved_picture, tokenizer, vlm
 from over_processes import run_split
@@ -25,6 +27,7 @@ from processes import exit_code_of
 from saccade import load
 from saccade.cli import main, screen
 from saccade.draft import pruning
+from saccade.engine.row import sampling_of
 from saccade.engine.step import StepRunner
 from saccade.inputs.families.family import Prompt
 from saccade.methods import METHODS
@@ -224,7 +227,51 @@ def test_temperature_0_is_greedy_whatever_the_checkpoint_says(shell: Shell, tmp_
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, "temperature": 2.0}))
     result = shell("generate", "-t", folder, "--json", "--temperature", "0", "--top-p", "0.5", "Tell")
-    assert json.loads(result.out)["tokens"] == vlm("llama").generate("Tell").tokens
+    answer = json.loads(result.out)
+    assert (answer["tokens"], answer["sampling"]) == (vlm("llama").generate("Tell").tokens, {})
+
+
+def test_sampling_that_the_checkpoint_asks_for_is_said_with_what_repeats_it(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(ready("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.7, "max_length": 40})
+    )
+    shown = shell("generate", "-t", folder, "Tell")
+    found = re.match(
+        r"Sampling with temperature 0\.7, top-k 50, top-p 1\.0, seed (\d+); so says the checkpoint's "
+        r"generation_config, --temperature 0 is greedy\.\n",
+        shown.err,
+    )
+    assert found, shown.err
+    again = shell("generate", "-t", folder, "--json", "--seed", found[1], "Tell")
+    answer = json.loads(again.out)
+    assert answer["text"] + "\n" == shown.out
+    assert answer["sampling"] == {"temperature": 0.7, "top_k": 50, "top_p": 1.0, "seed": int(found[1])}
+    assert again.err == ""
+    asked = shell("generate", "-t", folder, "--sample", "--min-p", "0.1", "--seed", "2", "Tell")
+    assert asked.err.startswith("Sampling with temperature 0.7, top-k 50, top-p 1.0, min-p 0.1, seed 2.\n")
+    monkeypatch.setattr("builtins.input", lambda _: "/quit")
+    assert "\nSampling with temperature 0.7, top-k 50" in shell("chat", "-t", folder).err
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"prompt": "What?"}\n')
+    batch = shell("batch", items, "-t", folder, "-o", tmp_path / "out.jsonl")
+    assert batch.err.startswith("Sampling with temperature 0.7, top-k 50, top-p 1.0, seed 0; so says")
+
+
+@pytest.mark.parametrize("given", [{}, {"do_sample": False}, {"do_sample": True, "top_k": 7, "min_p": 0.2}])
+@pytest.mark.parametrize("stored", [{}, {"do_sample": True, "top_p": 0.8}])
+def test_sampling_is_said_as_it_is_resolved(stored: dict[str, Any], given: dict[str, Any]) -> None:
+    model = vlm("llama").target.model
+    before, model.generation_config = model.generation_config, GenerationConfig(**stored)
+    try:
+        config, _ = model._prepare_generation_config(None, **given)
+        said = sampling_of(model.generation_config, given)
+    finally:
+        model.generation_config = before
+    assert bool(said) == config.do_sample
+    assert all(getattr(config, name) == value for name, value in said.items())
 
 
 @pytest.mark.parametrize(("step", "kept", "form"), [(0, 0, "json"), (0, 0, "text"), (1, 12, "json"), (2, 18, "text")])
@@ -296,12 +343,13 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         "Method chain needs a draft model; give one with drafter=... (--drafter": f"{llava} -m chain ?",
         "has another tokenizer than the target": f"{llava} -d {ready('llama-swapped')} ?",
         "Method auto has no option size; its options are: draft_with, tree, gamma": f"{pair} --set size=3 ?",
+        "Method auto has the option store (--suffix-store) with draft_with=suffix only": f"{pair} --suffix-store a ?",
         "--set takes NAME=VALUE, such as gamma=7, not 'gamma'": f"{pair} --set gamma ?",
         "--temperature 0 is greedy decoding, which --sample is not": f"{llava} --temperature 0 --sample ?",
         "(--temperature 0 on the command line, without --sample, --top-p, --top-k and --min-p)": (
             f"{pair} -m lvspec --sample ?"
         ),
-        "context is 1024": f"{llava} -n 5000 ?",
+        "or lower --max-new-tokens": f"{llava} -n 5000 ?",
         "The dtype 'half' is not one of auto, float32": f"{llava} --dtype half ?",
         "The device 'strange' cannot be used here": f"{llava} --device strange ?",
         "The question is empty": f"{llava} ",
@@ -315,8 +363,8 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("-n", "0"), "max_new_tokens must be a whole number greater than 0, not 0"),
-        (("--top-k", "-1"), "top_k must be a whole number, 0 for no limit, not -1"),
+        (("-n", "0"), "--max-new-tokens must be a whole number greater than 0, not 0"),
+        (("--top-k", "-1"), "--top-k must be a whole number, 0 for no limit, not -1"),
         (("--temperature", "-1"), "not -1.0; use do_sample=False for greedy (--temperature 0 on the command line)."),
         (("--stop", ""), "An empty stop string would end every answer"),
         (("--seed", "-1"), "The seed must be a whole number from 0 to"),

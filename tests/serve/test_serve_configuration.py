@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -69,6 +70,21 @@ def test_the_plan_of_several_models_loads_none(
     assert "5 requests may wait" in plan
     assert "profile long: method=prompt-lookup, gamma=20" in plan
     assert "model     tiny" in plan
+
+
+def test_plans_need_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = (shutil.copytree(ready(name), tmp_path / name) for name in ("llava", "llava-draft"))
+    for file in (*target.glob("*.safetensors"), *draft.glob("*.safetensors")):
+        file.unlink()
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"prompt": "What?"}\n')
+    for command in (["serve"], ["batch", str(items), "-o", str(tmp_path / "out.jsonl")]):
+        with pytest.raises(SystemExit) as end:
+            main([*command, "-t", str(target), "-d", str(draft), "--plan"])
+        assert end.value.code == 0, capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "-t", str(target), "-d", str(draft), "What?"])
+    assert "has no weights" in capsys.readouterr().err
 
 
 def test_options_of_a_model_are_not_dropped_beside_a_configuration(

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from live_server import Live, asks, live, uri
 
+from checkpoints import vlm
 from media_files import data_uri
+from saccade.errors import InputError
+from saccade.serve.refusals import refusal_of
 
 HELLO = {"model": "tiny", "messages": asks("Hello"), "max_tokens": 2}
 PLAYLIST = {"type": "video_url", "video_url": data_uri(b"ffconcat version 1.0\nfile /etc/passwd\n", "video/mp4")}
@@ -48,7 +51,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"method": "chain", "gamma": 10_000}}, "at most 64"),
     ({"speculation": {"method": "chain", "gamma": 0}}, "gamma"),
     ({"speculation": {"method": "tabed", "captioner": "/etc"}}, "captioner is no option that a request"),
-    ({"speculation": {"method": "hivis"}}, "needs a trained hivis head"),
+    (
+        {"speculation": {"method": "hivis"}},
+        "a trained hivis head.*; start the server with --drafter or --head, or",
+    ),
     ({"temprature": 0.5}, "temperature may be meant"),
     ({"saccade": {"trce": True}}, "The field saccade.trce is unknown; leave it out."),
     ({"something_new": 1}, "The field something_new is unknown; leave it out."),
@@ -83,6 +89,19 @@ def test_a_wrong_field_is_named_in_one_sentence(shared: Live, change: dict[str, 
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert re.search(words, answer["error"]["message"]), answer
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_a_request_beyond_the_memory_is_refused_in_the_server_s_words() -> None:
+    with vlm("llama").batch(1, kv_memory=1) as batch, pytest.raises(InputError, match="raise kv_memory") as caught:
+        batch.add("Hello")
+    message = refusal_of(caught.value).message
+    assert message.endswith("; raise the server's --kv-memory, shorten the prompt, or lower max_tokens.")
+
+
+def test_what_python_and_the_command_line_name_otherwise_has_its_field_s_name() -> None:
+    with pytest.raises(InputError) as caught:
+        vlm("llama").generate("Tell", do_sample=True, temperature=-1.0)
+    assert refusal_of(caught.value).message.endswith("not -1.0; use temperature 0 for greedy.")
 
 
 @pytest.mark.parametrize("stream", [False, True])

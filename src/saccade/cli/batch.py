@@ -17,9 +17,11 @@ from saccade.cli.option_groups import (
     ReadingOptions,
     group,
     option,
+    place_of,
     set_options,
 )
 from saccade.errors import MethodError
+from saccade.files import is_profile
 from saccade.wording import count, duration
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ def batch(
     from saccade.jobs.items import TemplateOptions
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
     from saccade.jobs.running import Attempt, ItemWorker, run
+    from saccade.profile import read_profile
 
     media_root = items.media_root and items.media_root.expanduser()
     source = ItemSource(inputs, items.images_per_row, media_root, written(out))
@@ -93,9 +96,12 @@ def batch(
     with screen.waiting("Reading the items"):
         survey = preview(job, out, attempt.retry_failed)  # before models are loaded
     if plan:
-        models.check()
+        models.check(weights=False)
         _plan(survey, out, f"{count(attempt.max_rows, 'answer')} at once, by {models.target}")
         return
+    target = read_profile(models.named()).target if is_profile(models.named()) else place_of(models.named())
+    sampling = screen.sampled(target, decoded, decoding.seed or 0)
+    screen.note_sampling(sampling, decoded)
     journal = None if is_stream(out) else Path(f"{out}.journal")
     finished = f"; finished records are in {journal}/records.jsonl" if journal else ""
     screen.note(f"Loading {models.target} for {count(survey.items - survey.there, 'item')}{finished}.")

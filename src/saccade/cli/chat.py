@@ -36,17 +36,20 @@ def chat(
 ) -> None:
     """Chat with a model about images and videos.
 
-    Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands.
+    Later turns reuse the KV cache of the earlier ones: only new tokens are prefilled. `/help` lists the commands. Where
+    the checkpoint's generation_config samples, so does this command, and says so; `--temperature 0` is greedy.
     """
     screen.check_media(image or [])
-    options = {"seed": decoding.seed, **asdict(reading), **decoding.checked()}
+    decoded = decoding.checked()
     models = models.or_pocket()
     from saccade.target_model.lean import caveat
 
     vlm = models.load()
-    session = Session(vlm, system, options, marks)
+    sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
+    session = Session(vlm, system, {"seed": sampling.get("seed"), **asdict(reading), **decoded}, marks)
     session.files["image"] = image or []
     screen.note(f"{models.target} with method {vlm.method}. /help lists commands, Ctrl-D leaves.")
+    screen.note_sampling(sampling, decoded)
     if warning := caveat(vlm.target, vlm.lossless):
         screen.note(warning)
     if sys.stdin.isatty():

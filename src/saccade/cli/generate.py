@@ -37,7 +37,8 @@ def generate(
     """Answer one question about images, videos or text.
 
     The answer streams to standard output as its tokens are accepted. Speed, accepted draft tokens and time saved go to
-    standard error; for the last of these, a few passes of plain decoding are timed behind the answer.
+    standard error; for the last of these, a few passes of plain decoding are timed behind the answer. Where the
+    checkpoint's generation_config samples, so does this command, and says so; `--temperature 0` is greedy.
 
     Examples:
 
@@ -54,12 +55,17 @@ def generate(
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
     check_unicode(question)
     screen.check_media(image or [], video or [])
-    options = {"seed": decoding.seed, **asdict(reading), **decoding.checked()}
+    decoded = decoding.checked()
     vlm = models.load()
+    sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
+    options = {"seed": sampling.get("seed"), **asdict(reading), **decoded}
+    if not as_json:
+        screen.note_sampling(sampling, decoded)
     painter = None if as_json else screen.Painter(vlm.processor.tokenizer, screen.out(), marks)
     output = screen.answer(vlm.stream(question, image or [], video or [], **options), painter)
     if as_json:
-        print(json.dumps({"target": models.target, **_configuration(vlm, models.drafter), **output.as_dict()}))
+        configuration = {"target": models.target, **_configuration(vlm, models.drafter), "sampling": sampling}
+        print(json.dumps({**configuration, **output.as_dict()}))
     else:
         screen.note(account([output], vlm.method, plain_pass(vlm, options, output)))
     if output.finish_reason == "interrupted":

@@ -15,8 +15,8 @@ import typer
 from typer.models import OptionInfo
 
 from saccade.cli import screen
-from saccade.errors import InputError
-from saccade.wording import parse_value
+from saccade.errors import InputError, SaccadeError
+from saccade.wording import parse_value, renamed
 
 if TYPE_CHECKING:
     from saccade.ray_cluster import Places
@@ -74,7 +74,12 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     def spread_command(**values: Any) -> None:
         for name, kind in groups.items():
             values[name] = kind(**{each: values.pop(each) for each in kind.OPTIONS})
-        command(**values)
+        try:
+            command(**values)
+        except SaccadeError as problem:
+            if DecodingOptions not in groups.values():  # others' names are keys of files
+                raise
+            raise SaccadeError(renamed(str(problem), NAMES)) from problem
 
     del spread_command.__wrapped__
     spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -159,12 +164,12 @@ class PairOptions(TargetOptions):
         arguments["device_map"] = arguments.pop("device")
         return arguments | settings(arguments.pop("set_", None), arguments.pop("suffix_store", None))
 
-    def check(self) -> None:
-        """Report every mistake that shows without weights."""
+    def check(self, weights: bool = True) -> None:
+        """Report every mistake that shows before weights are read; ``weights``: whether they have to be there."""
         from saccade.vlm import check
 
         screen.quiet_libraries()
-        check(**self.arguments())
+        check(**self.arguments(), weights=weights)
 
     def load(self) -> VLM:
         """Load the models."""
@@ -184,19 +189,24 @@ class ModelOptions(PairOptions):
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_NAMES = ("max_new_tokens", *_SAMPLING[1:], "repetition_penalty")
+NAMES = {r"\bstop_strings\b": "--stop", r"(?<=option )store\b": "store (--suffix-store)"} | {
+    rf"(?<![\w.-]){name}\b": f"--{name.replace('_', '-')}" for name in _NAMES
+}
+"""Names of Python's options in messages -> the command line's."""
 
 
 @group("Decoding")
 class DecodingOptions:
     max_new_tokens: int | None = option(None, "Most tokens of an answer.", "-n")
-    sample: bool = option(False, "Sample instead of greedy decoding.")
+    sample: bool = option(False, "Sample; by default as the checkpoint's generation_config says, else greedy.")
     temperature: float | None = option(None, "Below 1 sharpens, above 1 flattens, 0 is greedy; implies --sample.")
     top_p: float | None = option(None, "Keep the likeliest tokens up to this mass; implies --sample.")
     top_k: int | None = option(None, "Keep this many of the likeliest tokens; implies --sample.")
     min_p: float | None = option(None, "Keep tokens at least this likely, relative to the likeliest; implies --sample.")
     repetition_penalty: float | None = option(None, "Above 1 discourages repetition.")
     stop: list[str] | None = option(None, "End the answer after this string; may be repeated.")
-    seed: int | None = option(None, "Seed of sampling.")
+    seed: int | None = option(None, "Seed of sampling; by default another one every time, 0 for batches.")
 
     def checked(self) -> dict[str, Any]:
         """Return the generation options, seed left out; what needs no model is checked before one is loaded."""

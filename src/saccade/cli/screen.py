@@ -145,6 +145,32 @@ def load_models(*models: Any, **options: Any) -> VLM:
         return load(*models, **options)
 
 
+def sampled(defaults: Any, options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+    """Settings and seed with which answers are sampled; empty for greedy decoding.
+
+    ``defaults``: GenerationConfig of the checkpoint, or the checkpoint.
+    """
+    from transformers import GenerationConfig
+
+    from saccade.engine.row import sampling_of
+    from saccade.inputs.processor import seeds_of
+
+    if isinstance(defaults, str):
+        with suppress(OSError):  # a checkpoint without one
+            defaults = GenerationConfig.from_pretrained(defaults)
+    settings = sampling_of(defaults, options)
+    return {**settings, "seed": seeds_of(seed, 1)[0]} if settings else {}
+
+
+def note_sampling(settings: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Print how answers are sampled, where they are."""
+    if settings:
+        words = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in settings.items())
+        by_default = "do_sample" not in options
+        whose = "; so says the checkpoint's generation_config, --temperature 0 is greedy" if by_default else ""
+        note(f"Sampling with {words}{whose}.")
+
+
 def quiet_libraries() -> None:
     """Silence progress bars and warnings of transformers."""
     from transformers.utils import logging

@@ -34,7 +34,7 @@ def serve(
     lora: list[str] = option([], "A LoRA of PEFT; may be repeated.", metavar="NAME=FOLDER", rich_help_panel="Models"),
     models: ModelOptions,
     chosen: ServerOptions,
-    plan: bool = option(False, "Check everything, print what would be served, and load nothing."),
+    plan: bool = option(False, "Check all but weights, print what would be served, and load nothing."),
 ) -> None:
     """Serve models to any OpenAI client, several answers at once, each the same as alone.
 
@@ -79,7 +79,7 @@ def serve(
     configuration = read()
     screen.quiet_libraries()
     if plan:
-        configuration.check()
+        configuration.check(weights=False)
         print(describe(configuration))
     elif chosen.ray is not None:
         from saccade.ray_cluster import check_address, load_ray

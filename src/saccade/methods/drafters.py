@@ -68,13 +68,16 @@ def is_head(drafter: Any) -> bool:
     return isinstance(drafter, Head) or kind_in(drafter) is not None
 
 
-def named(drafter: Any, heads: Heads) -> dict[str, AnyHead]:
-    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given."""
+def named(drafter: Any, heads: Heads, weights: bool = True) -> dict[str, AnyHead]:
+    """Return all heads by name: a drafter by its kind, a folder by its own name unless another is given.
+
+    ``weights``: whether a draft model's have to be there.
+    """
     named_heads: dict[str, AnyHead] = {}
     if is_head(drafter):
         named_heads[kind_of(drafter)] = drafter
     elif isinstance(drafter, (str, Path)) and not is_pocket(drafter):
-        check_checkpoint(path_of(drafter))  # or a mistyped head would pass for a draft model
+        check_checkpoint(path_of(drafter), weights=weights)  # or a mistyped head would pass for a draft model
     pairs: list[tuple[str, AnyHead]] = []
     if isinstance(heads, Mapping):
         pairs = list(heads.items())
@@ -124,7 +127,7 @@ def read_heads(heads: Mapping[str, AnyHead], target: Target, dtype: str | torch.
 
 def config_of(drafter: Any) -> Any:
     """Return the configuration of a loaded model, or of the one in a folder."""
-    return check_checkpoint(path_of(drafter)) if isinstance(drafter, (str, Path)) else drafter.config
+    return check_checkpoint(path_of(drafter), weights=False) if isinstance(drafter, (str, Path)) else drafter.config
 
 
 def completed(

@@ -192,6 +192,7 @@ def resolved(method: str, settings: Mapping[str, Any], chosen: Mapping[str, Any]
 
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
     needed = [group for group, options in GROUPS.items() if name in options and "=" in group]
+    needed += [f"draft_with={group}" for group in ("lookup", "suffix") if name in GROUPS[group]]
     if known and needed:
         groups = " or ".join(needed)
         return f"Method {method} has the option {name} with {groups} only; give that too, or leave {name} out."

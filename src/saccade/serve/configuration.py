@@ -95,8 +95,11 @@ class ModelEntry:
     def label(self) -> str:
         return self.name or self.target
 
-    def check(self) -> Callable[[], VLM]:
-        """Report every mistake that shows without weights, and return the function that loads the model."""
+    def check(self, weights: bool = True) -> Callable[[], VLM]:
+        """Report every mistake that shows before weights are read, and return the function that loads the model.
+
+        ``weights``: whether they have to be there.
+        """
         from saccade.vlm import check
 
         for name, folder in self.adapters.items():
@@ -124,6 +127,7 @@ class ModelEntry:
             device_map=self.device,
             threads=self.threads,
             exact=self.exact,
+            weights=weights,
             **self.options,
         )
 
@@ -168,12 +172,12 @@ class ServerConfig:
         """Names by which requests choose a model, each followed by those of its adapters."""
         return [name for model in self.models for name in (model.label, *model.adapters)]
 
-    def check(self) -> list[Callable[[], VLM]]:
+    def check(self, weights: bool = True) -> list[Callable[[], VLM]]:
         """Check every model as `ModelEntry.check` does, and return the functions that load them."""
         loaders = []
         for model in self.models:
             with _naming(f"{self.file}, model {model.label}: " if self.file else ""):
-                loaders.append(model.check())
+                loaders.append(model.check(weights))
         return loaders
 
     @property

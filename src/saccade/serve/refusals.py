@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade.errors import MethodError, SaccadeError
 from saccade.target_model.forward import ContextError
+from saccade.wording import renamed
 
 Json = dict[str, Any]  # an object of JSON
 RETRY_SECONDS = 2  # default of ``Retry-After`` where the server cannot tell
@@ -89,6 +90,17 @@ def broken() -> Refusal:
     return Refusal(500, message, "engine", "server_error", "internal_error")
 
 
+NAMES = {
+    r"give (?:one|its folder) with [^()]* \((--[^()]*) on the command line\)": r"start the server with \1",
+    r" \([^()]*on the command line[^()]*\)": "",
+    r"\bdo_sample=False\b": "temperature 0",
+    r"\bmax_new_tokens\b": "max_tokens",
+    r"\bstop_strings\b": "stop",
+    r"\braise kv_memory\b": "raise the server's --kv-memory",
+}
+"""Names in messages to users of Python and of the command line, and what they are for clients."""
+
+
 def refusal_of(error: BaseException) -> Refusal:
     """Translate an error of the engine or of the input pipeline.
 
@@ -97,10 +109,9 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, ContextError):
-        message = str(error).replace("max_new_tokens", "max_tokens")  # by the name of the request's field
-        return invalid(message, "messages", "context_length_exceeded")
+        return invalid(renamed(str(error), NAMES), "messages", "context_length_exceeded")
     if isinstance(error, MethodError):
-        return invalid(str(error), "speculation")
+        return invalid(renamed(str(error), NAMES), "speculation")
     if isinstance(error, SaccadeError):
-        return invalid(str(error))
+        return invalid(renamed(str(error), NAMES))
     return broken()
