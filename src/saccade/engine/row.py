@@ -119,13 +119,20 @@ def plan(
 
 def sampling_of(defaults: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of sampling by a checkpoint's GenerationConfig and a caller's options; empty for greedy decoding."""
-    settings = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
+    settings = {
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+        "min_p": None,
+    }
     for name in settings:
-        value = options.get(name)
-        value = getattr(defaults, name, None) if value is None else value
-        settings[name] = settings[name] if value is None else value
-    do_sample = settings.pop("do_sample")
-    return {name: value for name, value in settings.items() if value is not None} if do_sample else {}
+        for value in (getattr(defaults, name, None), options.get(name)):
+            if value is not None:
+                settings[name] = value
+    if not settings.pop("do_sample"):
+        return {}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 @contextmanager

@@ -290,8 +290,11 @@ class PromptRunner:
                 chunk.stop = len(prefill.prompt)
             size = chunk.stop - prefill.num_computed
             media, draft = self._costs(chunk)
-            # What nobody waits for may take each kind's whole size.
-            cost = size / self._budget + media + draft if self._rows else max(size / self._budget, media, draft)
+            parts = size / self._budget, media, draft
+            if self._rows:
+                cost = sum(parts)
+            else:  # no answer waits for the step, in which each kind may have its whole size
+                cost = max(parts)
             if cost > left < 1:
                 continue  # fits a later step
             chunks.append(chunk)
@@ -331,8 +334,11 @@ class PromptRunner:
 
         def place(each: tuple[Row, Prefill]) -> tuple[int, int]:
             row, prefill = each
-            left = len(prefill.prompt) - prefill.num_computed + prefill.num_unencoded(len(prefill.prompt))
-            return -row.overtaken if row.overtaken >= PATIENCE else 0, left
+            length = len(prefill.prompt)
+            tokens = length - prefill.num_computed
+            media = prefill.num_unencoded(length)
+            waited = row.overtaken if row.overtaken >= PATIENCE else 0
+            return -waited, tokens + media
 
         return sorted(waiting, key=place)
 
@@ -345,8 +351,11 @@ class PromptRunner:
         if not is_last and tokens >= 2 * FEWEST:
             tokens -= max(FEWEST, tokens // SHARE)
         is_whole = len(prefill.prompt) - prefill.num_computed <= tokens
-        if not self._rows and not is_whole and any(chunk.is_last for chunk in chunks):
-            tokens = min(tokens, max(self._tokens, self._budget // SHARE))
+        if self._rows or is_whole:
+            return tokens
+        if any(chunk.is_last for chunk in chunks):
+            most = max(self._tokens, self._budget // SHARE)
+            return min(tokens, most)
         return tokens
 
     def _costs(self, chunk: PrefillChunk) -> tuple[float, float]:

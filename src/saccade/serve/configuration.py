@@ -156,14 +156,14 @@ class ServerConfig:
             raise ConfigError(f"Two models are named {twice!r}; give one of them another name.")
         if self.media.paths:
             raise ConfigError("A server reads no paths for its clients; leave out media.paths.")
-        with_store = [
-            m.label for m in self.models if any("store" in each for each in (m.options, *m.profiles.values()))
-        ]
-        if with_store and not self.reuse_prefixes:
-            raise ConfigError(
-                f"The suffix store of the model {with_store[0]} would keep nothing, because no request may use another "
-                "one's answer; leave out --suffix-store (option store), or --no-prefix-reuse (reuse_prefixes = false)."
-            )
+        for model in () if self.reuse_prefixes else self.models:
+            settings = [model.options, *model.profiles.values()]
+            if any("store" in each for each in settings):
+                raise ConfigError(
+                    f"The suffix store of the model {model.label} would keep nothing, because no request may use "
+                    "another one's answer; leave out --suffix-store (option store), or --no-prefix-reuse "
+                    "(reuse_prefixes = false)."
+                )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"The port must be from 0 to 65535, not {self.port}.")
 
