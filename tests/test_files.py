@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from saccade.errors import SaccadeError, TrainingError
-from saccade.files import write_file, write_folder
+from saccade.files import check_folder, check_reread, write_file, write_folder
 from saccade.wording import differences, duration, shortened
 
 
@@ -40,6 +40,29 @@ def test_a_failed_write_leaves_the_old_folder_alone(tmp_path: Path) -> None:
         write_folder(folder, fail, advice="try another")
     assert [file.name for file in tmp_path.iterdir()] == ["head"]
     assert (folder / "a").read_bytes() == b"old"
+
+
+def test_a_folder_is_tried_without_a_trace(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new" / "deep", SaccadeError, "give another")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(SaccadeError, match=r"file is a file, where a folder is needed; give another\."):
+        check_folder(tmp_path / "file" / "deep", SaccadeError, "give another")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder in which nobody can write")
+def test_a_folder_in_which_nothing_can_be_written_is_refused() -> None:
+    with pytest.raises(SaccadeError, match=r"^Cannot write /proc: .*; give another\.$"):
+        check_folder(Path("/proc/new"), SaccadeError, "give another")
+
+
+def test_a_pipe_is_no_file_that_is_read_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(
+        SaccadeError, match=r"pipe is a pipe or a device, which cannot be read twice; write its content"
+    ):
+        check_reread(tmp_path / "pipe", SaccadeError)
+    check_reread(tmp_path / "absent", SaccadeError)
 
 
 def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:

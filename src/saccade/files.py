@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from safetensors import SafetensorError
@@ -89,10 +90,18 @@ def write_folder(
 
 
 def check_folder(folder: Path, error: type[SaccadeError], advice: str) -> None:
-    """Raise ``error`` where a folder cannot be made because it, or one above it, is a file."""
+    """Raise ``error`` unless a folder can be made and written to; nothing is left of the trial."""
     place = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if place.exists() and not place.is_dir():
         raise error(f"{place} is a file, where a folder is needed; {advice}.")
+    with writing(place, error, advice), TemporaryFile(dir=place):
+        pass
+
+
+def check_reread(path: Path, error: type[SaccadeError]) -> None:
+    """Raise ``error`` for a pipe or a device where a file is needed."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise error(f"{path} is a pipe or a device, which cannot be read twice; write its content to a file first.")
 
 
 def make_folder(folder: Path, error: type[SaccadeError], advice: str) -> None:

@@ -174,6 +174,7 @@ def test_damage_inside_the_file_is_named_with_its_line(source: Path, tmp_path: P
     lines = path.read_bytes().splitlines(keepends=True)
     for damaged, words in {
         b"".join([lines[0], b"{\n", *lines[2:]]): "line 2 is damaged",
+        b"".join([b'{"id": ["a"], "answer": "x"}\n', *lines[1:]]): "line 1 is damaged",
         b"".join([*lines, lines[1]]): "line 7: .* is answered twice",
         b"".join([*lines, lines[1].replace(b'"id": "', b'"id": "strange')]): "an answer to strange",
     }.items():

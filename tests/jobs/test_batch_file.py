@@ -255,6 +255,19 @@ def test_a_resume_does_what_is_missing_changed_or_to_be_tried_again(
     assert len(records(out)) == 5
 
 
+def test_a_line_of_the_journal_without_a_part_is_named_as_damaged(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run(photos, out, limit=2)
+    journal = tmp_path / "out.jsonl.journal" / "records.jsonl"
+    first, *others = journal.read_text().splitlines()
+    row = json.loads(first)
+    damaged = [{**row, "record": None}, {**row, "record": "text"}]
+    for harmed in (*({k: v for k, v in row.items() if k != part} for part in row), *damaged):
+        journal.write_text("\n".join([json.dumps(harmed), *others]) + "\n")
+        with pytest.raises(SaccadeError, match=r"records\.jsonl, line 1 is damaged; delete it to continue"):
+            run(photos, out)
+
+
 def test_other_options_are_refused_by_the_name_of_what_differs(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     run(photos, out)

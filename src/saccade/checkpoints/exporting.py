@@ -16,7 +16,7 @@ from saccade.draft.heads.head import Head, HeadConfig
 from saccade.draft.heads.published.eagle3 import BIASES, NAMES, QK_NORMS, norm_names
 from saccade.draft.heads.published.released import LAYERS
 from saccade.errors import ModelError
-from saccade.files import write_folder
+from saccade.files import check_folder, write_folder
 from saccade.loading import is_on_hub
 from saccade.target_model.adapter import Target
 from saccade.target_model.selfcheck import logit_map
@@ -61,6 +61,7 @@ def check_export(folder: str | Path, to: str) -> None:
     place = Path(folder)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ModelError(f"{folder} exists and is not an empty folder; give a new one.")
+    check_folder(place, ModelError, "give another folder")
 
 
 def obstacle(head: Head, target: Target, to: str) -> str | None:

@@ -277,6 +277,7 @@ def tune(
         raise InputError(f"{models.target} is a profile of `saccade tune`; give the checkpoint that it names.")
     if save.suffix != ".toml":
         raise InputError(f"The profile {save} must end in .toml, by which it is recognised; give --save NAME.toml.")
+    check_folder(save.parent, InputError, "give another --save file")
     suite = SuiteOptions(suite="tune", data=data).chosen(sizes, DataOptions())
     prepared = _prepared(suite, out, models)
     run = run_suite(prepared, out)
@@ -430,6 +431,7 @@ def datasets(
     if write is not None:
         from saccade.data import reading as rows
 
+        check_folder(write, InputError, "give another folder")
         with screen.waiting(f"Reading {data.path}"):
             written = rows.write(data, write, limit)
         screen.show(f"{count(written, 'question')} in {write / rows.FILE}.")

@@ -25,7 +25,7 @@ from saccade.data.conversations import (
     text_of,
 )
 from saccade.errors import InputError, SaccadeError
-from saccade.files import write_file
+from saccade.files import check_reread, write_file
 from saccade.jobs.item_sources import json_row_at, json_rows
 from saccade.jobs.job import key_of
 from saccade.options import check_keys, check_whole
@@ -183,6 +183,7 @@ class Prompts:
     """A file of conversations: one JSON object per line, or one array of them."""
 
     def __init__(self, path: Path, root: Path) -> None:
+        check_reread(path, SaccadeError)
         if not path.is_file():
             raise SaccadeError(
                 f"There is no file {path}; give JSON lines or a JSON array, or pocket:TASK for built-in prompts."

@@ -246,7 +246,7 @@ def _answers(journal: Journal, plan: QuestionPlan) -> Iterator[tuple[str, str]]:
     planned, names = {question.id for question in plan.questions}, set[str]()
     for number, _, row in journal.rows():
         name, text = row.get("id"), row.get("answer")
-        if name is None or text is None:
+        if not (isinstance(name, str) and isinstance(text, str)):
             raise SaccadeError(f"{journal.where(number)} is damaged; delete it to continue.")
         if name in names:
             raise SaccadeError(f"{journal.where(number)}: {name} is answered twice; delete one of them.")

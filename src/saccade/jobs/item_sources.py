@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from saccade.data.conversations import parse_json
 from saccade.errors import InputError, SaccadeError
-from saccade.files import expanded
+from saccade.files import check_reread, expanded
 from saccade.jobs.items import Item, Kind, Stored, named
 from saccade.options import check_whole
 
@@ -84,6 +84,7 @@ class ItemSource:
         """Files and folders of an input; of a glob those of known kinds, as of a folder."""
         path = expanded(name)
         if path.exists():
+            check_reread(path, SaccadeError)
             if len(self.inputs) > 1 and not _is_known(path):
                 raise SaccadeError(
                     f"{name} is no picture, video, JSON, Parquet or tar file by its ending; leave it out, or give its "

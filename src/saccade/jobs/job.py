@@ -192,6 +192,8 @@ class Known:
         for number, offset, row in journal.rows():
             try:
                 key, failed = int(row["key"], 16), bool(row["failed"])
+                if not isinstance(row["record"], dict):
+                    raise TypeError
                 self.seconds += float(row["seconds"])
                 self.timed += 1
             except (KeyError, TypeError, ValueError):

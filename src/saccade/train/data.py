@@ -19,6 +19,7 @@ from saccade.data.conversations import resolve
 from saccade.distill.folder import place_of
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
+from saccade.files import check_reread
 from saccade.inputs.chat import Slot, normalise, with_sources
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
@@ -203,6 +204,7 @@ def check_answers(path: str | Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    check_reread(path, TrainingError)
     try:
         with path.open("rb") as file:
             yield file
