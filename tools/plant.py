@@ -39,8 +39,7 @@ class Plant:
     find: str
     replace: str
     tests: Sequence[str]
-    survived: str = ""  # why the tests of the time missed it
-    test: str = ""  # which one was added for it
+    survived: str = ""  # why the tests of the time missed it; empty where they did not
 
 
 def copy_tree(root: Path, folder: Path) -> None:

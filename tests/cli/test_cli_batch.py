@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from commands import Shell
 
 from checkpoints import picture, ready, saved_picture, vlm
 from saccade.cli import screen
+from saccade.cli.batch import _rates
 from saccade.engine.step import StepRunner
+from saccade.resumable import Report
 
 
 @pytest.fixture
@@ -31,6 +34,12 @@ def photos(tmp_path: Path) -> Path:
 def command(photos: Path, *more: Any) -> list[Any]:
     out = photos.parent / "out.jsonl"
     return ["batch", photos, "-t", ready("llava"), "-m", "plain", "-n", "4", "-b", "2", "-o", out, *more]
+
+
+def test_rates_are_of_this_attempt_alone() -> None:
+    report = Report(Path("out.jsonl"), items=10, there=6, done=8, tokens=40, seconds=2.0)
+    assert _rates(report) == "1 items/s, 20 tokens/s"
+    assert _rates(replace(report, done=6, tokens=0)) == "starting"
 
 
 def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(

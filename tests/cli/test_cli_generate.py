@@ -183,6 +183,14 @@ def test_loosened_tokens_do_not_pass_for_the_target_s_own(colours: bool, page: s
     assert shown.getvalue() == page
 
 
+def test_the_bracket_of_a_last_token_that_is_marked_is_closed() -> None:
+    shown = io.StringIO()
+    painter = screen.Painter(tokenizer(), Console(file=shown, _environ={}), marked=True)
+    painter.show(Chunk("ab", (tuple(tokenizer().encode("ab")),), (("target", "draft"),)))
+    painter.finish()
+    assert shown.getvalue() == "a‹b›\n"
+
+
 def test_the_question_may_come_from_stdin(shell: Shell) -> None:
     result = shell("generate", "-t", ready("llama"), "-", stdin="Tell me\nmore\n")
     assert result.out == vlm("llama").generate("Tell me\nmore").text + "\n"

@@ -146,6 +146,27 @@ def test_settings_of_a_task_end_the_answer_are_reported_once_or_refused_before_t
         assert model.model.total["answers"] == 0
 
 
+def test_an_answer_ends_where_the_first_of_its_stop_strings_begins(logs: fake.Logs, vlm: VLM) -> None:
+    """One character completes both, of which the one that is listed last begins earlier."""
+    (sample,) = samples("scene", 1)
+    text = plain(vlm, sample.messages())
+    place = next(i for i in range(3, len(text)) if text[i] not in text[:i])
+    model = model_of("chat")
+    task = task_of([sample], until=[text[place], text[place - 1 : place + 1]])
+    assert [result.text for result in model.generate_until(task.chat(model))] == [text[: place - 1]]
+
+
+def test_a_setting_of_the_task_wins_over_one_of_the_command_line(logs: fake.Logs) -> None:
+    model, found = model_of("chat", max_new_tokens=3), samples("scene", 1)
+    silent = fake.Task("t", [{}], lambda doc: found[0].question, lambda doc: list(found[0].images), {"until": []})
+    lengths = []
+    for task in (task_of(found), silent):
+        before = model.model.total["new_tokens"]
+        model.generate_until(task.chat(model))
+        lengths.append(model.model.total["new_tokens"] - before)
+    assert lengths == [MOST, 3]
+
+
 def test_sampling_follows_the_tasks_temperature_and_torchs_seed(logs: fake.Logs) -> None:
     def answers(seed: int) -> list[str]:
         model = model_of("chat")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from families import FAMILIES
+from families import FAMILIES, VOCAB
 from heads_kit import POLICIES, kind_of_prompt, prompts, random_head, recorded, target
 from released_kit import KNOWN, PlainEagle3, edit, randomised, release, same
 from saccade.checkpoints import export_head, inspect_checkpoint
@@ -89,6 +90,16 @@ def test_the_layers_that_eagle_s_own_code_reads(to: str, tmp_path: Path) -> None
     export_head(head, deep, tmp_path / "out", to, target_name="x")
     again = load_head(tmp_path / "out", deep)
     same(head, again)
+
+
+def test_a_target_s_factor_of_logits_is_in_the_lm_head_that_goes_with_a_head(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("granite", vocab_size=VOCAB, num_key_value_heads=2, logits_scaling=8.0, **sizes)
+    scaled = Target(AutoModelForCausalLM.from_config(config).eval())
+    head = randomised(build_head(HeadConfig.from_target(scaled, "eagle3")))
+    export_head(head, scaled, tmp_path / "out", "speculators", target_name="x")
+    weight = load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]
+    torch.testing.assert_close(weight, scaled.output_embeddings.weight.detach() / 8)
 
 
 @pytest.mark.parametrize("to", ["speculators", "sglang"])

@@ -251,6 +251,16 @@ def test_every_returned_sequence_sees_its_own_pictures(name: str) -> None:
     assert tokens == [a for a in FAMILIES[name].reference("images2", rows=2, n=NEW) for _ in range(2)]
 
 
+def test_every_returned_sequence_is_constrained_by_its_own_number() -> None:
+    def one_word(row: int, ids: torch.Tensor) -> list[int]:
+        return [FIRST_WORD + row]
+
+    options = {"do_sample": True, "num_return_sequences": 2, "prefix_allowed_tokens_fn": one_word}
+    expected = [[FIRST_WORD + row] * NEW for row in range(4)]
+    for custom in (None, speculation("llama")):
+        assert new_tokens("llama", inputs_of("llama", 2), custom, **options) == expected
+
+
 # --------------------------------------------------------------------------- drafters
 
 
