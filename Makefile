@@ -5,6 +5,7 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 OLDEST_TORCH ?= 2.11.0
 OLDEST_TRANSFORMERS ?= 5.17.0
+NEWEST_PYTHON ?= python3.13
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Neighbouring tests share models, so a process gets a stretch of them; compiled modules serve every process.
@@ -19,7 +20,7 @@ ONLY_HEADS ?=
 ONLY_PAGES ?=
 PAIR = --target $(TARGET) $(if $(DRAFT),--drafter $(DRAFT))
 
-.PHONY: help demo heads results test test-all test-browser test-ray test-oldest docs lint format types clean
+.PHONY: help demo heads results test test-all test-browser test-ray test-oldest test-newest docs lint format types clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -57,6 +58,9 @@ test-ray: $(READY) ## Ray on loopback, mostly in network namespaces; takes minut
 test-oldest: ## the tests on the oldest torch and transformers that are supported
 	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) READY=.venv-oldest/.oldest
 
+test-newest: ## the tests on the newest Python that is supported: NEWEST_PYTHON=..., by default python3.13
+	$(MAKE) test VENV=.venv-newest PYTHON=$(NEWEST_PYTHON)
+
 .venv-oldest/.oldest: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
@@ -80,4 +84,4 @@ types: $(READY) ## static types
 	$(BIN)/mypy
 
 clean: ## the environments and everything that tools leave behind
-	rm -rf .venv .venv-oldest build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-oldest .venv-newest build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -6,7 +6,10 @@ import base64
 import io
 import json
 import os
+import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,10 @@ LMMS = os.environ.get("SACCADE_LMMS_PYTHON", "")
 """An interpreter with lmms-eval and Saccade; docs/how-to/evaluators.md says how to install both."""
 VLMEVALKIT = os.environ.get("SACCADE_VLMEVALKIT_PYTHON", "")
 """An interpreter with VLMEvalKit (`ms-vlmeval` on PyPI) and what Saccade needs."""
-SOURCE = Path(__file__).parents[2] / "src"
+INSTALL = os.environ.get("SACCADE_INSTALL", "")
+"""Set where the environments of the page may be made from a package index."""
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
 MOST = 48
 
 
@@ -31,6 +37,7 @@ def by(python: str, reason: str) -> Callable[[Any], Any]:
     return lambda test: pytest.mark.slow(pytest.mark.timeout(1800)(skip(test)))
 
 
+install = pytest.mark.skipif(not INSTALL, reason="SACCADE_INSTALL is not set, so nothing is installed")
 lmms, vlmevalkit = by(LMMS, "SACCADE_LMMS_PYTHON"), by(VLMEVALKIT, "SACCADE_VLMEVALKIT_PYTHON")
 
 
@@ -115,3 +122,28 @@ def test_vlmevalkit_writes_the_answers_of_plain_decoding(rows: int, tmp_path: Pa
     speed = json.loads((tmp_path / "outputs" / "speed.json").read_text())
     assert speed["tasks"]["saccade_scene"]["answers"] == 4
     assert speed["total"]["tokens_per_pass"] > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@install
+@pytest.mark.parametrize(
+    ("section", "variable"),
+    [("VLMEvalKit", "VLMEVALKIT"), ("Without torchvision", "LMMS"), ("lmms-eval", "LMMS")],
+)
+def test_an_installation_as_the_page_says_runs_the_evaluator(section: str, variable: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "evaluators.md").read_text(encoding="utf-8")
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    (commands,) = re.findall(r"```bash\n(pip install torch.*?)```", text, re.DOTALL)
+    checkout, python = tmp_path / "checkout", tmp_path / "venv" / "bin" / "python"
+    checkout.mkdir()
+    for name in ("src", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        (checkout / name).symlink_to(ROOT / name) if name != "src" else shutil.copytree(SOURCE, checkout / name)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    path = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    subprocess.run(["bash", "-euc", commands], cwd=checkout, env=path, check=True)
+    tests = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-rs", __file__, "-k", f"test_{variable.lower()}"]
+    environment = {**os.environ, "SACCADE_INSTALL": "", f"SACCADE_{variable}_PYTHON": str(python)}
+    done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "SKIPPED" not in done.stdout
