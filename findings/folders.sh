@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Version: lmms-eval 0.7.3 (PyPI), filelock 4.3.1 and 3.32.7
-# Behaviour: lmms-eval names filelock without an upper limit and imports its private module filelock._api at the first
-#   evaluation; filelock 4 has no such module, so an installation that pip calls complete evaluates nothing.
+# Behaviour: lmms-eval imports filelock's private module filelock._api at the first evaluation, but sets no limit on
+#   its version; filelock 4 has no such module, so an installation that pip calls complete evaluates nothing.
 # Seen: filelock 4.3.1: No module named 'filelock._api'; filelock 3.32.7: imported
 set -euo pipefail
 work=$(mktemp -d)

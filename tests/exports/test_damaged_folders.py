@@ -202,6 +202,17 @@ def test_a_file_cut_anywhere_is_refused_alike(case: str, models: Path, tmp_path:
         check(folder, name, models, f"{length} bytes", refused=True)
 
 
+def test_a_weight_that_is_larger_than_its_file_is_refused(models: Path, tmp_path: Path) -> None:
+    folder = released_kit.release("eagle3", tmp_path / "head", binary=True)
+    file = folder / "pytorch_model.bin"
+    check(folder, "llava", models, "as it was", refused=False)
+    weights = torch.load(file)
+    torch.save({**weights, "fc.weight": torch.ones(1, 1).expand(weights["fc.weight"].shape)}, file)
+    check(folder, "llava", models, "one number for all", refused=True)
+    torch.save({**weights, "fc.weight": weights["fc.weight"].to_sparse()}, file)
+    check(folder, "llava", models, "sparse", refused=True)
+
+
 def settings(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Paths of all settings, of those in tables too."""
     for key, value in values.items():
