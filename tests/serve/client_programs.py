@@ -1,12 +1,15 @@
-"""Programs of `test_client_packages.py`, which run where the packages are: ``client_programs.py NAME URL``.
+"""Programs of `test_client_packages.py`, which run where the packages are: ``client_programs.py NAME URL ...``.
 
 Each asks the model `pocket` as the package's own documentation does. It calls no functions of its own accord, so calls
 are demanded.
 """
 
+import base64
 import json
 import os
+import struct
 import sys
+import zlib
 from typing import Any, Literal
 
 from openai import OpenAI, pydantic_function_tool
@@ -201,5 +204,125 @@ def llama_index_structured(url: str) -> None:
         assert isinstance(model.structured_predict(Bar, PromptTemplate("{it}"), it=QUESTION), Bar)
 
 
+def anthropic(url: str, key: str = KEY) -> Any:
+    from anthropic import Anthropic
+
+    return Anthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0)
+
+
+def anthropic_messages(url: str) -> None:
+    messages, asked = anthropic(url).messages, {"model": "pocket", "messages": ASKED, "max_tokens": MOST}
+    answer = messages.create(**asked, system=[{"type": "text", "text": ""}])
+    assert answer.content[0].text == expected(url)
+    assert answer.stop_reason == "end_turn"
+    with messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == expected(url)
+        whole = stream.get_final_message()
+    used = [each.usage.input_tokens + each.usage.cache_read_input_tokens for each in (answer, whole)]
+    assert used == [messages.count_tokens(model="pocket", messages=ASKED).input_tokens] * 2
+    long = [messages.create(**asked, system="Read everything exactly as it is. " * 9).usage for _ in range(2)]
+    assert long[1].cache_read_input_tokens > 0
+    assert long[0].input_tokens == long[1].input_tokens + long[1].cache_read_input_tokens
+    word = expected(url).split()[1]
+    stopped = messages.create(**asked, stop_sequences=[word])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
+    assert [model.id for model in anthropic(url).models.list()] == ["pocket"]
+    assert anthropic(url).models.retrieve("pocket").type == "model"
+    sampled = messages.create(**asked, extra_body={"temperature": 0, "speculation": "off"})
+    assert sampled.content[0].text == expected(url)
+    assert anthropic(url).beta.messages.create(**asked, betas=["x-2026-01-01"]).content[0].text == expected(url)
+
+
+def png(size: int = 64) -> str:
+    """A picture as base64."""
+    rows = b"".join(b"\0" + bytes((0, 4 * y, 128)) * size for y in range(size))
+    chunks = [
+        (b"IHDR", struct.pack(">2I5B", size, size, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    ]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+
+
+def anthropic_pictures(url: str) -> None:
+    data = png()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    block: Any = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
+    asked: Any = {"model": "pocket", "messages": [{"role": "user", "content": block}]}
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    seen: Any = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
+    chat = openai(url).chat.completions.create(model="pocket", messages=seen, max_tokens=MOST)
+    answer = anthropic(url).messages.create(**asked, max_tokens=MOST)
+    assert answer.content[0].text == chat.choices[0].message.content
+    assert anthropic(url).messages.count_tokens(**asked).input_tokens == chat.usage.prompt_tokens
+
+
+def anthropic_tools(url: str) -> None:
+    messages, tool = anthropic(url).messages, TOOLS[0]["function"]
+    tools = [{"name": "Bar", "description": tool["description"], "input_schema": tool["parameters"]}]
+    asked: Any = {"model": "pocket", "max_tokens": MOST, "tools": tools}
+    once = {"disable_parallel_tool_use": True}
+    for choice in ({"type": "any", **once}, {"type": "tool", "name": "Bar"}):
+        answer = messages.create(**asked, messages=ASKED, tool_choice=choice)
+        (call,) = answer.content
+        check(call.input)
+        assert answer.stop_reason == "tool_use"
+        with messages.stream(**asked, messages=ASKED, tool_choice=choice) as stream:
+            kinds = [event.type for event in stream]
+            assert stream.get_final_message().content[0].input == call.input
+        assert {"content_block_start", "input_json", "message_stop"} <= set(kinds)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "recorded"}]}
+    turns = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    after = messages.create(**asked, messages=turns, tool_choice={"type": "none"})
+    assert [block.type for block in after.content] == ["text"]
+    parsed = messages.parse(model="pocket", messages=ASKED, max_tokens=MOST, output_format=Bar)
+    assert isinstance(parsed.parsed_output, Bar)
+
+
+def anthropic_errors(url: str) -> None:
+    import anthropic as package
+
+    messages = anthropic(url).messages
+    asked: Any = {"model": "pocket", "messages": ASKED, "max_tokens": MOST}
+    wrong: Any = [
+        (package.NotFoundError, {"model": "other"}),
+        (package.BadRequestError, {"max_tokens": 20_000}),
+        (package.BadRequestError, {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        (package.BadRequestError, {"extra_body": {"nonsense": 1}}),
+    ]
+    for kind, change in wrong:
+        for stream in (False, True):
+            raised = None
+            try:
+                messages.create(**{**asked, **change}, stream=stream)
+            except kind as problem:
+                raised = problem
+            assert raised is not None, change
+            assert raised.body["type"] == "error"
+    assert messages.create(**asked, thinking={"type": "disabled"}).content[0].text == expected(url)
+
+
+def anthropic_thoughts(url: str, bias: str) -> None:
+    """Of a model that thinks, with biases against the marks of its thoughts."""
+    messages = anthropic(url).messages
+    asked: Any = {"model": "thinker", "messages": ASKED, "max_tokens": 12, "thinking": {"type": "adaptive"}}
+    asked["extra_body"] = {"logit_bias": json.loads(bias), "temperature": 0}
+    (block,) = messages.create(**asked).content
+    assert block.type == "thinking"
+    with messages.stream(**asked) as stream:
+        events = list(stream)
+        assert stream.get_final_message().content[0].thinking == block.thinking
+    assert "".join(event.thinking for event in events if event.type == "thinking") == block.thinking
+    asked["messages"] = [*ASKED, {"role": "assistant", "content": [block, {"type": "text", "text": "It"}]}, *ASKED]
+    counted = {name: asked[name] for name in ("model", "messages", "thinking")}
+    answer, count = messages.create(**asked), messages.count_tokens(**counted).input_tokens
+    assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == count
+    asked["thinking"] = {"type": "disabled"}
+    assert [block.type for block in messages.create(**asked).content] == ["text"]
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2])
+    globals()[sys.argv[1]](*sys.argv[2:])

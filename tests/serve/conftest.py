@@ -13,8 +13,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from live_server import TINY, WORDS, Live, live
 
 import saccade
-from checkpoints import vlm
+from checkpoints import llama, tokenizer, vlm
 from saccade.serve.configuration import ModelEntry
+
+THINKER = (
+    "<s>{% if tools %}{{ tools | tojson }} in <tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>\n{% endif %}{% endif %}{# </think> #}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +32,17 @@ def shared() -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def pocket() -> Iterator[Live]:
     with live([(ModelEntry("pocket"), saccade.load("pocket", method="chain"))], kv_memory_mib=512) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of a tiny model whose template takes tools, and can open a thought."""
+    tok, folder = tokenizer(), tmp_path_factory.mktemp("thinker")
+    tok.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    llama(folder, seed=3, tok=tok)
+    (folder / "chat_template.jinja").write_text(THINKER)
+    with live([(ModelEntry("thinker"), saccade.load(folder))]) as server:
         yield server
 
 

@@ -132,6 +132,13 @@ def asks(words: str, *images: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": words}]}]
 
 
+def unmarked(server: Live) -> dict[str, int]:
+    """Biases against thoughts that the model begins or ends by itself."""
+    marks = ["<think>", "</think>"]
+    ids = server.service.models["thinker"].vlm.processor.tokenizer.convert_tokens_to_ids(marks)
+    return dict.fromkeys(map(str, ids), -100)
+
+
 @dataclass(frozen=True)
 class Question:
     """A request to the server, and the call of `generate` with the same answer."""

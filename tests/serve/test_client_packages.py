@@ -1,7 +1,8 @@
-"""The packages that people reach OpenAI's API by, against the pocket model, as they are."""
+"""The packages that people reach OpenAI's and Anthropic's APIs by, against the pocket model, as they are."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from live_server import Live
+from live_server import Live, unmarked
 from outside import environment, install, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -18,6 +19,7 @@ PACKAGES = {
     "langchain": "langchain-openai>=1,<2",
     "litellm": "litellm>=1.110,<2",
     "llama_index": "llama-index-llms-openai-like>=0.8,<0.9",
+    "anthropic": "anthropic>=2,<3 openai>=3,<4",
 }
 FILE = Path(__file__).with_name("client_programs.py")
 PROGRAMS = re.findall(r"^def (\w+)\(url: str\) -> None:", FILE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -31,7 +33,7 @@ def python_with() -> Iterator[Callable[[str], str]]:
         @cache
         def python(name: str) -> str:
             folder = environments.enter_context(environment())
-            install(folder, PACKAGES[name])
+            install(folder, *PACKAGES[name].split())
             return f"{folder}/bin/python"
 
         yield python
@@ -41,3 +43,7 @@ def python_with() -> Iterator[Callable[[str], str]]:
 def test_a_package_runs_unchanged(program: str, python_with: Callable[[str], str], pocket: Live) -> None:
     package = next(name for name in PACKAGES if program.startswith(name))
     run(python_with(package), FILE, program, pocket.url)
+
+
+def test_anthropics_package_has_the_thoughts(python_with: Callable[[str], str], thinker: Live) -> None:
+    run(python_with("anthropic"), FILE, "anthropic_thoughts", thinker.url, json.dumps(unmarked(thinker)))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from live_server import Live, asks, live, uri
+from live_server import Live, asks, live, unmarked, uri
 
-from checkpoints import llama, tokenizer
-from saccade import load
+from checkpoints import tokenizer
 from saccade.serve.answers import Choice, Piece
-from saccade.serve.configuration import ModelEntry
 from saccade.serve.message_form import MessageForm
 from saccade.serve.messages import MessagePrompt, messages_of
 from saccade.serve.refusals import broken
@@ -161,30 +158,6 @@ def test_options_of_saccade_are_those_of_chats(shared: Live) -> None:
 
 
 # -- tools and thoughts --------------------------------------------------------------------------------------
-
-THINKER = (
-    "<s>{% if tools %}{{ tools | tojson }} in <tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>\n{% endif %}{% endif %}{# </think> #}"
-)
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server of a tiny model whose template takes tools, and can open a thought."""
-    tok, folder = tokenizer(), tmp_path_factory.mktemp("thinker")
-    tok.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    llama(folder, seed=3, tok=tok)
-    (folder / "chat_template.jinja").write_text(THINKER)
-    with live([(ModelEntry("thinker"), load(folder))]) as server:
-        yield server
-
-
-def unmarked(server: Live) -> dict[str, int]:
-    """Biases against thoughts that the model begins or ends by itself."""
-    marks = ["<think>", "</think>"]
-    ids = server.service.models["thinker"].vlm.processor.tokenizer.convert_tokens_to_ids(marks)
-    return dict.fromkeys(map(str, ids), -100)
 
 
 def test_a_call_is_demanded_and_its_result_sent_back(thinker: Live) -> None:

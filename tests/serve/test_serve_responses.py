@@ -145,12 +145,52 @@ def test_later_turns_are_those_of_the_whole_conversation(shared: Live, stream: b
         items += again.output
 
 
+def test_the_input_of_a_response_is_listed_page_by_page(shared: Live) -> None:
+    responses = shared.client().responses
+    call = {**CALL, "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "two"}
+    given: list[Any] = [*shown("What is it?", uri(1)), {"role": "assistant", "content": "A cat."}, call, result]
+    made = responses.create(model="tiny", input=given, max_output_tokens=2)
+    items = list(responses.input_items.list(made.id, order="asc"))
+    assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
+    assert items[0].content[0].image_url == uri(1)
+    assert [item.content[-1].text for item in items[:2]] == ["What is it?", "A cat."]
+    assert [item.id for item in items] == [item.id for item in responses.input_items.list(made.id)][::-1]
+    first = responses.input_items.list(made.id, order="asc", limit=3)
+    assert (len(first.data), first.has_more, first.first_id, first.last_id) == (3, True, items[0].id, items[2].id)
+    assert [item.id for item in first] == [item.id for item in items], "with the pages behind"
+    after = responses.create(model="tiny", input="And?", previous_response_id=made.id, max_output_tokens=2)
+    assert [item.content[0].text for item in responses.input_items.list(after.id)] == ["And?"]
+    for query in ("limit=0", "limit=101", "order=up", "after=nothing", "include=a"):
+        status, _, answer = shared.call("GET", f"{PATH}/{made.id}/input_items?{query}")
+        assert (status, query.split("=")[0] in json.loads(answer)["error"]["message"]) == (400, True), answer
+
+
+def test_tokens_of_an_input_are_those_of_its_response(shared: Live) -> None:
+    responses = shared.client().responses
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
+    previous = responses.create(model="tiny", input="What?", max_output_tokens=2).id
+    body: Any = {"model": "tiny", "input": shown("What is it?", uri(1)), "instructions": "Be brief.", "tools": tools}
+    for change in ({}, {"previous_response_id": previous}, {"tool_choice": "none"}, {"instructions": None}):
+        asked = {**body, **change}
+        counted = responses.input_tokens.count(**asked)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == responses.create(**asked, max_output_tokens=2).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="personality is unknown"):
+        responses.input_tokens.count(**body, personality="friendly")
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens is unknown"):
+        responses.input_tokens.count(**body, extra_body={"max_output_tokens": 5})
+
+
 def missing(server: Live, name: str, key: str = "none") -> str:
     """The sentence of the errors of a response that is not there."""
     client, sentences = server.client(key), set()
     for call in (
         lambda: client.responses.retrieve(name),
         lambda: client.responses.delete(name),
+        lambda: client.responses.cancel(name),
+        lambda: client.responses.input_items.list(name),
+        lambda: client.responses.input_tokens.count(input="x", previous_response_id=name),
         lambda: client.responses.create(model="tiny", input="x", previous_response_id=name),
     ):
         with pytest.raises(openai.NotFoundError) as problem:
@@ -176,6 +216,8 @@ def test_responses_are_kept_up_to_the_limits_and_until_they_are_deleted() -> Non
         fourth = made("Four", previous_response_id=second)
         assert missing(server, second) == unknown
         assert {responses.retrieve(name).id for name in (third, fourth)} == {third, fourth}
+        with pytest.raises(openai.BadRequestError, match="Only responses in the background can be cancelled"):
+            responses.cancel(third)
         responses.delete(third)
         assert missing(server, third) == unknown
         assert "send the whole conversation" in unknown

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata, resources
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,10 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from saccade.serve.configuration import Limits, ServerConfig
-from saccade.serve.messages import MessageExchange, chat_request, request_to_count
+from saccade.serve.messages import MessageExchange, request_to_count
 from saccade.serve.models import ServedModel
 from saccade.serve.refusals import Json, Refusal, broken, invalid
-from saccade.serve.responses import KeptResponses, ResponseExchange
+from saccade.serve.responses import KeptResponses, ResponseExchange, page
 from saccade.serve.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("saccade.serve")
 PROBES = ["GET", "HEAD"]
+Limit = Annotated[int, Query(ge=1, le=1000)]
 Beta = Annotated[bool, Query(alias="beta")]
 """Parameter of Anthropic's clients, for whom no route differs by it."""
 
@@ -68,38 +70,6 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         async def answer() -> Response:
             return make()
 
-    answering("/v1/chat/completions", lambda: Exchange(service, ChatRequest))
-    answering("/v1/completions", lambda: Exchange(service, CompletionRequest))
-    answering("/v1/responses", lambda: ResponseExchange(service, kept))
-
-    @app.post("/v1/messages")
-    async def messages(_: Beta = True) -> Response:
-        return MessageExchange(service)
-
-    @app.post("/v1/messages/count_tokens")
-    async def count_tokens(request: Request, _: Beta = True) -> Response:
-        def work(model: ServedModel, body: ChatRequest) -> Json:
-            return {"input_tokens": len(model.ids(body))}
-
-        def read(content: bytes) -> ChatRequest:
-            asked = request_to_count(content)
-            return chat_request(asked, service.model(asked.model).planner.replies)
-
-        try:
-            return await prepared(request, read, work)
-        except Refusal as refusal:
-            raise refusal.renamed(MessageExchange.names) from refusal
-
-    @app.get("/v1/responses/{name}")
-    async def response(name: str, request: Request) -> Response:
-        return Response(kept.find(name, service.gate.client(request.scope)).body, media_type="application/json")
-
-    @app.delete("/v1/responses/{name}")
-    async def delete_response(name: str, request: Request) -> Response:
-        kept.find(name, service.gate.client(request.scope))
-        kept.drop(name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
-
     async def prepared(
         request: Request, read: Callable[[bytes], Any], work: Callable[[ServedModel, Any], Any]
     ) -> Response:
@@ -114,6 +84,62 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         if content:
             validated(NoFields, content)
 
+    answering("/v1/chat/completions", lambda: Exchange(service, ChatRequest))
+    answering("/v1/completions", lambda: Exchange(service, CompletionRequest))
+    answering("/v1/responses", lambda: ResponseExchange(service, kept))
+
+    @app.post("/v1/messages")
+    async def messages(_: Beta = True) -> Response:
+        return MessageExchange(service)
+
+    async def counted(
+        request: Request, exchange: type[Exchange], read: Callable[[bytes], ChatRequest], **more: str
+    ) -> Response:
+        def work(model: ServedModel, body: ChatRequest) -> Json:
+            return {**more, "input_tokens": len(model.ids(body))}
+
+        try:
+            return await prepared(request, read, work)
+        except Refusal as refusal:
+            raise refusal.renamed(exchange.names) from refusal
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, _: Beta = True) -> Response:
+        return await counted(request, MessageExchange, partial(request_to_count, service))
+
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request) -> Response:
+        read = partial(kept.request_to_count, client=service.gate.client(request.scope))
+        return await counted(request, ResponseExchange, read, object="response.input_tokens")
+
+    @app.post("/v1/responses/{name}/cancel", dependencies=[Depends(take_no_body)])
+    async def cancel(name: str, request: Request) -> Response:
+        kept.find(name, service.gate.client(request.scope))
+        raise invalid(
+            "Only responses in the background can be cancelled, of which there are none here; close the stream."
+        )
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(
+        name: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str = "",
+    ) -> Response:
+        items = kept.find(name, service.gate.client(request.scope)).items
+        return JSONResponse(page(items if order == "asc" else items[::-1], limit, after))
+
+    @app.get("/v1/responses/{name}")
+    async def response(name: str, request: Request) -> Response:
+        return Response(kept.find(name, service.gate.client(request.scope)).body, media_type="application/json")
+
+    @app.delete("/v1/responses/{name}")
+    async def delete_response(name: str, request: Request) -> Response:
+        kept.find(name, service.gate.client(request.scope))
+        kept.drop(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         return await prepared(request, to_tokenize, ServedModel.tokenize)
@@ -127,9 +153,10 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         return JSONResponse({"version": metadata.version("saccade")})
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Response:
+    async def models(request: Request, limit: Limit = 1000, after_id: str = "") -> Response:
         service.gate.client(request.scope)
-        return JSONResponse({"object": "list", "data": [_about(m, config.limits) for m in service.models.values()]})
+        found = [_about(model, config.limits) for model in service.models.values()]
+        return JSONResponse(page(found, limit, after_id))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
@@ -189,11 +216,14 @@ def _known_query(request: Request) -> None:
 
 
 def _about(model: ServedModel, limits: Limits) -> Json:
-    """A model in OpenAI's form, with its context, and the methods and media that requests may have."""
+    """A model in OpenAI's form and Anthropic's, with its context, and the methods and media that requests may have."""
     return {
         "id": model.label,
         "object": "model",
+        "type": "model",
+        "display_name": model.label,
         "created": model.created,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "owned_by": "saccade",
         "root": model.entry.label if os.path.exists(model.entry.target) else model.entry.target,
         "parent": None if model.vlm.adapter is None else model.entry.label,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from saccade.serve.answers import Form
 from saccade.serve.message_form import MessageForm
 from saccade.serve.refusals import Json, invalid
-from saccade.serve.schemas import AnyRequest, ChatRequest, Count, Part, Prompting, checked, refuse_renamed, validated
+from saccade.serve.schemas import AnyRequest, ChatRequest, Count, Part, checked, prompting, refuse_renamed, validated
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange
 from saccade.serve.tools import ReplyFormat
@@ -154,12 +154,10 @@ def chat_request(asked: MessagePrompt, replies: ReplyFormat) -> ChatRequest:
     return checked(ChatRequest, {**more, **fields}, list(MessageRequest.model_fields))
 
 
-def request_to_count(content: bytes) -> MessagePrompt:
-    """Check the body of ``/v1/messages/count_tokens``, which has the fields that decide a prompt alone."""
-    asked = validated(MessagePrompt, content)
-    for name in (asked.model_extra or {}).keys() - Prompting.model_fields.keys():
-        raise invalid(f"The field {name[:100]} is unknown here; leave it out.", name[:100], "unknown_parameter")
-    return asked
+def request_to_count(service: Service, content: bytes) -> ChatRequest:
+    """Return the chat request whose prompt ``/v1/messages/count_tokens`` counts."""
+    asked = prompting(MessagePrompt, content)
+    return chat_request(asked, service.model(asked.model).planner.replies)
 
 
 def _thinking(asked: MessagePrompt, replies: ReplyFormat) -> Json:

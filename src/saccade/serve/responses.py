@@ -14,7 +14,16 @@ from saccade.serve.answers import Form
 from saccade.serve.configuration import MIB, Limits
 from saccade.serve.refusals import Json, Refusal, invalid
 from saccade.serve.response_form import ResponseForm
-from saccade.serve.schemas import AnyRequest, ChatRequest, Count, checked, refuse_renamed, template_message, validated
+from saccade.serve.schemas import (
+    AnyRequest,
+    ChatRequest,
+    Count,
+    checked,
+    prompting,
+    refuse_renamed,
+    template_message,
+    validated,
+)
 from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange
 
@@ -51,23 +60,27 @@ class ReasoningOptions(BaseModel):
     generate_summary: str | None = None
 
 
-class ResponseRequest(BaseModel):
-    """Fields of ``/v1/responses`` that chat requests do not have in this form; the others are as there."""
+class ResponsePrompt(BaseModel):
+    """Fields of ``/v1/responses`` that decide the prompt; others are those of chats."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    model: str | None = None
     input: str | Annotated[list[Json], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool = True
-    max_output_tokens: Count | None = None
     text: TextOptions = TextOptions()
     tools: list[Json] = Field([])
     tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
-    include: list[Included] = Field([])
     reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["auto", "disabled"] = "disabled"  # nothing is ever dropped
+
+
+class ResponseRequest(ResponsePrompt):
+    store: bool = True
+    max_output_tokens: Count | None = None
+    include: list[Included] = Field([])
     metadata: dict[str, str] = Field({})
 
 
@@ -84,20 +97,21 @@ IN_CHAT = {
 """Fields of chat requests -> where this API has them."""
 
 
-def chat_request(asked: ResponseRequest, messages: Sequence[Json]) -> ChatRequest:
+def chat_request(asked: ResponsePrompt, messages: Sequence[Json]) -> ChatRequest:
     """Return the chat request with the same answer; errors as of `saccade.serve.schemas.checked`."""
     more = asked.model_extra or {}
     refuse_renamed(more, IN_CHAT)
     fields = {
+        "model": asked.model,
         "messages": list(messages),
-        "max_tokens": asked.max_output_tokens,
         "response_format": _response_format(asked.text.format),
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)],
         "tool_choice": None if asked.tool_choice == "auto" else _tool_choice(asked.tool_choice),
         "parallel_tool_calls": asked.parallel_tool_calls,
-        "logprobs": LOGPROBS in asked.include,
         "reasoning_effort": asked.reasoning.effort,
     }
+    if isinstance(asked, ResponseRequest):
+        fields |= {"max_tokens": asked.max_output_tokens, "logprobs": LOGPROBS in asked.include}
     body = checked(ChatRequest, {**more, **fields}, list(ResponseRequest.model_fields))
     if body.n != 1:
         raise invalid("A request for a response has one answer; leave n out.", "n")
@@ -178,6 +192,38 @@ def _text(item: Any, name: str, where: str) -> str:
     return text
 
 
+def items_of(given: str | Sequence[Json]) -> tuple[Json, ...]:
+    """Return the items of ``input`` as they are listed."""
+    items = []
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        kind, content = item.get("type", "message"), item.get("content")
+        made = {"type": kind, "id": f"{_IDS.get(kind, 'item')}_{uuid.uuid4().hex}", "status": "completed", **item}
+        if isinstance(content, str):
+            text = (
+                {"type": "output_text", "annotations": []}
+                if item.get("role") == "assistant"
+                else {"type": "input_text"}
+            )
+            made["content"] = [{**text, "text": content}]
+        items.append(made)
+    return tuple(items)
+
+
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+"""Types of items -> begins of their ids."""
+
+
+def page(items: Sequence[Json], limit: int, after: str) -> Json:
+    """Return the items behind the one with an id, with what is said of a list's part."""
+    begin = next((number for number, item in enumerate(items, 1) if item["id"] == after), 0)
+    if after and not begin:
+        raise invalid(f"after: the list has no {after[:100]!r}; leave it out, or give an id of the list.", "after")
+    found = items[begin : begin + limit]
+    ids = [item["id"] for item in found] or [None]
+    more = begin + limit < len(items)
+    return {"object": "list", "data": found, "first_id": ids[0], "last_id": ids[-1], "has_more": more}
+
+
 @dataclass(frozen=True, eq=False)
 class KeptTurn:
     """A question and its answer."""
@@ -193,6 +239,12 @@ class KeptResponse:
     client: str  # whose it is
     body: bytes
     turns: tuple[KeptTurn, ...]  # of its conversation, the last with its answer; shared with other responses
+    items: tuple[Json, ...]  # of its input, with ids
+
+
+def _whole(asked: ResponsePrompt, before: Sequence[KeptTurn], question: Sequence[Json]) -> list[Json]:
+    system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    return [*system, *(each for turn in before for each in turn.messages), *question]
 
 
 class KeptResponses:
@@ -211,6 +263,16 @@ class KeptResponses:
             message = f"The response {name[:100]!r} is not kept here, or not any more; send the whole conversation."
             raise Refusal(404, message, "not_found", code="response_not_found")
         return kept
+
+    def before(self, asked: ResponsePrompt, client: str) -> tuple[KeptTurn, ...]:
+        """Turns of the conversation that a request goes on with."""
+        name = asked.previous_response_id
+        return () if name is None else self.find(name, client).turns
+
+    def request_to_count(self, content: bytes, client: str) -> ChatRequest:
+        """Return the chat request whose prompt ``/v1/responses/input_tokens`` counts."""
+        asked = prompting(ResponsePrompt, content)
+        return chat_request(asked, _whole(asked, self.before(asked, client), messages_of(asked.input)))
 
     def add(self, name: str, kept: KeptResponse) -> None:
         self._kept[name] = kept
@@ -239,23 +301,20 @@ class ResponseExchange(Exchange):
 
     def _read(self, content: bytes, client: str) -> ChatRequest:
         asked = self._asked = validated(ResponseRequest, content)
-        name = asked.previous_response_id
-        before = () if name is None else self._kept.find(name, client).turns
-        system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-        question = messages_of(asked.input)
+        before, question = self._kept.before(asked, client), messages_of(asked.input)
         name = self._name = f"resp_{self._service.replica}{uuid.uuid4().hex}"
         kept, size = self._kept, len(content)
 
         def keep(response: bytes, answer: Json) -> None:
             if asked.store:
                 turn = KeptTurn((*question, answer), size + len(response))
-                kept.add(name, KeptResponse(client, response, (*before, turn)))
+                kept.add(name, KeptResponse(client, response, (*before, turn), items_of(asked.input)))
 
         self._keep = keep
-        return chat_request(asked, [*system, *(each for turn in before for each in turn.messages), *question])
+        return chat_request(asked, _whole(asked, before, question))
 
     def _make_form(self, body: AnyRequest, model: str) -> Form:
-        asked = self._asked.model_dump(exclude={"input", "include", *(self._asked.model_extra or ())})
+        asked = self._asked.model_dump(exclude={"model", "input", "include", *(self._asked.model_extra or ())})
         used = {name: getattr(body, name) for name in ("temperature", "top_p", "top_logprobs")}
         used |= {"model": model, "truncation": "disabled", "background": False}
         return ResponseForm(self._name, {**asked, **used}, self._keep)

@@ -294,6 +294,14 @@ def refuse_renamed(fields: Iterable[str], names: Mapping[str, str]) -> None:
             raise invalid(f"The field {name} is unknown; {names[name]} may be meant.", name, "unknown_parameter")
 
 
+def prompting(kind: type[Kind], content: bytes) -> Kind:
+    """Check the body of a request that counts, which has the fields that decide a prompt alone."""
+    body = validated(kind, content)
+    for name in (body.model_extra or {}).keys() - Prompting.model_fields.keys():
+        raise unknown(name, kind.model_fields)
+    return body
+
+
 def to_tokenize(content: bytes) -> TextToTokenize | ChatToTokenize:
     """Check the body of ``/tokenize``."""
     fields = _object(content)
