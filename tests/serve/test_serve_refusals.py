@@ -263,7 +263,18 @@ def fuzz(server: Live, count: int, seed: int) -> dict[int, int]:
     answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
     items = [*asks("Hello"), {"type": "reasoning", "summary": [{"text": "b"}]}, answer, *asks("Hello", uri(1))]
     response = {"model": "tiny", "input": items, "max_output_tokens": 1, "text": {"format": {"type": "text"}}}
-    paths = [("/v1/chat/completions", whole), ("/v1/completions", raw), ("/v1/responses", response)]
+    called = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": uri(1).partition(",")[2]}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "b"}, shown]}
+    turns = [*asks("Hello"), {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    message = {"model": "tiny", "messages": turns, "max_tokens": 1, "system": [{"type": "text", "text": "c"}]}
+    message |= {"thinking": {"type": "adaptive"}, "tool_choice": {"type": "auto"}, "stop_sequences": ["a"]}
+    paths = [
+        ("/v1/chat/completions", whole),
+        ("/v1/messages", message),
+        ("/v1/completions", raw),
+        ("/v1/responses", response),
+    ]
     for _ in range(count):
         path, body = rng.choice(paths)
         body = mutated(body, rng)

@@ -52,14 +52,8 @@ Beta = Annotated[bool, Query(alias="beta")]
 def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     """Make the application; its state has the `Service` as ``service``."""
     service = Service(config, vlms)
-    app = FastAPI(
-        title="Saccade",
-        lifespan=service.running,
-        dependencies=[Depends(_known_query)],
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-    )
+    pages: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    app = FastAPI(title="Saccade", lifespan=service.running, dependencies=[Depends(_known_query)], **pages)
     app.state.service = service
     kept = KeptResponses(config.limits)
     if config.access_log:

@@ -107,12 +107,8 @@ class MessageForm(Form):
 def _ended(choice: Choice, details: Sequence[Json]) -> Json:
     reason = STOP_REASONS.get(choice.finish or "", "end_turn" if choice.stop is None else "stop_sequence")
     stop = choice.stop if reason == "stop_sequence" else None
-    return {
-        "stop_reason": reason,
-        "stop_sequence": stop,
-        **metrics([choice]),
-        **({"saccade": details[0]} if details else {}),
-    }
+    more = {"saccade": details[0]} if details else {}
+    return {"stop_reason": reason, "stop_sequence": stop, **metrics([choice]), **more}
 
 
 def _usage(used: Json) -> Json:

@@ -89,21 +89,6 @@ class ToolChoice(Part):
     disable_parallel_tool_use: bool | None = None
 
 
-class Metadata(Part):
-    user_id: str | None = None
-
-
-class KeptThoughts(Part):
-    """The edit of a conversation that changes nothing: its thoughts are kept."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class ContextManagement(Part):
-    edits: list[KeptThoughts] = Field([])
-
-
 class MessagePrompt(BaseModel):
     """Fields that decide the prompt; others are those of chats."""
 
@@ -117,15 +102,11 @@ class MessagePrompt(BaseModel):
     tools: list[ClientTool] = Field([])
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
-    context_management: ContextManagement | None = None
-    speed: Literal["standard"] = "standard"
 
 
 class MessageRequest(MessagePrompt):
     max_tokens: Count
     stop_sequences: list[str] | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] = "auto"
 
 
 def chat_request(asked: MessagePrompt, replies: ReplyFormat) -> ChatRequest:
@@ -216,11 +197,7 @@ def messages_of(asked: MessagePrompt) -> list[Json]:
     if not turns:
         raise invalid("messages has no message of the user; give one.", "messages")
     if turns[-1]["role"] == "assistant" and ("tool_calls" in turns[-1] or not turns[-1]["content"]):
-        raise invalid(
-            "messages ends with a turn of the assistant without text to continue; give its tool_result, or a "
-            "message of the user.",
-            "messages",
-        )
+        raise invalid("messages ends with a turn that cannot be continued; give its tool_result or text.", "messages")
     texts = [_text(block, "text", "system") for block in system]
     told = "".join(text for text in texts if not text.startswith(BILLING))
     turns = [{**turn, "content": _content(turn["content"], turn["role"] != "user")} for turn in turns]
@@ -286,14 +263,12 @@ def _part(block: Json, where: str) -> Json:
         return {"type": "text", "text": _text(block, "text", where)}
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
-    if not isinstance(source, dict) or kind not in SOURCES:
+    if not isinstance(source, dict) or not isinstance(kind, str) or kind not in SOURCES:
         raise invalid(f"{where}.source.type must be base64 or url.", f"{where}.source.type")
     _only(source, f"{where}.source", ("type", *SOURCES[kind]))
     texts = [_text(source, name, f"{where}.source") for name in SOURCES[kind]]
-    return {
-        "type": "image_url",
-        "image_url": {"url": texts[0] if kind == "url" else f"data:{texts[0]};base64,{texts[1]}"},
-    }
+    url = texts[0] if kind == "url" else f"data:{texts[0]};base64,{texts[1]}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _call(block: Json, where: str) -> Json:

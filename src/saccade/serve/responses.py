@@ -18,6 +18,7 @@ from saccade.serve.schemas import (
     AnyRequest,
     ChatRequest,
     Count,
+    Part,
     checked,
     prompting,
     refuse_renamed,
@@ -28,32 +29,19 @@ from saccade.serve.service import Service
 from saccade.serve.streaming import Exchange
 
 LOGPROBS = "message.output_text.logprobs"  # value of ``include``
-Included = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-]
-"""Parts of responses that can be asked for; those that are never there, or always, change nothing."""
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+"""Parts of responses that can be asked for; reasoning is never encrypted."""
 
 
-class TextOptions(BaseModel):
+class TextOptions(Part):
     """Form of a response's text."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     format: Json = Field(default={"type": "text"})
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Part):
     """Effort for a response's reasoning, which is shown as it is, without summaries."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     effort: str | None = None
     summary: str | None = None

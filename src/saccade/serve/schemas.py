@@ -257,8 +257,10 @@ IDLE: dict[str, Sequence[Any] | None] = {
     "length_penalty": (1,),
     "priority": (0,),
     "suffix": ("",),
+    "speed": ("standard",),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }
-"""Fields of OpenAI and vLLM that are not supported -> the values that change no answer; None: all of them."""
+"""Fields of OpenAI, Anthropic and vLLM that are not supported -> the values that change no answer; None: all."""
 
 Body = TypeVar("Body", bound=Decoding)
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -297,7 +299,7 @@ def refuse_renamed(fields: Iterable[str], names: Mapping[str, str]) -> None:
 def prompting(kind: type[Kind], content: bytes) -> Kind:
     """Check the body of a request that counts, which has the fields that decide a prompt alone."""
     body = validated(kind, content)
-    for name in (body.model_extra or {}).keys() - Prompting.model_fields.keys():
+    for name in (body.model_extra or {}).keys() - Prompting.model_fields.keys() - IDLE.keys():
         raise unknown(name, kind.model_fields)
     return body
 
