@@ -122,7 +122,9 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         after: str = "",
     ) -> Response:
         items = kept.find(name, service.gate.client(request.scope)).items
-        return JSONResponse(page(items if order == "asc" else items[::-1], limit, after))
+        if order == "desc":
+            items = items[::-1]
+        return JSONResponse(page(items, limit, after))
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, request: Request) -> Response:

@@ -40,28 +40,36 @@ class MessageForm(Form):
     def begin(self, index: int, echo: str) -> bytes:
         used = {"prompt_tokens": self._prompt_tokens, "completion_tokens": 0}
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(used)}
-        return _event("message_start", message=message) + _event("ping")
+        start = _event("message_start", message=message)
+        return start + _event("ping")
 
     def chunk(self, index: int, piece: Piece, stats: Json | None, used: tuple[int, int]) -> bytes:
         """Events of a piece; its trace and statistics are at the end."""
         events = b""
         if piece.reasoning:
             text = piece.reasoning if self._shows_thoughts else ""
-            events += self._open("thinking") + (self._delta("thinking", thinking=text) if text else b"")
+            events += self._open("thinking")
+            if text:
+                events += self._delta("thinking", thinking=text)
         if piece.text:
-            events += self._open("text") + self._delta("text", text=piece.text)
+            events += self._open("text")
+            events += self._delta("text", text=piece.text)
         for call in piece.calls:
             function = call["function"]
             if call.get("id"):
-                events += self._close() + self._open("tool_use", id=call["id"], name=function["name"])
+                events += self._close()
+                events += self._open("tool_use", id=call["id"], name=function["name"])
             if function.get("arguments"):
                 events += self._delta("input_json", partial_json=function["arguments"])
-        return events + (self._close() if piece.finish else b"")
+        if piece.finish:
+            events += self._close()
+        return events
 
     def end(self, choices: Sequence[Choice], used: Json, details: Sequence[Json] = ()) -> bytes:
         ended = _ended(choices[0], details)
         delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
-        return _event("message_delta", delta=delta, usage=_usage(used), **ended) + _event("message_stop")
+        last = _event("message_delta", delta=delta, usage=_usage(used), **ended)
+        return last + _event("message_stop")
 
     def broken(self, refusal: Refusal) -> bytes:
         return refusal.event("/v1/messages")
@@ -105,10 +113,13 @@ class MessageForm(Form):
 
 
 def _ended(choice: Choice, details: Sequence[Json]) -> Json:
-    reason = STOP_REASONS.get(choice.finish or "", "end_turn" if choice.stop is None else "stop_sequence")
-    stop = choice.stop if reason == "stop_sequence" else None
-    more = {"saccade": details[0]} if details else {}
-    return {"stop_reason": reason, "stop_sequence": stop, **metrics([choice]), **more}
+    reason, stop = STOP_REASONS.get(choice.finish or "", "end_turn"), None
+    if reason == "end_turn" and choice.stop is not None:
+        reason, stop = "stop_sequence", choice.stop
+    ended = {"stop_reason": reason, "stop_sequence": stop, **metrics([choice])}
+    if details:
+        ended["saccade"] = details[0]
+    return ended
 
 
 def _usage(used: Json) -> Json:

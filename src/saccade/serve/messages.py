@@ -113,8 +113,9 @@ def chat_request(asked: MessagePrompt, replies: ReplyFormat) -> ChatRequest:
     """Return the chat request with the same answer; errors as of `saccade.serve.schemas.checked`."""
     more = dict(asked.model_extra or {})
     refuse_renamed(more, IN_CHAT)
-    for name in [name for name in FOREIGN if name in more]:
-        raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
+    for name in more:
+        if name in FOREIGN:
+            raise invalid(f"The field {name} is not supported here; leave it out.", name, "unsupported_parameter")
     variables, choice, form = more.pop("chat_template_kwargs", {}), asked.tool_choice, asked.output_config.format
     if isinstance(variables, dict):
         variables = {**_thinking(asked, replies), **variables}
@@ -156,7 +157,9 @@ def _thinking(asked: MessagePrompt, replies: ReplyFormat) -> Json:
             "thinking.budget_tokens: thoughts end by themselves here, or with max_tokens; give max_tokens - 1.",
             "thinking.budget_tokens",
         )
-    return {} if replies.switch is None else {replies.switch: thinking.type != "disabled"}
+    if replies.switch is None:
+        return {}
+    return {replies.switch: thinking.type != "disabled"}
 
 
 def _tool(tool: ClientTool) -> Json:
@@ -201,7 +204,9 @@ def messages_of(asked: MessagePrompt) -> list[Json]:
     texts = [_text(block, "text", "system") for block in system]
     told = "".join(text for text in texts if not text.startswith(BILLING))
     turns = [{**turn, "content": _content(turn["content"], turn["role"] != "user")} for turn in turns]
-    return [*([{"role": "system", "content": told}] if told else []), *turns]
+    if told:
+        turns.insert(0, {"role": "system", "content": told})
+    return turns
 
 
 def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[Json]:
@@ -244,7 +249,9 @@ def _text(block: Json, name: str, where: str) -> str:
 def _add(turns: list[Json], role: str, block: Json, where: str) -> None:
     """Add a block to a conversation, in the last turn where that is of its side."""
     if block["type"] == "tool_result":
-        at = len(turns) - bool(turns and turns[-1]["role"] == "user")
+        at = len(turns)
+        if turns and turns[-1]["role"] == "user":
+            at -= 1
         turns.insert(at, _result(block, where))
         return
     if not turns or turns[-1]["role"] != role:
@@ -266,8 +273,8 @@ def _part(block: Json, where: str) -> Json:
     if not isinstance(source, dict) or not isinstance(kind, str) or kind not in SOURCES:
         raise invalid(f"{where}.source.type must be base64 or url.", f"{where}.source.type")
     _only(source, f"{where}.source", ("type", *SOURCES[kind]))
-    texts = [_text(source, name, f"{where}.source") for name in SOURCES[kind]]
-    url = texts[0] if kind == "url" else f"data:{texts[0]};base64,{texts[1]}"
+    first, *data = [_text(source, name, f"{where}.source") for name in SOURCES[kind]]
+    url = f"data:{first};base64,{data[0]}" if data else first
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -290,9 +297,10 @@ def _result(block: Json, where: str) -> Json:
 
 def _content(parts: list[Json], joined: bool) -> str | list[Json]:
     """Content of a message: text where it is one, or is to be joined to one."""
-    if (len(parts) > 1 and not joined) or any(part["type"] != "text" for part in parts):
-        return parts
-    return "".join(part["text"] for part in parts)
+    is_text = all(part["type"] == "text" for part in parts)
+    if is_text and (joined or len(parts) == 1):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 class MessageExchange(Exchange):

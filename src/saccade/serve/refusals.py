@@ -55,7 +55,8 @@ class Refusal(Exception):
         if not names or self.code == "unknown_parameter":  # of the client's own words
             return self
         words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-        message, param = (words.sub(lambda found: names[found[0]], text) for text in (self.message, self.param or ""))
+        message = words.sub(lambda found: names[found[0]], self.message)
+        param = words.sub(lambda found: names[found[0]], self.param or "")
         return replace(self, message=message, param=param or None)
 
     def headers(self) -> dict[str, str]:

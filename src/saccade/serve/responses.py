@@ -182,17 +182,18 @@ def _text(item: Any, name: str, where: str) -> str:
 
 def items_of(given: str | Sequence[Json]) -> tuple[Json, ...]:
     """Return the items of ``input`` as they are listed."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
     items = []
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+    for item in given:
         kind, content = item.get("type", "message"), item.get("content")
-        made = {"type": kind, "id": f"{_IDS.get(kind, 'item')}_{uuid.uuid4().hex}", "status": "completed", **item}
+        name = f"{_IDS.get(kind, 'item')}_{uuid.uuid4().hex}"
+        made = {"type": kind, "id": name, "status": "completed", **item}
         if isinstance(content, str):
-            text = (
-                {"type": "output_text", "annotations": []}
-                if item.get("role") == "assistant"
-                else {"type": "input_text"}
-            )
-            made["content"] = [{**text, "text": content}]
+            part: Json = {"type": "input_text", "text": content}
+            if item.get("role") == "assistant":
+                part |= {"type": "output_text", "annotations": []}
+            made["content"] = [part]
         items.append(made)
     return tuple(items)
 
@@ -207,9 +208,12 @@ def page(items: Sequence[Json], limit: int, after: str) -> Json:
     if after and not begin:
         raise invalid(f"after: the list has no {after[:100]!r}; leave it out, or give an id of the list.", "after")
     found = items[begin : begin + limit]
-    ids = [item["id"] for item in found] or [None]
-    more = begin + limit < len(items)
-    return {"object": "list", "data": found, "first_id": ids[0], "last_id": ids[-1], "has_more": more}
+    listed: Json = {"object": "list", "data": found, "first_id": None, "last_id": None}
+    listed["has_more"] = begin + len(found) < len(items)
+    if found:
+        listed["first_id"] = found[0]["id"]
+        listed["last_id"] = found[-1]["id"]
+    return listed
 
 
 @dataclass(frozen=True, eq=False)
