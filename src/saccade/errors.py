@@ -23,5 +23,9 @@ class TrainingError(SaccadeError):
     """Training data, a recipe or a checkpoint is not usable, or training cannot continue."""
 
 
+class KilledError(RuntimeError):
+    """A process that reads images or videos was killed, as by a system without memory; the input is not to blame."""
+
+
 class SaccadeWarning(UserWarning):
     """A request is served in another way, or under an assumption, that its sender may not expect."""

@@ -25,7 +25,7 @@ from test_same_as_transformers import user
 
 import media_files
 from media_files import data_uri
-from saccade.errors import InputError
+from saccade.errors import InputError, KilledError
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits, decoder, load_image, load_video, videos
 from saccade.inputs.processor import MediaOptions
 
@@ -510,6 +510,19 @@ def test_a_decoder_that_hangs_or_crashes_is_one_sentence(tmp_path: Path, monkeyp
     ):
         monkeypatch.setattr(videos.decoder, "__file__", str(program))
         refused(film(), says, limits, load_video)
+
+
+def test_a_decoder_that_the_system_kills_is_no_fault_of_the_film(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, slow = tmp_path / "killed.py", tmp_path / "slow.py"
+    killed.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    slow.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)")
+    monkeypatch.setattr(videos.decoder, "__file__", str(killed))
+    with pytest.raises(KilledError, match=ONE_SENTENCE):
+        load_video(film(), limits=SERVER)
+    monkeypatch.setattr(videos.decoder, "__file__", str(slow))
+    refused(film(), "longer than 30 seconds to decode", SERVER, load_video)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from openai.types.chat import ChatCompletion
 
 from checkpoints import picture, saved_picture, vlm
 from saccade.engine.step import StepRunner
-from saccade.errors import InputError, SaccadeError
+from saccade.errors import InputError, KilledError, SaccadeError
+from saccade.inputs.processor import InputProcessor
 from saccade.jobs import batch_file
 from saccade.jobs.job import seed_of
 from saccade.jobs.running import PlainForm
@@ -153,6 +154,24 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         assert words in response["body"]["error"]["message"]
     with pytest.raises(InputError, match="bring their own options; leave out temperature"):
         run(source, tmp_path / "other.jsonl", prompt=None, temperature=0.5)
+
+
+def test_a_request_that_fails_by_no_fault_of_its_own_has_another_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> Any:
+        raise KilledError("The process that decodes a video was killed; try again.")
+
+    monkeypatch.setattr(InputProcessor, "load_media", killed)
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    source = tmp_path / "requests.jsonl"
+    source.write_text(json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}))
+    run(source, tmp_path / "out.jsonl", prompt=None, max_new_tokens=None)
+    (line,) = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+    response = json.loads(line)["response"]
+    assert response["status_code"] == 500
+    assert response["body"]["error"]["type"] == "server_error"
+    assert "was killed; try again" in response["body"]["error"]["message"]
 
 
 def test_calls_are_calls_in_batches_too(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from saccade.errors import InputError
+from saccade.errors import InputError, KilledError
 from saccade.inputs.processor import InputProcessor
 
 
@@ -21,6 +21,10 @@ class FailingProcessor(InputProcessor):
         what = messages[-1]["content"][-1]["text"]
         if what == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "kill the decoder":
+            raise KilledError("The process that decodes a video was killed; try again.")
         if what == "leave":
             os._exit(0)
         if what == "hang":

@@ -82,12 +82,13 @@ class OpenAIForm:
 
         return PreparedItem(starts, record)
 
-    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+    def failure(self, item: Item, sentence: str, is_ours: bool) -> dict[str, Any]:
         if code := _CODES.get(item.problem):
             line = _response(item, 400, {}) | {"custom_id": item.row.get("custom_id"), "response": None}
             return line | {"error": {"code": code, "message": sentence}}
-        error = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
-        return _response(item, 400, {"error": error})
+        kind = "server_error" if is_ours else "invalid_request_error"
+        error = {"message": sentence, "type": kind, "param": None, "code": None}
+        return _response(item, 500 if is_ours else 400, {"error": error})
 
     def _body(self, item: Item) -> Any:
         row = item.row

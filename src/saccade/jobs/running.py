@@ -354,7 +354,7 @@ class ItemWorker:
     def _failed(self, running: _Running, problem: BaseException) -> Finished:
         self._drop(running)
         item, sentence = running.pending.content, sentence_of(problem)
-        record = self._form(item).failure(item, sentence)
+        record = self._form(item).failure(item, sentence, not isinstance(problem, SaccadeError))
         return _finished(running.pending, record, failures=[f"{item.id}: {sentence}"], answered=0)
 
     def _drop(self, running: _Running) -> None:
@@ -410,7 +410,7 @@ class PlainForm:
 
         return PreparedItem(starts, record)
 
-    def failure(self, item: Item, sentence: str) -> dict[str, Any]:
+    def failure(self, item: Item, sentence: str, is_ours: bool) -> dict[str, Any]:
         return {**_name_of(item), "error": sentence}
 
 

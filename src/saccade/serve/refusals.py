@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saccade.errors import MethodError, SaccadeError
+from saccade.errors import KilledError, MethodError, SaccadeError
 from saccade.target_model.forward import ContextError
 from saccade.wording import renamed
 
@@ -80,6 +80,12 @@ def draining() -> Refusal:
     return Refusal(503, message, "draining", "server_error", "shutting_down", retry_after=RETRY_SECONDS)
 
 
+def killed() -> Refusal:
+    """A request whose images or videos were being read by a process that something else killed."""
+    message = f"The process that read this request's images and videos was killed; try again in {RETRY_SECONDS} s."
+    return Refusal(503, message, "media_killed", "server_error", "overloaded", retry_after=RETRY_SECONDS)
+
+
 def too_many(what: str, retry_after: int) -> Refusal:
     message = f"This API key or address exceeds {what}; try again in {retry_after} s."
     return Refusal(429, message, "rate_limit", "rate_limit_error", "rate_limit_exceeded", retry_after=retry_after)
@@ -109,6 +115,8 @@ def refusal_of(error: BaseException) -> Refusal:
     """
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, KilledError):
+        return killed()
     if isinstance(error, ContextError):
         return invalid(renamed(str(error), NAMES), "messages", "context_length_exceeded")
     if isinstance(error, MethodError):

@@ -27,10 +27,11 @@ from typing import IO, Any
 import torch
 from PIL import Image
 
-from saccade.errors import InputError, SaccadeError
+from saccade.errors import InputError, KilledError, SaccadeError
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.inputs.media.decoder import confine
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
+from saccade.serve.refusals import killed
 
 log = logging.getLogger("saccade.serve")
 KEPT = ("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -40,6 +41,8 @@ POLITE_SECONDS = 0.25  # of one request, after which its worker has a lower prio
 REQUESTS = 32  # that a worker serves, unless one fails or is slow
 _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from saccade.serve.workers import main; main()"
 _MEDIA = "The images and videos of this request"
+_TOO_LARGE = f"{_MEDIA} need too much memory to prepare; send fewer or smaller ones."
+_WORK, _END = b"\0", b"\1"  # what a connection to the fork server is for: a new worker, or how one has ended
 _HEAD = 8  # bytes of a message's length, and of a worker's number
 
 
@@ -127,6 +130,8 @@ class PromptWorkers:
                 worker.end()
                 worker = self._new()
                 content = self._ask(worker, request)
+            if content is None:
+                raise self._failure(worker)
             answer = _read_answer(content)
         except BaseException:
             worker.end()
@@ -155,11 +160,23 @@ class PromptWorkers:
             raise RuntimeError("The fork server that makes prompts of media has failed; its traceback is in the log.")
         return _Worker(connection, int.from_bytes(pid))
 
-    def _open(self) -> socket.socket:
+    def _open(self, purpose: bytes = _WORK) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # without a fork server the connection ends at once
-            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            socket.send_fds(self._control, [purpose], [theirs.fileno()])
         return ours
+
+    def _failure(self, worker: _Worker) -> Exception:
+        """What the end of a worker means; a picture is not to blame for a kill."""
+        status = b""
+        with self._open(_END) as connection, suppress(OSError):
+            connection.sendall(worker.pid.to_bytes(_HEAD))
+            status = connection.recv(_HEAD)
+        if not status:
+            return RuntimeError("The fork server that makes prompts of media has ended.")
+        if os.waitstatus_to_exitcode(int.from_bytes(status)) == -signal.SIGKILL:
+            return killed()
+        return InputError(f"{_MEDIA} cannot be decoded: the decoder has failed; save them again.")
 
     def _ask(self, worker: _Worker, request: bytes) -> bytearray | None:
         """Send a request to a worker and return what it answers; None where it ends before."""
@@ -185,8 +202,10 @@ class PromptWorkers:
             except OSError:
                 piece = b""
             content += piece
-            if not piece or len(content) > self._memory:
+            if not piece:
                 return None
+            if len(content) > self._memory:
+                raise InputError(_TOO_LARGE)
         del content[:_HEAD]
         return content
 
@@ -195,12 +214,12 @@ def _framed(content: bytes) -> bytes:
     return len(content).to_bytes(_HEAD) + content
 
 
-def _read_answer(content: bytearray | None) -> dict[str, Any]:
-    if content is None:
-        raise InputError(f"{_MEDIA} cannot be decoded: the decoder has failed; save them again.")
+def _read_answer(content: bytearray) -> dict[str, Any]:
     answer = dict(torch.load(io.BytesIO(content), weights_only=True))
     if "refused" in answer:
         raise InputError(answer["refused"])
+    if "killed" in answer:
+        raise killed()
     if "prompts" not in answer:
         raise RuntimeError("A worker has failed; its traceback is in the log.")
     return answer
@@ -212,30 +231,47 @@ def _read_answer(content: bytearray | None) -> dict[str, Any]:
 def main() -> None:
     """Fork a worker for every connection that standard input hands over, until its other end is closed."""
     control = socket.socket(fileno=0)
-    first = _accept(control)
-    if first is None:
+    accepted = _accept(control)
+    if accepted is None:
         return
-    with first.makefile("rb") as file:
+    with accepted[1].makefile("rb") as file:
         processors, seconds, memory = pickle.loads(_message(file) or b"")
     _warm_up(processors)
-    workers = set[int]()
-    while (connection := _accept(control)) is not None:
-        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+    workers, failed = set[int](), dict[int, int]()  # those that may run, and how others ended
+    while (accepted := _accept(control)) is not None:
+        for pid in [*workers]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                workers.remove(pid)
+            if status:
+                failed[pid] = status
+        purpose, connection = accepted
         with connection:
+            if purpose == _END:
+                pid = int.from_bytes(connection.recv(_HEAD))
+                status = failed.pop(pid, 0) if pid not in workers else _end(pid)
+                workers.discard(pid)
+                connection.sendall(status.to_bytes(_HEAD))
+                continue
             pid = os.fork()
             if not pid:
                 _work(connection, control, processors, seconds, memory)
         workers.add(pid)
     for pid in workers:
-        if not os.waitpid(pid, os.WNOHANG)[0]:
-            with suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        _end(pid)
 
 
-def _accept(control: socket.socket) -> socket.socket | None:
-    data, handles, _, _ = socket.recv_fds(control, 1, 1)
-    return socket.socket(fileno=handles[0]) if data else None
+def _end(pid: int) -> int:
+    """End a worker and return how it ended; one that is ending already keeps its own reason."""
+    for end in (os.killpg, os.kill):  # before it leads a group, too
+        with suppress(OSError):
+            end(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _accept(control: socket.socket) -> tuple[bytes, socket.socket] | None:
+    purpose, handles, _, _ = socket.recv_fds(control, 1, 1)
+    return (purpose, socket.socket(fileno=handles[0])) if purpose else None
 
 
 def _message(file: IO[bytes]) -> bytes | None:
@@ -291,8 +327,10 @@ def _answer(
         return {"prompts": prompts}
     except SaccadeError as error:
         return {"refused": str(error)}
+    except KilledError:
+        return {"killed": True}
     except Exception as error:
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):  # torch's
-            return {"refused": f"{_MEDIA} need too much memory to prepare; send fewer or smaller ones."}
+            return {"refused": _TOO_LARGE}
         traceback.print_exc()
         return {}

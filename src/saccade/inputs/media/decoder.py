@@ -241,7 +241,8 @@ def confine(memory: int, seconds: float, files: bool) -> None:
     for name, value in (limits if files else {**limits, "RLIMIT_NOFILE": 0}).items():
         _, hard = resource.getrlimit(getattr(resource, name))
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(getattr(resource, name), (value, value))
+        # a second before the system kills it, SIGXCPU says why
+        resource.setrlimit(getattr(resource, name), (value - (name == "RLIMIT_CPU"), value))
 
 
 def _main() -> None:

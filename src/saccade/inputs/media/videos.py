@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.errors import InputError
+from saccade.errors import InputError, KilledError
 from saccade.inputs.media import decoder
 from saccade.inputs.media.decoder import Decoder, Refused, Timeline, accepted_container, receive, send
 from saccade.inputs.media.images import load_image, to_uint8
@@ -23,6 +24,8 @@ from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
 
 ASSUMED_FPS = 24.0
 """Frames per second where nothing says the rate (the value that transformers assumes)."""
+
+_SIGXCPU = getattr(signal, "SIGXCPU", 0)  # not on Windows
 
 Frames = np.ndarray[Any, np.dtype[np.uint8]]
 Choose = Callable[[int, float], Sequence[int]]
@@ -296,7 +299,11 @@ class DecoderProcess:
         try:
             message, content = receive(self._process.stdout, most)
         except (EOFError, ValueError):
-            raise Refused("time" if self._is_late else "film") from None
+            with suppress(subprocess.TimeoutExpired):  # it may live on without its pipe
+                self._process.wait(1)
+            if self._process.returncode == -9 and not self._is_late:
+                raise KilledError("The process that decodes a video was killed; try again.") from None
+            raise Refused("time" if self._is_late or self._process.returncode == -_SIGXCPU else "film") from None
         if isinstance(message, dict) and "refused" in message:
             raise Refused(message["refused"])
         return message, content
