@@ -127,7 +127,7 @@ class ModelSize:
 
     @cached_property
     def _images(self) -> Any:
-        from transformers import AutoImageProcessor
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor  # outside: torchvision's, in 5.17
 
         try:
             return AutoImageProcessor.from_pretrained(self.name, config=self.target.config)

@@ -103,7 +103,8 @@ class InputProcessor:
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
         """Read tokenizer, image and video settings and chat template of a checkpoint."""
         import transformers
-        from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+        from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor  # outside: torchvision's, in 5.17
 
         path = os.fspath(path)
         if not path:

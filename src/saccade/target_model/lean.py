@@ -198,8 +198,9 @@ class LeanDecoder:
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
-        if positions.shape[0] > 1:
-            positions = positions[:, None]
+        axes = max(len(self._sections), positions.shape[0])
+        if axes > 1:  # all of them also where they are equal, as transformers 5.17 needs them
+            positions = positions.expand(axes, -1)[:, None]
         cos, sin = self._rotary(x[None], positions)
         if cos.dim() == 4:  # M-RoPE: one angle per position axis
             cos, sin = (self._mixed(t) for t in (cos, sin))
