@@ -4,6 +4,7 @@ Each asks the model `pocket` as the package's own documentation does. It calls n
 are demanded.
 """
 
+import asyncio
 import base64
 import json
 import os
@@ -16,6 +17,8 @@ from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, ConfigDict, Field
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # which it would download
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "true"
 QUESTION = "Read the values from the bar chart."
 ASKED: Any = [{"role": "user", "content": QUESTION}]
 KEY, MOST = "none", 200
@@ -322,6 +325,139 @@ def anthropic_thoughts(url: str, bias: str) -> None:
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == count
     asked["thinking"] = {"type": "disabled"}
     assert [block.type for block in messages.create(**asked).content] == ["text"]
+
+
+def expected_of_picture(url: str) -> str:
+    """The answer to the question about the picture."""
+    place = {"url": f"data:image/png;base64,{png()}"}
+    content: Any = [{"type": "image_url", "image_url": place}, {"type": "text", "text": QUESTION}]
+    asked: Any = [{"role": "user", "content": content}]
+    answer = openai(url).chat.completions.create(model="pocket", messages=asked, max_tokens=MOST)
+    return answer.choices[0].message.content or ""
+
+
+def pydantic_ai(url: str, responses: bool = False, **options: Any) -> Any:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    kind = OpenAIResponsesModel if responses else OpenAIChatModel
+    model = kind("pocket", provider=OpenAIProvider(base_url=url, api_key=KEY))
+    return Agent(model, model_settings={"max_tokens": MOST}, retries=0, **options)
+
+
+def pydantic_ai_chat(url: str) -> None:
+    from pydantic_ai import BinaryContent
+
+    async def streamed(agent: Any) -> str:
+        async with agent.run_stream(QUESTION) as result:
+            return "".join([text async for text in result.stream_text(delta=True, debounce_by=None)])
+
+    for responses in (False, True):
+        agent = pydantic_ai(url, responses)
+        result = agent.run_sync(QUESTION)
+        assert result.output == asyncio.run(streamed(agent)) == expected(url)
+        assert result.usage.output_tokens > 0
+        seen = agent.run_sync([BinaryContent(base64.b64decode(png()), media_type="image/png"), QUESTION])
+        assert seen.output == expected_of_picture(url)
+        again = agent.run_sync("And now?", message_history=result.all_messages())
+        assert again.output
+
+
+def pydantic_ai_structured(url: str) -> None:
+    from pydantic_ai import NativeOutput, ToolOutput
+
+    for responses in (False, True):
+        for form in (Bar, ToolOutput(Bar), NativeOutput(Bar)):
+            assert isinstance(pydantic_ai(url, responses, output_type=form).run_sync(QUESTION).output, Bar), form
+
+
+def agents(url: str, responses: bool, **options: Any) -> Any:
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0)
+    kind = OpenAIResponsesModel if responses else OpenAIChatCompletionsModel
+    settings = ModelSettings(max_tokens=MOST, tool_choice="required" if options.get("tools") else None)
+    return Agent(name="reader", model=kind("pocket", client), model_settings=settings, **options)
+
+
+def agents_chat(url: str) -> None:
+    from agents import Runner
+
+    async def ask(agent: Any) -> None:
+        text = (await Runner.run(agent, QUESTION)).final_output
+        result, streamed = Runner.run_streamed(agent, QUESTION), ""
+        async for event in result.stream_events():
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+                streamed += event.data.delta
+        assert text == streamed == result.final_output == expected(url)
+        place = f"data:image/png;base64,{png()}"
+        image = {"type": "input_image", "image_url": place, "detail": "auto"}
+        content = [image, {"type": "input_text", "text": QUESTION}]
+        seen: Any = [{"role": "user", "content": content}]
+        assert (await Runner.run(agent, seen)).final_output == expected_of_picture(url)
+
+    for responses in (False, True):
+        asyncio.run(ask(agents(url, responses)))
+
+
+def agents_tools(url: str) -> None:
+    from agents import Runner, function_tool
+
+    called = []
+
+    @function_tool
+    def record(colour: Literal["red", "green", "blue"], height: Literal[1, 2, 3]) -> str:
+        """Record a bar."""
+        called.append((colour, height))
+        return f"{height} {colour}"
+
+    for responses in (False, True):
+        result = Runner.run_sync(agents(url, responses, tools=[record]), QUESTION, max_turns=3)
+        assert called
+        assert result.final_output
+        called.clear()
+        assert isinstance(Runner.run_sync(agents(url, responses, output_type=Bar), QUESTION).final_output, Bar)
+
+
+def haystack(url: str, **options: Any) -> Any:
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.utils import Secret
+
+    settings = {"max_tokens": MOST, **options.pop("settings", {})}
+    given = {"model": "pocket", "api_base_url": url, "api_key": Secret.from_token(KEY), "max_retries": 0}
+    return OpenAIChatGenerator(**given, generation_kwargs=settings, **options)
+
+
+def haystack_chat(url: str) -> None:
+    from haystack.dataclasses import ChatMessage, ImageContent
+
+    chunks: list[str] = []
+    (reply,) = haystack(url).run([ChatMessage.from_user(QUESTION)])["replies"]
+    streaming = haystack(url, streaming_callback=lambda chunk: chunks.append(chunk.content))
+    (streamed,) = streaming.run([ChatMessage.from_user(QUESTION)])["replies"]
+    assert reply.text == streamed.text == "".join(chunks) == expected(url)
+    image = ImageContent(png(), mime_type="image/png")
+    (seen,) = haystack(url).run([ChatMessage.from_user(content_parts=[image, QUESTION])])["replies"]
+    assert seen.text == expected_of_picture(url)
+
+
+def haystack_tools(url: str) -> None:
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import Tool
+
+    tool = Tool("Bar", "Report a bar.", Bar.model_json_schema(), function=lambda **bar: json.dumps(bar))
+    model, asked = haystack(url, tools=[tool], settings={"tool_choice": "required"}), [ChatMessage.from_user(QUESTION)]
+    for options in ({}, {"streaming_callback": lambda _: None}):
+        (reply,) = model.run(asked, **options)["replies"]
+        check(reply.tool_calls[0].arguments)
+        result = ChatMessage.from_tool("recorded", origin=reply.tool_calls[0])
+        assert haystack(url).run([*asked, reply, result])["replies"][0].text
+    form = {"response_format": Bar}
+    (reply,) = haystack(url, settings=form).run(asked)["replies"]
+    check(reply.text)
 
 
 if __name__ == "__main__":

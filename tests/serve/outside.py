@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,16 @@ def environment() -> Iterator[str]:
 def install(folder: str, *packages: str) -> None:
     """Install packages in an environment, or skip the test."""
     done = subprocess.run([f"{folder}/bin/pip", "install", "-q", *packages], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{packages[-1]} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def install_for_node(folder: str, *packages: str) -> None:
+    """Install packages of npm in a folder, or skip the test."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *packages]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"{packages[-1]} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
 
