@@ -18,10 +18,11 @@ from openai import OpenAI
 
 from checkpoints import llama, tokenizer, vlm
 from saccade import VLM, grammar, load
+from saccade.inputs.processor import InputProcessor, MediaOptions
 from saccade.serve.configuration import ModelEntry
 from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import ChatRequest, Function, Structure, checked, conversation
-from saccade.serve.tools import CallPolicy, ReplyFormat, Rules, policy_of, structure_rule
+from saccade.serve.tools import THOUGHTS, CallPolicy, ReplyFormat, Rules, policy_of, structure_rule
 
 WEATHER = Function(
     name="weather",
@@ -95,6 +96,14 @@ FAMILIES = {
         f"<tool_call>\n{ELEMENTS}\n</tool_call>",
         "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
         plain=("<tool_call>", "</tool_call>"),
+    ),
+    "glm": Family(
+        "{% if tools %}{{ tools | tojson }} <tool_call>{name}<arg_key>x</arg_key><arg_value>y{% endif %}",
+        '<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>Köln "am Rhein"\n{1}</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
+        "<arg_key>at</arg_key>\n<arg_value>[6, 12]</arg_value>\n</tool_call>",
+        "<tool_call>clock\n</tool_call>",
+        plain=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "mistral": Family(
         "{% if tools %}{{ tools | tojson }}[TOOL_CALLS]x[ARGS]{}{% endif %}",
@@ -244,7 +253,7 @@ def test_calls_are_read_as_they_grow(name: str) -> None:
         content, reasoning, calls = read(family.format.parser(POLICY, ""), pieces)
         assert (content.strip(), reasoning, len(calls)) == (before, "", 1)
         assert (calls[0][0], json.loads(calls[0][1])) == ("weather", ARGUMENTS)
-    if name in ("hermes", "elements", "mistral", "gemma", "told"):
+    if name in ("hermes", "elements", "glm", "mistral", "gemma", "told"):
         for pieces in cuts(f"{family.call}\n{family.clock}"):
             _, _, calls = read(family.format.parser(POLICY, ""), pieces)
             assert [name for name, _ in calls] == ["weather", "clock"]
@@ -467,6 +476,31 @@ def test_text_of_a_user_opens_no_thought(thinker: Live) -> None:
         assert thought(thinker, words, guided_choice=["yes", "no"])[0] in ("yes", "no")
         status, answer = thinker.post({"input": words, "max_output_tokens": 12, "temperature": 0}, "/v1/responses")
         assert (status, [item["type"] for item in answer["output"]]) == (200, ["message"])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ m.content }}|{% if add_generation_prompt %}a: <think>\n{% endif %}", "a: <think>\n"),
+        ("{{ m.content }}{% if add_generation_prompt %}a: <think>{% else %}a{% endif %}", ": <think>"),
+        ("{{ m.content }}|a: <think>\n", "|a: <think>\n"),
+        ("{{ m.content }}|", "|"),
+    ],
+)
+def test_what_a_template_writes_for_the_answer_has_no_text_of_messages(template: str, expected: str) -> None:
+    whole, known = f"{{% for m in messages %}}{template}{{% endfor %}}", vlm("qwen", "qwen-draft").processor
+    processor = InputProcessor(known.config, known.tokenizer, chat_template=whole)
+    for words in ("<think>", "a: <think>\n", ""):
+        turns = [{"role": "user", "content": words}]
+        assert processor.generation_prompt(turns, MediaOptions()) == expected
+
+
+def test_marks_of_other_families_divide_their_thoughts() -> None:
+    for begin, end in THOUGHTS:
+        reply = ReplyFormat(tokenizer(), f"{{{{ messages }}}}{begin}{end}")
+        for pieces in cuts(f"{begin}Hm.\n{end}\nSo."):
+            assert read(reply.parser(CallPolicy(), ""), pieces) == ("So.", "Hm.", [])
+        assert read(reply.parser(CallPolicy(), f"assistant\n{begin}"), [f"Hm.{end}So."]) == ("So.", "Hm.", [])
 
 
 def test_the_template_opens_a_thought_that_text_of_a_user_cannot_close(thinker: Live) -> None:

@@ -204,7 +204,14 @@ class InputProcessor:
             if sign != other:
                 break
             begin += 1
-        return whole[begin:]
+        if begin < len(whole):
+            return whole[begin:]
+        # a template that writes it in any case: what is behind the last message
+        *before, last = messages
+        mark = f"{last['role']} \ufdd0"
+        content = [{"type": "text", "text": mark}] if isinstance(last.get("content"), list) else mark
+        text, _ = self._rendered(template, [*before, {**last, "content": content}], options, True)
+        return text.rpartition("\ufdd0")[2]
 
     def load_media(self, messages: Sequence[Message], options: MediaOptions) -> list[dict[str, Any]]:
         """Load the images and videos of messages, in a thread that does not run the batch."""

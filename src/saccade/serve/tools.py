@@ -108,21 +108,25 @@ def _json(before: str, behind: str = "") -> Callable[[Rules, Function], str]:
     return body
 
 
-def _elements(rules: Rules, function: Function) -> str:
-    """Arguments as elements of their own, text without quotes."""
-    members = []
-    for name, schema, required in _properties(function.arguments):
-        begin, close = rules.literal(f"<parameter={name}>\n"), "\n</parameter>"
+def _elements(head: str, key: str, close: str, tail: str) -> Callable[[Rules, Function], str]:
+    """Arguments as elements of their own, text without quotes; NAME is that of the function, or of an argument."""
+
+    def body(rules: Rules, function: Function) -> str:
+        members = []
         line, end = rules.literal("\n"), f"{close}\n"
-        if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
-            value = f"({' | '.join(rules.literal(each + end) for each in schema['enum'])})"
-        elif schema.get("type") == "string":
-            value = f"{rules.until(close)} {line}"
-        else:
-            value = f"{rules.json(schema)} {rules.literal(end)}"
-        members.append((f"{begin} {value}", required))
-    begin, end = (rules.literal(text) for text in (f"<function={function.name}>\n", "</function>"))
-    return f"{begin} {rules.members(members)} {end}"
+        for name, schema, required in _properties(function.arguments):
+            begin = rules.literal(key.replace("NAME", name))
+            if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
+                value = f"({' | '.join(rules.literal(each + end) for each in schema['enum'])})"
+            elif schema.get("type") == "string":
+                value = f"{rules.until(close)} {line}"
+            else:
+                value = f"{rules.json(schema)} {rules.literal(end)}"
+            members.append((f"{begin} {value}", required))
+        begin = rules.literal(head.replace("NAME", function.name))
+        return f"{begin} {rules.members(members)} {rules.literal(tail)}"
+
+    return body
 
 
 QUOTE = '<|"|>'
@@ -197,7 +201,7 @@ SYNTAXES = (
     replace(
         HERMES,
         marks=("<tool_call>", "<function=", "<parameter="),
-        body=_elements,
+        body=_elements("<function=NAME>\n", "<parameter=NAME>\n", "\n</parameter>", "</function>"),
         region={
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"(?<=</parameter>\s*|<function=[^>\n]+>\s*)</function>\s*</tool_call>",
@@ -208,6 +212,22 @@ SYNTAXES = (
         },
         head=None,
         named="<function=NAME>",
+    ),
+    Syntax(
+        ("<tool_call>", "<arg_key>", "<arg_value>"),
+        _elements("NAME\n", "<arg_key>NAME</arg_key>\n<arg_value>", "</arg_value>", ""),
+        {
+            "open_pattern": r"\s*<tool_call>\s*(?P<name>[\w.-]+)(?=\s*(?:<arg_key>|</tool_call>))",
+            "close_pattern": r"(?<=</arg_value>\s*|<tool_call>[^<]+)</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+            "transform": _PARSED,
+        },
+        begin="<tool_call>",
+        end="</tool_call>",
+        separator="\n",
+        named="NAME",
     ),
     HERMES,
     Syntax(
@@ -245,9 +265,18 @@ SYNTAXES = (
         head=_JSON_HEAD,
     ),
 )
-"""Syntaxes of Qwen3-Coder and Qwen3.5, Hermes and Qwen, Mistral (two generations), Gemma 4, and Llama; the first that a
-chat template has all marks of is the model's. Models whose templates take no tools are told Hermes' by a message."""
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
+"""Syntaxes of Qwen3-Coder and Qwen3.5, GLM, Hermes and Qwen, Mistral (two generations), Gemma 4, and Llama; the first
+that a chat template has all marks of is the model's. Where a template takes no tools, a message tells of Hermes'."""
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+)
 """Begin and end of reasoning in an answer, by the chat templates that contain them."""
 
 SWITCHES = ("enable_thinking",)
