@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
 
 import harness
 from checkpoints import ready
@@ -127,6 +128,21 @@ def test_what_cannot_be_split_is_refused_before_weights_are_read(
     monkeypatch.setenv("WORLD_SIZE", str(count))
     with pytest.raises(ModelError, match=words):
         check_split(FAMILIES[name].model().config)
+
+
+def test_a_target_whose_layers_have_other_numbers_of_heads_is_split_where_all_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 4's configuration has no single number of key-value heads where its layers differ."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+    config = Gemma4TextConfig(num_hidden_layers=6, attention_k_eq_v=True, **heads)
+    for variable in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_split(config)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ModelError, match="2 key-value heads, which 4 processes"):
+        check_split(config)
 
 
 def test_a_running_batch_follows_the_first_process_in_memory_and_seeds(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ def test_recurrent_layers_without_a_tree_form_are_refused(model_type: str) -> No
         self_check(untested(model_type))
 
 
+def test_a_model_without_attention_heads_is_refused_in_one_sentence() -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=1)
+    with pytest.raises(ModelError, match="mamba' cannot be verified on trees"):
+        adapt(AutoModelForCausalLM.from_config(config))
+
+
 def test_models_without_known_decoder_layers_are_refused_before_any_check() -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_head=2, n_layer=1)
     with pytest.raises(ModelError, match="has no decoder layers"):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from saccade.errors import ModelError
+from saccade.target_model.traits import of_layer
 from saccade.tree import DraftTree
 
 SHARDED = "fsdp"  # value of device_map that shards a target's decoder layers over the processes started by `torchrun`
@@ -209,10 +210,11 @@ def check_split(config: Any) -> None:
             f"transformers has no plan for splitting the architecture {config.model_type!r}; spread it over the "
             "devices of one process instead (device auto), or give a model of another family."
         )
-    shared = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    heads = {"attention heads": text.num_attention_heads, "key-value heads": shared}
-    for what, number in heads.items():
-        if number % count:
+    every = range(text.num_hidden_layers)
+    heads = {("attention heads", of_layer(text, "num_attention_heads", layer)) for layer in every}
+    heads |= {("key-value heads", of_layer(text, "num_key_value_heads", layer)) for layer in every}
+    for what, number in sorted(heads, key=str):
+        if number and number % count:
             raise ModelError(
                 f"The target has {number} {what}, which {count} processes cannot share evenly; start a number of "
                 f"processes that divides {number}."

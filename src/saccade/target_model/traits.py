@@ -64,13 +64,14 @@ def entry_shapes(text_config: Any, layers: int, crossing: bool = False) -> list[
     pictures = crossing_layers(text_config)
     rows = zip_longest(types, modes, text_config.per_layer_config, range(layers))
     for kind, mode, config, index in islice(rows, layers):
+        if kind in UNMASKED_TYPES or mode == "reuse" or (index in pictures) != crossing:
+            shapes.append(None)
+            continue
         own = config or text_config
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         latent = getattr(own, "kv_lora_rank", None)
-        if kind in UNMASKED_TYPES or mode == "reuse" or (index in pictures) != crossing:
-            shapes.append(None)
-        elif latent:  # what keys and values are made of, and the rotated part of all heads' keys
+        if latent:  # what keys and values are made of, and the rotated part of all heads' keys
             shapes.append((1, latent, own.qk_rope_head_dim))
         else:
             shapes.append((heads, size, size))
