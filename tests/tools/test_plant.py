@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tools.plant import Plant, outcomes
 
 SOURCE = "def total(values):\n    return sum(values)  # of all\n"
@@ -24,7 +26,10 @@ def plant(name: str, find: str, replace: str, test: str = "::test_all_values_cou
     return Plant(name=name, room="toy", file=file, find=find, replace=replace, tests=tests)
 
 
-def test_a_bug_is_noticed_a_harmless_change_survives_and_a_text_that_is_gone_is_stale(tmp_path: Path) -> None:
+def test_a_bug_is_noticed_a_harmless_change_survives_and_a_text_that_is_gone_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the toy needs none, and every run would load them
     for name, text in {"src/toy_sum.py": SOURCE, "tests/test_toy.py": TESTS, "gone.txt": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
