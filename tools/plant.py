@@ -23,7 +23,7 @@ from saccade.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 PLANTS = Path(__file__).with_name("plants.toml")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _FAST = ("-m", "not slow and not browser and not ray", "-p", "no:xdist", "-p", "no:cacheprovider")
 
 app = typer.Typer(name="tools.plant", add_completion=False, rich_markup_mode="markdown")

@@ -71,7 +71,7 @@ def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
 def test_the_frames_of_two_films_stay_apart() -> None:
     """Where every frame is a medium; the second film of a row begins with its own first frame."""
     k = kit("gemma4")
-    prompt = k.ours.prompt("?", videos=[clip(3, 60, 45, None), clip(2, 60, 45, None)])
+    prompt = k.ours.prompt("?", videos=[clip(3, 60, 45, 2.0), clip(2, 60, 45, 2.0)])
     assert join(k.config, prompt.media)["num_frames_per_video"].tolist() == [3, 2]
     assert join(k.config, prompt.media[1:])["num_frames_per_video"].tolist() == [2, 2]
 

@@ -70,6 +70,9 @@ def test_a_second_image_that_touches_the_first_is_compressed_alone_in_every_turn
         session = under.open(1)
         for prompt in asked:
             under.generate([Request(prompt)], max_new_tokens=1, session=session)
+        images, latest = drafting(session)._images[0], drafting(session)._global[0]
+        assert torch.equal(latest, images[-1].vectors[-1])
+        assert not torch.equal(latest, images[0].vectors[-1])
         cache = drafting(session).cache
         lengths.append(cache.lengths)
         guesses.append(torch.cat(cache.export(0)[0]))
