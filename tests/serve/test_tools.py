@@ -485,6 +485,7 @@ def test_text_of_a_user_opens_no_thought(thinker: Live) -> None:
         ("{{ m.content }}{% if add_generation_prompt %}a: <think>{% else %}a{% endif %}", ": <think>"),
         ("{{ m.content }}|a: <think>\n", "|a: <think>\n"),
         ("{{ m.content }}|", "|"),
+        ("{{ m.content }}{% if '<' not in m.content and m.content %}{{ raise_exception('no') }}{% endif %}|", ""),
     ],
 )
 def test_what_a_template_writes_for_the_answer_has_no_text_of_messages(template: str, expected: str) -> None:

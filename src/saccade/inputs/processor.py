@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -210,7 +211,9 @@ class InputProcessor:
         *before, last = messages
         mark = f"{last['role']} \ufdd0"
         content = [{"type": "text", "text": mark}] if isinstance(last.get("content"), list) else mark
-        text, _ = self._rendered(template, [*before, {**last, "content": content}], options, True)
+        text = ""
+        with suppress(InputError):  # of a template that reads what the message says
+            text, _ = self._rendered(template, [*before, {**last, "content": content}], options, True)
         return text.rpartition("\ufdd0")[2]
 
     def load_media(self, messages: Sequence[Message], options: MediaOptions) -> list[dict[str, Any]]:
