@@ -78,7 +78,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_130),
-    "serve": (("serve",), 5_890),
+    "serve": (("serve",), 5_920),
     "training": (("train", "distill"), 4_960),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_480),
@@ -86,9 +86,9 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 24_690
+CORE = 24_740
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 50_000, 9_000
+TESTS, TOOLS = 50_600, 9_000
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -55,8 +55,11 @@ class Rollback(ABC):
     """A `StatefulProcessor` around a matcher that accepts tokens and rolls them back.
 
     One matcher per row moves from node to node of the draft tree: back to the common ancestor, then forward. The
-    grammar constrains the answer; the matcher never receives the prompt.
+    grammar constrains the answer and ends it; the matcher never receives the prompt.
     """
+
+    ends: frozenset[int] = frozenset()
+    """Ids that end an answer, where the grammar knows them."""
 
     @abstractmethod
     def matcher(self) -> Any:
@@ -81,12 +84,13 @@ class Rollback(ABC):
         return _Place(state.walk, (*state.path, token))
 
     def scores(self, state: _Place, scores: Tensor) -> Tensor:
-        """Scores with -inf for tokens that are not allowed."""
+        """Scores with -inf for tokens that are not allowed, 0 for others where earlier processors forbid them all."""
         self._move(state.walk, state.path)
         allowed = self.allowed(state.walk.matcher, len(scores)).to(scores.device)
         if not allowed.any():
             raise InputError(_DEAD_END)
-        return scores.masked_fill_(~allowed, float("-inf"))
+        scores.masked_fill_(~allowed, float("-inf"))
+        return scores if scores.max().isfinite() else scores.masked_fill_(allowed, 0.0)
 
     def _move(self, walk: _Walk, path: tuple[int, ...]) -> None:
         shared = 0
@@ -109,6 +113,7 @@ class XGrammar(Rollback):
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
+        self.ends = frozenset(compiled.tokenizer_info.stop_token_ids)
 
     def matcher(self) -> Any:
         import xgrammar
@@ -132,6 +137,7 @@ class LLGuidance(Rollback):
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
         self._tokenizer, self._grammar = tokenizer, grammar
+        self.ends = frozenset(tokenizer.eos_tokens)
         matcher = self.matcher()
         begin = matcher.compute_ff_bytes().decode(errors="ignore")
         matcher.try_consume_tokens(tokenizer.greedy_tokenize(begin))

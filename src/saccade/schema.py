@@ -74,12 +74,13 @@ def _unenforced(schema: Mapping[str, Any], options: Collection[str]) -> str | No
 
 def _admits_an_end(schemas: Collection[Mapping[str, Any]]) -> bool:
     """Whether llguidance may allow an exclusive bound itself."""
-    bounds = {bound for each in schemas for bound in _numbers(each, *_INCLUSIVE, *_EXCLUSIVE)}
-    ends = set[float]()
+    bounds, ends = set[float](), set[float]()
     for each in schemas:
-        old = any(each.get(name) is True for name in _EXCLUSIVE)  # as in draft 4
-        ends.update(_numbers(each, *_EXCLUSIVE, *(_INCLUSIVE if old else ())))
-    return any(bound % 1 and not ends.isdisjoint((math.floor(bound), math.ceil(bound))) for bound in bounds)
+        bounds.update(_numbers(each, *_INCLUSIVE, *_EXCLUSIVE))
+        ends.update(_numbers(each, *_EXCLUSIVE))
+        if any(each.get(name) is True for name in _EXCLUSIVE):  # as in draft 4
+            ends.update(_numbers(each, *_INCLUSIVE))
+    return any(bound % 1 and ends & {math.floor(bound), math.ceil(bound)} for bound in bounds)
 
 
 def _numbers(schema: Mapping[str, Any], *names: str) -> list[Any]:
@@ -97,8 +98,10 @@ def _numbers(schema: Mapping[str, Any], *names: str) -> list[Any]:
 def _is_joined(schema: Mapping[str, Any]) -> bool:
     """Whether several schemas constrain one value: closed, each would refuse the properties that the others name."""
     applied = _APPLIED & schema.keys()
+    if not applied:
+        return False
     own = bool(schema.keys() - _SILENT - _APPLIED)
-    return bool(applied) and own + len(applied) + len(schema.get("allOf", [0])) > 2
+    return own + len(applied - {"allOf"}) + len(schema.get("allOf", ())) > 1
 
 
 def _close(schema: dict[str, Any]) -> None:

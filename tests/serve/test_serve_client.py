@@ -276,6 +276,49 @@ def test_an_answer_that_ignores_its_end_has_all_requested_tokens(
     assert (status, answer["error"]["param"]) == (400, "ignore_eos")
 
 
+def both_ways(server: Live, body: dict[str, Any]) -> tuple[str, str]:
+    """Text and reason of a whole answer, which a stream of it repeats."""
+    status, answer = server.post({"temperature": 0, **body})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    choices = [chunk["choices"][0] for chunk in server.stream({"temperature": 0, **body, "stream": True})]
+    assert "".join(each["delta"].get("content") or "" for each in choices) == choice["message"]["content"]
+    assert choices[-1]["finish_reason"] == choice["finish_reason"]
+    return choice["message"]["content"], choice["finish_reason"]
+
+
+def test_nothing_cuts_a_form_and_a_minimum_breaks_none(writer: Live) -> None:
+    body = {"messages": asks("Object"), "max_tokens": 120, "guided_json": OPEN}
+    whole = both_ways(writer, body)
+    assert valid(whole[0])
+    ids = writer.service.models["words"].vlm.processor.tokenizer.encode('{}":e', add_special_tokens=False)
+    for stops in ({"stop": ["}", '"', "e"]}, {"stop_token_ids": ids}):
+        assert both_ways(writer, {**body, **stops}) == whole
+    text, reason = both_ways(writer, {**body, "min_tokens": 119})
+    assert valid(text)
+    assert reason == "stop"
+
+
+@pytest.mark.parametrize("speculation", ["off", "chain", "dynamic-tree"])
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_stop_string_ends_no_answer_below_min_tokens(shared: Live, speculation: str, ignores: bool) -> None:
+    body = {"messages": asks("Hello?"), "max_tokens": 20, "speculation": speculation, "ignore_eos": ignores}
+    whole, _ = both_ways(shared, body)
+    assert len(whole) == 20
+    for stop in (whole[3:5], whole[11:12]):
+        for minimum in (0, 4, 5, 12, 20):
+            found = [at for at in range(20) if whole.startswith(stop, at) and at + len(stop) > minimum]
+            expected = (whole[: found[0]], "stop") if found else (whole, "length")
+            assert both_ways(shared, {**body, "stop": [stop], "min_tokens": minimum}) == expected
+
+
+def test_the_tokenizers_end_ends_an_answer_and_is_ignored_on_request(shared: Live) -> None:
+    end = shared.service.models["tiny"].vlm.processor.tokenizer.eos_token_id
+    body = {"messages": asks("Hello?"), "max_tokens": 9, "logit_bias": {str(end): 100}}
+    for more, expected in (({}, 1), ({"min_tokens": 4}, 5), ({"ignore_eos": True}, 9), ({"stop_token_ids": [3]}, 1)):
+        assert shared.post({**body, **more})[1]["usage"]["completion_tokens"] == expected
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("method", ["dynamic-tree", "prompt-lookup"])
 def test_usage_runs_along_and_ends_with_the_acceptance(shared: Live, path: str, method: str) -> None:

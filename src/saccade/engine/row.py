@@ -17,6 +17,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from saccade.engine.costs import Trials
+from saccade.engine.ends import behind, ends_of, settle
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, TicketChunk, Times
@@ -88,7 +89,11 @@ def plan(
 ) -> list[RowPlan]:
     """Resolve every row's options against the checkpoint's defaults, by the model's own code; in any thread."""
     model = target.model
+    requested = options.pop("eos_token_id", None)
+    if requested is None:
+        requested = getattr(generation_config, "eos_token_id", None)
     with _RESOLVING, _refusals():
+        ends = ends_of(model, tokenizer, requested)
         config, unknown = model._prepare_generation_config(generation_config, **_check_ranges(options))
     for name in unknown:
         if name in ELSEWHERE:
@@ -112,6 +117,7 @@ def plan(
         processors = [of_row(p, index, len(prompts)) for p in logits_processor]
         criteria = [criterion_of_row(c, index, len(prompts)) for c in stopping_criteria]
         allowed = prefix_allowed_tokens_fn and _allowed_in(prefix_allowed_tokens_fn, index)
+        settle(config, ends, processors)
         with _RESOLVING, _refusals():
             rows.append(_row_plan(target, config, prompt, processors, allowed, criteria, tokenizer))
     return rows
@@ -214,12 +220,12 @@ def _row_plan(
     stopping = model._get_stopping_criteria(
         generation_config=config, stopping_criteria=StoppingCriteriaList(criteria), tokenizer=tokenizer
     )
-    eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
+    others = [c for c in stopping if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     return RowPlan(
         max_new_tokens=config.max_new_tokens,
-        eos=frozenset(eos),
+        eos=frozenset(config.eos_token_id or ()),
         processors=tuple(resolved),
-        criteria=tuple(c for c in stopping if type(c) not in (EosTokenCriteria, MaxLengthCriteria)),
+        criteria=tuple(behind(config.min_length or 0, c) for c in others),
         do_sample=bool(config.do_sample),
     )
 

@@ -51,6 +51,7 @@ class Choice:
     calls: list[Json] = field(default_factory=list)  # whole tool calls, as in chat answers
     parser: ReplyParser | None = None  # that divides the text; None where all of it is content
     hidden: frozenset[int] = frozenset()  # ids of tokens without a text
+    minimum: int = 0  # tokens up to which no stop string ends it
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer, special=self.parser is not None)
@@ -77,7 +78,8 @@ class Choice:
         return message
 
     def add(self, event: Event) -> Piece:
-        by_token = self.traced or self.parser is not None or (self.num_logprobs is not None and not self.chat)
+        by_token = bool(self.traced or self.parser is not None or self.minimum)
+        by_token |= self.num_logprobs is not None and not self.chat
         shown = [[token] * (token not in self.hidden) for token in event.tokens]
         texts = [self._detokenizer.add(part) for part in (shown if by_token else [list(chain.from_iterable(shown))])]
         self.count += len(event.tokens)
@@ -107,16 +109,18 @@ class Choice:
 
     def _divide(self, texts: Sequence[str], finish: str | None) -> Reply:
         """Divide the texts of tokens, and of the end, and cut the content at a stop string."""
-        if self.parser is None:
-            return Reply(self._cutter.add("".join(texts), finish is not None))
         whole = Reply()
         for place, text in enumerate(texts, 1 - len(texts)):
+            counts, end = self.count + place >= self.minimum, None if place else finish
+            if self.parser is None:
+                whole.content += self._cutter.add(text, end is not None, counts)
+                continue
             if self._cutter.stopped:
                 break
-            thought, end = self.parser.in_reasoning, None if place else finish
+            thought = self.parser.in_reasoning
             reply = self.parser.add(text, end)
             self.reasoning_tokens += bool(place) and (thought or self.parser.in_reasoning)
-            whole.content += self._cutter.add(reply.content, bool(end or reply.calls))
+            whole.content += self._cutter.add(reply.content, bool(end or reply.calls), counts)
             whole.reasoning += reply.reasoning
             whole.calls += reply.calls
         return whole

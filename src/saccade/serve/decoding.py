@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from saccade.engine.ends import ends_of
 from saccade.engine.row import RowPlan
 from saccade.engine.row import plan as plan_rows
 from saccade.grammar import Rollback, json_schema, lark
@@ -59,12 +60,15 @@ class StopCutter:
     def stopped(self) -> bool:
         return self.stop is not None
 
-    def add(self, text: str, last: bool = False) -> str:
-        """Append text and return what can no longer be part of a stop string; ``last``: nothing follows."""
+    def add(self, text: str, last: bool = False, counts: bool = True) -> str:
+        """Append text and return what can no longer be part of a stop string.
+
+        ``last``: nothing follows; ``counts``: whether a stop string whose end is in this text counts.
+        """
         if not self._stops or self.stopped:
             return "" if self.stopped else text
         held = self._held + text
-        places = [(place, stop) for stop in self._stops if (place := held.find(stop)) >= 0]
+        places = [(place, stop) for stop in self._stops if counts and (place := held.find(stop)) >= 0]
         if places:
             place, self.stop = min(places)
             self._held = ""
@@ -76,7 +80,7 @@ class StopCutter:
 
 
 class StopText:
-    """Stopping criterion: the answer's content contains one of the strings. One object serves one row.
+    """Stopping criterion: beyond ``minimum`` ids the content ends one of the strings. One object serves one row.
 
     Unlike Hugging Face's it takes no pass over the vocabulary per set of strings, which clients choose.
     """
@@ -86,11 +90,13 @@ class StopText:
         tokenizer: Any,
         stops: Sequence[str],
         prompt_length: int,
+        minimum: int,
         parser: ReplyParser | None,
         hidden: frozenset[int],
     ) -> None:
         self._text, self._cutter = Detokenizer(tokenizer, special=parser is not None), StopCutter(stops)
         self._parser, self._hidden, self._read = parser, hidden, prompt_length
+        self._minimum = minimum
 
     def __call__(self, ids: Tensor, scores: Any) -> bool:
         """Whether the content in the ids ``[1, S]`` behind the prompt contains a stop string."""
@@ -98,9 +104,14 @@ class StopText:
         text = self._text.add([token for token in new if token not in self._hidden])
         if self._parser is not None:
             text = self._parser.add(text).content
-        self._cutter.add(text)
+        self._cutter.add(text, counts=ids.shape[1] > self._minimum)
         self._read = ids.shape[1]
         return self._cutter.stopped
+
+
+def stops_of(body: AnyRequest) -> Sequence[str]:
+    """Stop strings of an answer; one that has a form is ended by it alone."""
+    return () if body.structures or policy_of(body).forced else body.stops
 
 
 @dataclass(eq=False, slots=True)
@@ -173,8 +184,6 @@ class Planner:
     def plan(self, body: AnyRequest, prompt: Prompt, begun: str) -> Planned:
         (row,) = plan_rows(self._vlm.target, [prompt], tokenizer=self._tokenizer, **self.options(body, prompt, begun))
         recorder = None
-        if body.ignore_eos:
-            row = replace(row, eos=frozenset(body.stop_token_ids))
         if body.num_logprobs is not None:
             recorder = LogprobRecorder(body.num_logprobs)
             row = replace(row, processors=(recorder, *row.processors))
@@ -205,20 +214,22 @@ class Planner:
         grammar = self._grammar(body, begun)
         if grammar is not None:
             processors.append(grammar)
-        if ends or grammar is not None:
-            options["eos_token_id"] = sorted(ends.union(self._ends(grammar is not None)))
+        if ends or body.ignore_eos:
+            known = () if body.ignore_eos else ends_of(self._vlm.target.model, self._tokenizer)
+            options["eos_token_id"] = sorted(ends.union(known))
         if processors:
             options["logits_processor"] = processors
-        if body.stops:
-            parts = self.parser(body, begun)
-            options["stopping_criteria"] = [StopText(self._tokenizer, body.stops, len(prompt), *parts)]
+        if stops := stops_of(body):
+            parts = (len(prompt), len(prompt) + body.min_tokens, *self.parser(body, begun))
+            options["stopping_criteria"] = [StopText(self._tokenizer, stops, *parts)]
         return options
 
     def parser(self, body: AnyRequest, begun: str) -> tuple[ReplyParser | None, frozenset[int]]:
         """Parser of an answer, None where all of it is content, and ids of tokens without a text."""
-        hidden, parser = frozenset(body.stop_token_ids), None
+        policy, parser = policy_of(body), None
+        hidden = frozenset(() if body.structures or policy.has_grammar else body.stop_token_ids)  # text in a grammar
         if isinstance(body, ChatRequest):
-            parser = self.replies.parser(policy_of(body), begun)
+            parser = self.replies.parser(policy, begun)
         return parser, hidden | self.replies.dropped if parser else hidden
 
     def _grammar(self, body: AnyRequest, begun: str) -> Rollback | None:
@@ -273,9 +284,3 @@ class Planner:
         if defaults.top_k is None:
             options.setdefault("top_k", 0)  # no limit, in place of `generate`'s silent 50
         return {"do_sample": True, **options}
-
-    def _ends(self, grammar: bool) -> set[int]:
-        """Ids that end an answer: the checkpoint's, and the tokenizer's own, which grammars end with."""
-        known = self._vlm.target.model.generation_config.eos_token_id
-        ends = {*(known if isinstance(known, list) else [known])}
-        return (ends | {self._tokenizer.eos_token_id} if grammar else ends) - {None}

@@ -22,7 +22,7 @@ from saccade.loading import mtp_config
 from saccade.methods.settings import GROUPS
 from saccade.serve.answers import Choice
 from saccade.serve.configuration import Limits, ModelEntry
-from saccade.serve.decoding import Planner
+from saccade.serve.decoding import Planner, stops_of
 from saccade.serve.owner import Event, Job
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.schemas import (
@@ -192,8 +192,8 @@ class ServedModel:
         choices = list[Choice]()
         for job in jobs:
             parser, hidden = self.planner.parser(body, job.planned.begun)
-            about = (body.stops, chat, body.num_logprobs, body.saccade.trace)
-            choice = Choice(tokenizer, *about, parser=parser, hidden=hidden)
+            about = (stops_of(body), chat, body.num_logprobs, body.saccade.trace)
+            choice = Choice(tokenizer, *about, parser=parser, hidden=hidden, minimum=body.min_tokens)
             if body.echo:
                 choice.text = self._echo(body, job.request.prompt)
             choices.append(choice)
