@@ -6,7 +6,7 @@ import ast
 import io
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -196,6 +196,18 @@ def lines(root: Path) -> int:
 _CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
 
 
+def _outside_f_strings(tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
+    """Tokens with every f-string as one string, as Python 3.11 has it; later ones look into them."""
+    depth = 0
+    for token in tokens:
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START" and not depth:
+            yield token._replace(type=tokenize.STRING)
+        depth += (kind == "FSTRING_START") - (kind == "FSTRING_END")
+        if not depth and kind != "FSTRING_END":
+            yield token
+
+
 def density(root: Path, without: str = "") -> float:
     """Tokens a line of code; imports, comments, docstrings and a package left out."""
     tokens, used = 0, 0
@@ -204,12 +216,8 @@ def density(root: Path, without: str = "") -> float:
             continue
         text = path.read_text(encoding="utf-8")
         prose = {line for node in ast.walk(ast.parse(text)) for line in _prose(node)}
-        code = [
-            token
-            for token in tokenize.generate_tokens(io.StringIO(text).readline)
-            if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
-            and token.start[0] not in prose
-        ]
+        every = _outside_f_strings(tokenize.generate_tokens(io.StringIO(text).readline))
+        code = [token for token in every if token.type in _CODE and token.start[0] not in prose]
         tokens += len(code)
         used += len({token.start[0] for token in code})
     return tokens / used

@@ -41,6 +41,8 @@ WRITING: dict[str, tuple[str, ...]] = {
     "tune": ("tune", *POCKET, "--save", "/proc/new.toml", "--out", "FOLDER/tune"),
     "tune's answers": ("tune", *POCKET, "--save", "FOLDER/new.toml", "--out", "/proc/new"),
     "export": ("export", "HEAD", *POCKET, "--to", "speculators", "-o", "/proc/new"),
+    "report": ("report", "FOLDER", "-o", "/proc/new.html"),
+    "report's tables": ("report", "FOLDER", "--markdown", "/proc/new.md"),
     "demo": ("demo", "--save", "/proc/new.png"),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.draft.assistant import compared
 from saccade.draft.heads.eagle import Eagle3
-from saccade.draft.heads.head import MARK, Head, TargetShape
+from saccade.draft.heads.head import LARGEST, MARK, Head, TargetShape
 from saccade.draft.heads.published.released import LAYERS, SPECULATORS, ReleasedLayout, Values, Weights, rope_settings
 from saccade.draft.heads.store import layout_of, parsed, read_head
 from saccade.errors import ModelError
@@ -174,7 +174,8 @@ def described(values: Values, weights: Weights) -> TargetShape:
     least = max(read, default=8)
     depths = (depth for depth in range(least, least + 3) if len(Eagle3.reads(depth)) == len(read))
     uses_mrope = "mrope_section" in rope_settings(nested)
-    return TargetShape(UNKNOWN, hidden or 1, vocabulary or 1, next(depths, least), uses_mrope)
+    vocabulary = min(vocabulary or 1, LARGEST)
+    return TargetShape(UNKNOWN, hidden or 1, vocabulary, next(depths, least), uses_mrope)
 
 
 def _facts(head: Head, weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -327,6 +327,8 @@ def report(
     from saccade.bench.report.page import render
     from saccade.bench.report.tables import contents, document
 
+    for given in filter(None, (out, markdown)):
+        check_folder(given.parent, InputError, "choose another file")
     with screen.waiting("Drawing"):
         content = contents([read(folder) for folder in runs])
         page, tables = render(content, prompts), document(content)

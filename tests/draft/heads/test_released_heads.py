@@ -115,7 +115,7 @@ def test_damaged_files_of_pytorch_are_refused_and_code_is_not_run(tmp_path: Path
     with pytest.raises(ModelError, match="holds more than dense weights"):
         load_head(tmp_path, target("llava"))
     torch.save({"bias": Path("x")}, file)
-    with pytest.raises(ModelError, match=r"carries code \(pathlib\.\w+\), which is never run; give .* safetensors"):
+    with pytest.raises(ModelError, match=r"carries code \(pathlib[\w.]+\), which is never run; give .* safetensors"):
         load_head(tmp_path, target("llava"))
     file.write_bytes(b"x" * 40)
     with pytest.raises(ModelError, match="is damaged"):

@@ -170,7 +170,8 @@ class Decoder:
         }
         try:
             file = io.BytesIO(self._data)
-            with av.open(file, format=self._container, options=options, metadata_errors="replace") as opened:
+            lenient = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}  # 19: always
+            with av.open(file, format=self._container, options=options, **lenient) as opened:
                 if not opened.streams.video:
                     raise Refused("stream")
                 codec = opened.streams.video[0].codec_context
