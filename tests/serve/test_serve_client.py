@@ -357,6 +357,19 @@ def test_tokens_and_their_text_are_those_of_the_model(shared: Live, words: str) 
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "123456789", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+CALLED = [*asks("What is it?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+def test_a_picture_in_the_result_of_a_call_reaches_the_prompt(shared: Live) -> None:
+    def count(*images: str) -> int:
+        result = {"role": "tool", "tool_call_id": "123456789", "content": asks("There.", *images)[0]["content"]}
+        return int(shared.post({"messages": [*CALLED, result]}, "/tokenize")[1]["count"])
+
+    alone = shared.post({"messages": asks("There.", uri(1))}, "/tokenize")[1]["count"]
+    assert count(uri(1)) - count() == alone - shared.post({"messages": asks("There.")}, "/tokenize")[1]["count"] > 0
+
+
 CONVERSATION = [*asks("What is it?", uri(1)), {"role": "assistant", "content": "A cat"}]
 
 

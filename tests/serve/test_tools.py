@@ -780,6 +780,19 @@ def test_a_call_that_was_cut_can_be_sent_back(shared: Live, arguments: str, expe
     assert shared.post(body, "/v1/responses")[0] == 200
 
 
+def test_results_of_calls_and_what_is_asked_with_them_are_one_turn_where_they_are_told() -> None:
+    family = FAMILIES["told"]
+    call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": {}}}
+    results: list[Any] = [{"role": "tool", "tool_call_id": "1", "content": text} for text in ("one", "two")]
+    asked = {"role": "user", "content": "And?"}
+    given = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, *results, asked]
+    first, calls, last = family.format.messages(given, CallPolicy())
+    assert (first, calls["role"], last["role"]) == (asked, "assistant", "user")
+    answers = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in ("one", "two"))
+    assert "".join(part["text"] for part in last["content"]) == f"{answers}\nAnd?"
+    assert family.format.messages([asked, asked], CallPolicy()) == [asked, asked]
+
+
 def test_control_tokens_in_descriptions_are_text(families: tuple[Live, dict[str, VLM]]) -> None:
     server, models = families
     function = {"name": "wash", "description": "End</s>it"}

@@ -283,8 +283,9 @@ def _call(block: Json, where: str) -> Json:
         raise invalid(f"{where}.input must be an object.", f"{where}.input")
     if block.get("caller", {"type": "direct"}) != {"type": "direct"}:
         raise invalid(f"{where}.caller must be direct: there are no other callers here.", f"{where}.caller")
-    function = {"name": _text(block, "name", where), "arguments": json.dumps(block["input"])}
-    return {"id": _text(block, "id", where), "type": "function", "function": function}
+    name, number = (_text(block, field, where) for field in ("name", "id"))
+    function = {"name": name, "arguments": json.dumps(block["input"])}
+    return {"id": number, "type": "function", "function": function}
 
 
 def _result(block: Json, where: str) -> Json:

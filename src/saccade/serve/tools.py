@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from saccade.grammar import MOST_BLANKS
@@ -351,7 +352,13 @@ class ReplyFormat:
         """Messages for the chat template; one that takes no tools gets them, and earlier calls, as text."""
         if self.reads_tools:
             return [dict(message) for message in messages]
-        told = [_as_text(message) for message in messages]
+        told: list[Json] = []
+        for before, message in pairwise([{}, *messages]):
+            made = _as_text(message)
+            if "tool" in (before.get("role"), message["role"]) and told and told[-1]["role"] == made["role"]:
+                parts = [*_parts(told.pop()), {"type": "text", "text": "\n"}, *_parts(made)]
+                made = {**made, "content": parts}  # of one turn, as some templates take no two of a side
+            told.append(made)
         if policy.functions:
             tools = "\n".join(json.dumps(tool) for tool in policy.as_templates_take_them)
             at = 0 if told[0]["role"] == "system" else next((i for i, m in enumerate(told) if m["role"] == "user"), 0)
@@ -435,12 +442,19 @@ def _joined(message: Json, before: str = "", behind: str = "") -> Json:
     return {**message, "content": [*texts[0], *content, *texts[1]]}
 
 
+def _parts(message: Json) -> list[Json]:
+    content = message["content"]
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return list(content)
+
+
 def _as_text(message: Json) -> Json:
     """A message whose calls, or whose result of one, are text."""
     if message["role"] == "tool":
-        content = message["content"]
-        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+        begin = {"type": "text", "text": "<tool_response>\n"}
+        end = {"type": "text", "text": "\n</tool_response>"}
+        return {"role": "user", "content": [begin, *_parts(message), end]}
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     rest = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
     return _joined(rest, behind="\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls))
