@@ -42,8 +42,9 @@ lmms, vlmevalkit = by(LMMS, "SACCADE_LMMS_PYTHON"), by(VLMEVALKIT, "SACCADE_VLME
 
 
 def run(python: str, arguments: list[str], folder: Path, **more: str) -> str:
-    """Run a program with this tree's sources, and return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+    """Run a program with this tree's sources and tools, and return what it prints."""
+    places = f"{SOURCE}{os.pathsep}{ROOT}"  # the tasks' functions are among the tools
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
     done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
