@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kits import kit, outside_the_registry
+from PIL import Image
 
 import saccade.hf
 from families import FAMILIES
@@ -14,6 +17,7 @@ from saccade.engine import Engine, Request
 from saccade.errors import InputError
 from saccade.inputs import families
 from saccade.inputs.families import split
+from saccade.inputs.processor import InputProcessor
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
@@ -51,6 +55,67 @@ def test_pictures_of_a_family_outside_the_registry_are_not_encoded_ahead(unknown
     (prompt,) = split(unknown.config, FAMILIES["gemma3"].row_inputs("image", 0))
     prefill = Context(Target(unknown), 1).prefill(0, prompt)
     assert prefill.num_unencoded(len(prompt)) == 0
+
+
+LISTED = (
+    "{% for m in messages %}{{ m['role'] }}: {% for c in m['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}"
+    "{% elif m['role'] == 'user' and c['type'] == 'image' %}<image>{% endif %}{% endfor %}{% endfor %}"
+)
+"""A template that drops videos, and images outside the user's messages."""
+
+
+class Forgetful:
+    """A processor that says that it reads videos, and drops them."""
+
+    video_processor = object()
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def __call__(self, *, videos: Any = None, **given: Any) -> Any:
+        return self._processor(**given)
+
+
+def test_no_medium_is_dropped_without_a_word_by_a_family_outside_the_registry(tmp_path: Path) -> None:
+    """Its processor takes ``videos`` and forgets them, as Llama 3.2 Vision's does."""
+    processor = outside_the_registry(tmp_path)
+    picture, film = Image.new("RGB", (40, 30), (200, 9, 9)), [Image.new("RGB", (40, 30))] * 4
+    for images in ([], [picture]):
+        with pytest.raises(InputError, match="takes images but no videos; give single frames as images"):
+            processor.prompt("?", images, [film])
+    assert processor.kinds == ("image",)
+    processor.composite = Forgetful(processor.composite)
+    with pytest.raises(InputError, match="The processor of vipllava drops an image or a video"):
+        processor.prompt("?", videos=[film])
+    processor.chat_template = LISTED
+    shown: dict[str, Any] = {"type": "image", "image": picture}
+    assert processor.prompt([{"role": "user", "content": [shown, shown]}]).media
+    for role in ("system", "assistant"):
+        messages = [{"role": role, "content": [shown]}, {"role": "user", "content": [shown]}]
+        with pytest.raises(InputError, match="The chat template of vipllava drops an image or a video"):
+            processor.prompt(messages)
+    with pytest.raises(InputError, match="The chat template of vipllava drops an image or a video"):
+        processor.prompt("?", [picture], [film])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_no_medium_is_dropped_without_a_word_by_a_template_or_a_family(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = kit(name)
+    template = LISTED.replace("<image>", item.image)
+    ours = InputProcessor(item.config, item.ours.tokenizer, item.ours.image_processor, None, template)
+    shown: dict[str, Any] = {"type": "image", "image": Image.new("RGB", (40, 30), (200, 9, 9))}
+    messages = [{"role": "system", "content": [shown]}, {"role": "user", "content": [shown]}]
+    with pytest.raises(InputError, match=r"1 of .* for 2 images"):
+        ours.prompt(messages)
+    expand = InputProcessor._expand
+    monkeypatch.setattr(InputProcessor, "_expand", lambda *given: ("text", expand(*given)[1][:0]))
+    with pytest.raises(InputError, match="drops an image or a video that was handed in"):
+        ours.prompt(messages[1:])
 
 
 def test_text_is_possible_for_such_families(unknown: Any) -> None:

@@ -80,6 +80,16 @@ def with_sources(messages: Sequence[Message], slots: Sequence[Slot]) -> list[dic
     ]
 
 
+def without_each_medium(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Messages from `normalise` without their first image or video, without their second, ..."""
+    for number, message in enumerate(messages):
+        content = message["content"] if isinstance(message.get("content"), list) else []
+        for place, part in enumerate(content):
+            if part["type"] in KINDS:
+                rest = {**message, "content": content[:place] + content[place + 1 :]}
+                yield [*messages[:number], rest, *messages[number + 1 :]]
+
+
 def as_text(message: Message) -> dict[str, Any]:
     """Join a list of text parts into a string, for the templates of language models."""
     content = message.get("content")

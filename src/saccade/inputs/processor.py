@@ -31,6 +31,7 @@ from saccade.inputs.chat import (
     normalise,
     render,
     with_sources,
+    without_each_medium,
 )
 from saccade.inputs.families import Unknown, family_of, media_spans, without_media
 from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
@@ -177,19 +178,24 @@ class InputProcessor:
         text, literal = self._rendered(template, messages, options, add_generation_prompt)
         if template is None:
             text = self._bare(text_or_messages, literal, slots)
+        elif not self._family.is_known:  # whose placeholders may be unknown
+            for fewer in without_each_medium(messages):
+                if self._rendered(template, fewer, options, add_generation_prompt)[0] == text:
+                    raise self._dropped("The chat template")
         bos = getattr(self.tokenizer, "bos_token", None)
         # the template may write the special tokens itself; those of language models are taken to do so always
         has_special = not self._family.reads_images or (bos is not None and text.startswith(bos))
         add_special_tokens = template is None or not has_special
-        if not self._family.is_known:
-            return self._composite_prompt(text, slots, add_special_tokens, literal)
-        text, media = self._expand(text, slots, options.sampling)
-        if literal is None:
-            ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if self._family.is_known:
+            text, media = self._expand(text, slots, options.sampling)
+            if literal is None:
+                ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+            else:
+                ids = literal.encode(text, add_special_tokens)
+            prompt = Prompt(tuple(ids), tuple(media))
         else:
-            ids = literal.encode(text, add_special_tokens)
-        prompt = Prompt(tuple(ids), tuple(media))
-        media_spans(self.config, prompt)  # raises unless every medium has its tokens
+            prompt = self._composite_prompt(text, slots, add_special_tokens, literal)
+        self._check_media(slots, prompt)
         return prompt
 
     def generation_prompt(self, messages: Sequence[Message], options: MediaOptions) -> str:
@@ -245,10 +251,12 @@ class InputProcessor:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of media that the model takes; both where its family is not known."""
+        """Kinds of media that the model takes."""
         family = self._family
+        if not family.is_known:
+            return tuple(kind for kind in KINDS if getattr(self.composite, f"{kind}_processor", None) is not None)
         taken = {"image": family.reads_images, "video": family.video_defaults is not None}
-        return tuple(kind for kind in KINDS if taken[kind] or not family.is_known)
+        return tuple(kind for kind in KINDS if taken[kind])
 
     def encode(self, text: str, *, text_as_text: bool = False, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a text without chat template and media, which a model continues."""
@@ -286,13 +294,12 @@ class InputProcessor:
         limits = options.limits
         kinds = {slot.kind for slot in slots}
         name = family.name
-        if family.is_known:
-            if slots and not family.reads_images:
-                raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
-            if family.video_defaults is None and "video" in kinds:
-                raise InputError(f"The model {name} takes images but no videos; give single frames as images.")
-            if self.image_processor is None and "image" in kinds:
-                raise ModelError(f"The checkpoint has no image processor; load {name} from a complete checkpoint.")
+        if slots and not family.reads_images:
+            raise InputError(f"The model {name} reads text only; leave out the {slots[0].kind}s or load a VLM.")
+        if "video" in kinds and "video" not in self.kinds:
+            raise InputError(f"The model {name} takes images but no videos; give single frames as images.")
+        if family.is_known and self.image_processor is None and "image" in kinds:
+            raise ModelError(f"The checkpoint has no image processor; load {name} from a complete checkpoint.")
         if len(slots) > limits.media:
             raise InputError(
                 f"The conversation has {len(slots)} images and videos; at most {limits.media} are accepted."
@@ -313,6 +320,28 @@ class InputProcessor:
                 )
             loaded.append(Slot(slot.kind, source))
         return loaded
+
+    def _check_media(self, slots: Sequence[Slot], prompt: Prompt) -> None:
+        """Raise unless every medium that was handed in stands in the prompt."""
+        media_spans(self.config, prompt)  # raises unless every medium of the prompt has its tokens
+        family = self._family
+        for kind in {slot.kind for slot in slots}:
+            given = sum(slot.kind == kind for slot in slots)
+            token = family.visual_ids.get(kind)
+            if family.is_known:
+                standing = sum(source[0].is_of_video == (kind == "video") for source in prompt.sources)
+            elif token is not None:
+                standing = prompt.ids.count(token) if prompt.media else 0
+            else:  # no more can be seen
+                standing = given if prompt.media else 0
+            if standing < given:
+                raise self._dropped("The processor")
+
+    def _dropped(self, what: str) -> InputError:
+        return InputError(
+            f"{what} of {self._family.name} drops an image or a video that was handed in; leave it out, or give it in "
+            "the last message of the user."
+        )
 
     def _controls(self, template: str | None) -> Controls:
         """Control tokens of the tokenizer under a template."""
