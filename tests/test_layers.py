@@ -86,7 +86,7 @@ PARTS = {
     "pocket": (("pocket",), 1_440),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 24_740
+CORE = 24_780
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 50_600, 9_000
 """Most lines of the tests, and of tools and benchmarks together."""
