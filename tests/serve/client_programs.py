@@ -225,7 +225,7 @@ def anthropic_messages(url: str) -> None:
     assert used == [messages.count_tokens(model="pocket", messages=ASKED).input_tokens] * 2
     long = [messages.create(**asked, system="Read everything exactly as it is. " * 9).usage for _ in range(2)]
     assert long[1].cache_read_input_tokens > 0
-    assert long[0].input_tokens == long[1].input_tokens + long[1].cache_read_input_tokens
+    assert len({each.input_tokens + each.cache_read_input_tokens for each in long}) == 1
     word = expected(url).split()[1]
     stopped = messages.create(**asked, stop_sequences=[word])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
