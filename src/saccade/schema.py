@@ -17,7 +17,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples", "required", "x-guidance")
 _APPLIED = {"allOf", "anyOf", "oneOf", "$ref"}
 _NOTES = {"$defs", "definitions", "$schema", "$id", "title", "description", "default", "examples"}
-_SILENT = {"type", "deprecated", "discriminator", *_NOTES}
+SILENT = {"type", "deprecated", "discriminator", *_NOTES}
 """Keywords that name no properties and set no bounds."""
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _INCLUSIVE = ("minimum", "maximum")
@@ -100,7 +100,7 @@ def _is_joined(schema: Mapping[str, Any]) -> bool:
     applied = _APPLIED & schema.keys()
     if not applied:
         return False
-    own = bool(schema.keys() - _SILENT - _APPLIED)
+    own = bool(schema.keys() - SILENT - _APPLIED)
     return own + len(applied - {"allOf"}) + len(schema.get("allOf", ())) > 1
 
 

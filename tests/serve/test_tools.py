@@ -20,6 +20,7 @@ from checkpoints import llama, tokenizer, vlm
 from saccade import VLM, grammar, load
 from saccade.inputs.processor import InputProcessor, MediaOptions
 from saccade.serve.configuration import ModelEntry
+from saccade.serve.refusals import Refusal
 from saccade.serve.replies import ReplyParser
 from saccade.serve.schemas import ChatRequest, Function, Structure, checked, conversation
 from saccade.serve.tools import THOUGHTS, CallPolicy, ReplyFormat, Rules, policy_of, structure_rule
@@ -230,6 +231,39 @@ def test_gemmas_calls_may_have_values_of_several_kinds() -> None:
     for value, right in (("null", True), ('<|"|>a<|"|>', True), ("3", False)):
         call = f"<|tool_call>call:f{{x:{value}}}<tool_call|>"
         assert follows(FAMILIES["gemma"], CallPolicy([function], [function]), call) == right
+
+
+@pytest.mark.parametrize(
+    ("bounds", "right"),
+    [({}, (0, 1, 2, 3)), ({"minItems": 1}, (1, 2, 3)), ({"minItems": 2, "maxItems": 2}, (2,)), ({"maxItems": 0}, (0,))],
+)
+def test_lists_in_gemmas_calls_have_as_many_values_as_the_schema_says(bounds: Any, right: Sequence[int]) -> None:
+    items = {"type": "array", "items": {"type": "integer"}, **bounds}
+    function = Function(name="f", parameters={"type": "object", "properties": {"x": items}})
+    calls = [f"<|tool_call>call:f{{x:[{','.join('7' * count)}]}}<tool_call|>" for count in range(4)]
+    allowed = [follows(FAMILIES["gemma"], CallPolicy([function], [function]), call) for call in calls]
+    assert allowed == [count in right for count in range(4)]
+
+
+@pytest.mark.parametrize("name", ["gemma", "elements", "glm"])
+@pytest.mark.parametrize(
+    ("parameters", "keyword"),
+    [
+        *(
+            (({"properties": {"x": {"type": "string", each: value}}}), each)
+            for each, value in (("pattern", "a+"), ("minLength", 2), ("maxLength", 3), ("format", "date"))
+        ),
+        ({"properties": {"x": {"enum": ["a", "b"], "pattern": "a"}}}, "pattern"),
+        ({"properties": {"x": {"type": "string"}}, "required": ["y"]}, "required"),
+        ({"properties": {"x": {"type": "string"}}, "minProperties": 1}, "minProperties"),
+    ],
+)
+def test_forced_calls_that_are_not_json_refuse_by_name_what_they_would_not_follow(
+    name: str, parameters: Any, keyword: str
+) -> None:
+    function = Function(name="f", parameters={"type": "object", **parameters})
+    with pytest.raises(Refusal, match=f"cannot be forced to follow {keyword} in"):
+        FAMILIES[name].format.grammar(CallPolicy([function], [function]), "", None)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from saccade.grammar import MOST_BLANKS
-from saccade.schema import enforceable
+from saccade.schema import SILENT, enforceable
 from saccade.serve.refusals import Json, invalid
 from saccade.serve.replies import CallText, ReplyParser
 from saccade.serve.schemas import AllowedChoice, Decoding, Function, NamedTool, Prompting, Structure
@@ -91,9 +91,22 @@ def _escaped(text: str) -> str:
     return re.sub(r"[^\w\s]", lambda sign: f"\\x{ord(sign[0]):02X}", text).replace("\n", "\\n")
 
 
+def _only(schema: Json, *keywords: str) -> None:
+    """Refuse a schema with other keywords, which a call that is not written as JSON would not follow."""
+    others = sorted(name for name in schema.keys() - SILENT - {*keywords} if not name.startswith("x-"))
+    if others:
+        raise invalid(
+            f"tools: calls of this model cannot be forced to follow {others[0]} in {json.dumps(dict(schema))[:100]}; "
+            "change the parameter, or leave tool_choice and strict out.",
+            "tools",
+        )
+
+
 def _properties(schema: Json) -> Iterator[tuple[str, Json, bool]]:
     """Name, schema and whether it is required, of the properties of an object."""
     required = schema.get("required", ())
+    is_named = set(required) <= set(schema.get("properties") or ())
+    _only(schema, "properties", "additionalProperties", *(["required"] if is_named else []))
     shared: Json = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for name, each in (schema.get("properties") or {}).items():
         yield name, {**shared, **(each if isinstance(each, Mapping) else {})}, name in required
@@ -118,8 +131,10 @@ def _elements(head: str, key: str, close: str, tail: str) -> Callable[[Rules, Fu
         for name, schema, required in _properties(function.arguments):
             begin = rules.literal(key.replace("NAME", name))
             if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
+                _only(schema, "enum")
                 value = f"({' | '.join(rules.literal(each + end) for each in schema['enum'])})"
             elif schema.get("type") == "string":
+                _only(schema)
                 value = f"{rules.until(close)} {line}"
             else:
                 value = f"{rules.json(schema)} {rules.literal(end)}"
@@ -141,14 +156,20 @@ def _gemma_value(rules: Rules, schema: Json) -> str:
     """A value in Gemma's notation: keys without quotes, strings between tokens of their own."""
     kind, quote = schema.get("type"), rules.literal(QUOTE)
     if schema.get("enum") and all(isinstance(value, str) for value in schema["enum"]):
+        _only(schema, "enum")
         return f"({' | '.join(rules.literal(f'{QUOTE}{value}{QUOTE}') for value in schema['enum'])})"
     if isinstance(schema.get("anyOf"), list):
+        _only(schema, "anyOf")
         return f"({' | '.join(_gemma_value(rules, each) for each in schema['anyOf'])})"
     if kind == "string":
+        _only(schema)
         return f"{quote} {rules.until(QUOTE)}"
     if kind == "array":
+        _only(schema, "items", "minItems", "maxItems")
         item = _gemma_value(rules, schema.get("items") or {"type": "string"})
-        return f'"[" ({item} ("," {item})*)? "]"'
+        fewest, most = schema.get("minItems", 0), schema.get("maxItems")
+        more = f'("," {item}){{{max(fewest - 1, 0)},{"" if most is None else most - 1}}}'
+        return '"[" "]"' if most == 0 else f'"[" ({item} {more}){"" if fewest else "?"} "]"'
     if kind == "object" and schema.get("properties") is not None:
         members = [
             (f"{rules.literal(f'{name}:')} {_gemma_value(rules, each)}", required)
