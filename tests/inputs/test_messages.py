@@ -158,6 +158,14 @@ def test_template_options_reach_the_template() -> None:
         ("qwen2_vl", [{"role": "user", "content": 3}], [], [], "of type int"),
         ("qwen2_vl", user({"type": "audio", "audio": "x"}), [], [], "A message part of type 'audio'"),
         ("qwen2_vl", user({"text": "Hello"}), [], [], "A message part of type None"),
+        (
+            "qwen2_vl",
+            user({"type": "image", "max_pixels": 50176}),
+            [IMAGE],
+            [],
+            "has max_pixels, which would be ignored",
+        ),
+        ("qwen2_vl", user({"type": "image", "fps": 2}), [IMAGE], [], "has fps, which would be ignored"),
     ],
 )
 def test_what_does_not_match_is_refused_with_one_sentence(

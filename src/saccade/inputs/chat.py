@@ -28,6 +28,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may get; others must occur in the template itself."""
 
 
+_SOURCES = ("url", "path", "base64", "data")
+_SAMPLING = ("num_frames", "fps")
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A place for an image or a video in a conversation."""
@@ -146,6 +150,12 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
         return {"type": "text", "text": item["text"]}
     for name in KINDS:
         if kind in (name, f"{name}_url", f"input_{name}"):
+            known = {"type", "detail", *_SOURCES, name, f"{name}_url", *(_SAMPLING if name == "video" else ())}
+            others = sorted(key for key in item.keys() - known if item[key] is not None)
+            if others:
+                raise InputError(
+                    f"A message part of type {kind} has {others[0]}, which would be ignored; leave it out."
+                )
             slots.append(Slot(name, _source(item, name), sampling_of(item) if name == "video" else {}))
             return {"type": name}
     raise InputError(f"A message part of type {kind!r} is not usable; expected text, image, image_url or video.")
@@ -153,12 +163,12 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
 
 def sampling_of(part: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling that a part of type video names itself."""
-    sampling = {name: part.get(name) for name in ("num_frames", "fps")}
+    sampling = {name: part.get(name) for name in _SAMPLING}
     return sampling if any(value is not None for value in sampling.values()) else {}
 
 
 def _source(item: Mapping[str, Any], name: str) -> Any:
-    for key in (name, f"{name}_url", "url", "path", "base64", "data"):
+    for key in (name, f"{name}_url", *_SOURCES):
         value = item.get(key)
         if isinstance(value, Mapping):
             value = value.get("url")
