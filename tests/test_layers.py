@@ -78,7 +78,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_130),
-    "serve": (("serve",), 5_920),
+    "serve": (("serve",), 6_000),
     "training": (("train", "distill"), 4_960),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_480),
