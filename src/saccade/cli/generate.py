@@ -59,10 +59,11 @@ def generate(
     vlm = models.load()
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
     options = {"seed": sampling.get("seed"), **asdict(reading), **decoded}
+    stream = vlm.stream(question, image or [], video or [], **options)  # refuses what it would not answer
     if not as_json:
         screen.note_sampling(sampling, decoded)
     painter = None if as_json else screen.Painter(vlm.processor.tokenizer, screen.out(), marks)
-    output = screen.answer(vlm.stream(question, image or [], video or [], **options), painter)
+    output = screen.answer(stream, painter)
     if as_json:
         configuration = {"target": models.target, **_configuration(vlm, models.drafter), "sampling": sampling}
         print(json.dumps({**configuration, **output.as_dict()}))
