@@ -166,6 +166,14 @@ def test_template_options_reach_the_template() -> None:
             "has max_pixels, which would be ignored",
         ),
         ("qwen2_vl", user({"type": "image", "fps": 2}), [IMAGE], [], "has fps, which would be ignored"),
+        ("qwen2_vl", user({"type": "image", "image": IMAGE, "url": "a.png"}), [], [], "image has url, which would be"),
+        (
+            "qwen2_vl",
+            user({"type": "video_url", "video_url": {"url": "film.mp4", "detail": "low", "fps": 2}}),
+            [],
+            [],
+            "has video_url.fps, which would be ignored",
+        ),
     ],
 )
 def test_what_does_not_match_is_refused_with_one_sentence(

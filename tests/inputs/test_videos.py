@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kits import VIDEO, kit
 from PIL import Image
 from torchvision_free import VIDEO_PROCESSORS
@@ -21,6 +22,7 @@ from media_files import film
 from saccade.errors import InputError, SaccadeWarning
 from saccade.inputs.chat import normalise, with_sources
 from saccade.inputs.families import FAMILIES
+from saccade.inputs.families.family import normalise as normalise_frames
 from saccade.inputs.families.idefics import number_words
 from saccade.inputs.media import LOCAL, SERVER, MediaLimits, Video, load_video
 from saccade.inputs.media.decoder import Decoder
@@ -221,6 +223,20 @@ def test_frames_have_their_own_times() -> None:
     assert seconds["second_per_grid_ts"].tolist() == [1.0]
 
 
+def test_frames_that_cannot_be_written_are_taken_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = np.stack(FRAMES)
+    frames.flags.writeable = False
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pixels = normalise_frames(load_video(Video(frames, fps=2)).frames, settings)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(pixels, normalise_frames(np.stack(FRAMES), settings))
+
+
 def test_an_assumed_rate_is_said() -> None:
     for name, options in (("qwen3_vl", MediaOptions()), ("internvl", MediaOptions(fps=2))):
         with pytest.warns(SaccadeWarning, match="24 a second are assumed; give saccade.inputs.media.Video"):
@@ -241,11 +257,14 @@ def test_an_assumed_rate_is_said() -> None:
         ({"times": [1, 0]}, "in order"),
         ({"times": [0, float("nan")]}, "in order"),
         ({"times": [0, 4], "duration": 3}, "duration is 3 s; its last frame comes at 4 s"),
+        ({"frames": FRAMES[:3], "times": [0, float("nan"), 1]}, "in order"),
+        ({"frames": "film.mp4", "fps": 2}, "frames of a Video are of type str; give a list of pictures"),
+        ({"frames": torch.zeros(2, 8, 8, 3), "fps": 2}, "frames of a Video are of type Tensor"),
     ],
 )
 def test_times_that_fit_no_frames_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=r"^[A-Z][^\n]*\.$") as error:
-        Video(FRAMES[:2], **given)
+        Video(**{"frames": FRAMES[:2], **given})
     assert says in str(error.value)
 
 

@@ -25,6 +25,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "content is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "must be text, image_url or video_url"),
     ({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+    (
+        {"messages": [{"role": "user", "content": [{**PLAYLIST, "max_pixels": 9}]}]},
+        "A message part of type video_url has max_pixels, which would be ignored; leave it out.",
+    ),
     ({"messages": asks("x", "/etc/passwd")}, "path"),
     ({"messages": asks("x", "file:///etc/passwd")}, "address"),
     ({"messages": asks("x", "http://127.0.0.1/x.png")}, "address|network|domain"),

@@ -30,6 +30,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _SOURCES = ("url", "path", "base64", "data")
 _SAMPLING = ("num_frames", "fps")
+_NO_MATTER = ("detail", "cache_control")  # for other servers; no answer here depends on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +151,24 @@ def _item(item: Any, slots: list[Slot]) -> dict[str, Any]:
         return {"type": "text", "text": item["text"]}
     for name in KINDS:
         if kind in (name, f"{name}_url", f"input_{name}"):
-            known = {"type", "detail", *_SOURCES, name, f"{name}_url", *(_SAMPLING if name == "video" else ())}
-            others = sorted(key for key in item.keys() - known if item[key] is not None)
-            if others:
-                raise InputError(
-                    f"A message part of type {kind} has {others[0]}, which would be ignored; leave it out."
-                )
+            check_fields(item, name)
             slots.append(Slot(name, _source(item, name), sampling_of(item) if name == "video" else {}))
             return {"type": name}
     raise InputError(f"A message part of type {kind!r} is not usable; expected text, image, image_url or video.")
+
+
+def check_fields(part: Mapping[str, Any], name: str) -> None:
+    """Refuse fields of a part with an image or a video that would be ignored, a second source among them."""
+    sources = [key for key in (name, f"{name}_url", *_SOURCES) if part.get(key) is not None]
+    known = {"type", *_NO_MATTER, *sources[:1], *(_SAMPLING if name == "video" else ())}
+    others = [key for key in part if key not in known and part[key] is not None]
+    if sources and isinstance(part[sources[0]], Mapping):
+        inner = part[sources[0]]
+        others += [f"{sources[0]}.{key}" for key in inner if key not in ("url", *_NO_MATTER) and inner[key] is not None]
+    if others:
+        raise InputError(
+            f"A message part of type {part['type']} has {min(others)}, which would be ignored; leave it out."
+        )
 
 
 def sampling_of(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from saccade.inputs.chat import sampling_of
+from saccade.inputs.chat import check_fields, sampling_of
 from saccade.serve.refusals import Json, Refusal, invalid
 
 MOST_STOPS = 16
@@ -506,6 +506,7 @@ def _part(part: Any, where: str) -> Json:
         return {"type": "text", "text": text}
     for medium, kinds in MEDIA.items():
         if isinstance(kind, str) and kind in kinds:
+            check_fields(part, medium)
             source = part.get(f"{medium}_url")
             url = source.get("url") if isinstance(source, Mapping) else source
             if not isinstance(url, str) or not url:

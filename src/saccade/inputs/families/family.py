@@ -365,7 +365,7 @@ def resize_frames(frames: Frames, height: int, width: int, settings: Mapping[str
 
 def normalise(frames: Frames, settings: Mapping[str, Any]) -> Tensor:
     """``[T, H, W, 3]`` uint8 to ``[T, 3, H, W]`` float32."""
-    pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).to(torch.float32)
+    pixels = torch.from_numpy(np.require(frames, requirements=["C", "W"])).permute(0, 3, 1, 2).to(torch.float32)
     if settings.get("do_rescale", True):
         pixels = pixels * float(settings.get("rescale_factor", 1 / 255))
     if settings.get("do_normalize", True):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,11 @@ class Video:
     def __post_init__(self) -> None:
         if isinstance(self.frames, np.ndarray):
             object.__setattr__(self, "frames", _array_frames(self.frames))
+        elif not isinstance(self.frames, (list, tuple)):
+            raise InputError(
+                f"The frames of a Video are of type {type(self.frames).__name__}; give a list of pictures or a NumPy "
+                "array [T, H, W, 3]."
+            )
         elif not self.frames:
             raise InputError("The list of video frames is empty; give at least one frame.")
         total, times = len(self.frames), tuple(map(float, self.times))
@@ -63,7 +69,7 @@ class Video:
             if not 0 < self.fps < math.inf:
                 raise InputError(f"The Video's fps is {self.fps}; give a number above 0.")
             times = tuple(n / self.fps for n in range(total))
-        if len(times) != total or list(times) != sorted(times) or not 0 <= times[0] <= times[-1] < math.inf:
+        if len(times) != total or not all(a <= b for a, b in pairwise((0, *times))) or times[-1] == math.inf:
             raise InputError(f"The Video has {total} frames; give as many times, in seconds from 0 on and in order.")
         last = times[-1] - times[-2] if total > 1 else 1 / ASSUMED_FPS
         duration = self.duration or (total / self.fps if self.fps else times[-1] + last)
@@ -128,7 +134,7 @@ def _array_frames(array: np.ndarray[Any, Any]) -> Frames:
             f"A video array of shape {array.shape} is not usable; expected [T, H, W, 3], channels last, T at least 1."
         )
     array = to_uint8(array, "video")
-    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:3], 3)))
+    return array if array.shape[3] == 3 else np.repeat(array, 3, axis=3)
 
 
 def _list_frames(source: Sequence[Any], limits: MediaLimits) -> Frames:
