@@ -174,12 +174,12 @@ def test_what_is_not_clear_is_refused(method: str, name: str | None, kinds: dict
 
 
 def test_what_is_wrong_with_heads_is_found_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
     hivis = saved("hivis", "hivis")
+    monkeypatch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were read"))
     for options, error, message in (
         ({"heads": [hivis, hivis]}, MethodError, "Two heads are named 'hivis'; give one of them another name"),
         ({"drafter": hivis, "heads": [hivis]}, MethodError, "Two heads are named 'hivis'"),
-        ({"heads": [ready("llama")]}, ModelError, "not the config.json of a drafter head"),
+        ({"heads": [ready("llama")]}, ModelError, "is not that of a drafter head"),
         ({"heads": ["nowhere"]}, ModelError, "There is no folder nowhere"),
         ({"heads": [hivis], "head": "x"}, MethodError, "No head is named 'x'"),
         ({"drafter": hivis, "method": "plain"}, MethodError, "Method plain takes no drafter"),

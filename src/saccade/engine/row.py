@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from saccade.engine.costs import Trials
-from saccade.engine.ends import behind, ends_of, settle
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
 from saccade.output import FinishReason, Mark, Output, Stats, TicketChunk, Times
@@ -117,7 +116,7 @@ def plan(
         processors = [of_row(p, index, len(prompts)) for p in logits_processor]
         criteria = [criterion_of_row(c, index, len(prompts)) for c in stopping_criteria]
         allowed = prefix_allowed_tokens_fn and _allowed_in(prefix_allowed_tokens_fn, index)
-        settle(config, ends, processors)
+        _settle(config, ends, processors)
         with _RESOLVING, _refusals():
             rows.append(_row_plan(target, config, prompt, processors, allowed, criteria, tokenizer))
     return rows
@@ -225,7 +224,7 @@ def _row_plan(
         max_new_tokens=config.max_new_tokens,
         eos=frozenset(config.eos_token_id or ()),
         processors=tuple(resolved),
-        criteria=tuple(behind(config.min_length or 0, c) for c in others),
+        criteria=tuple(_behind(config.min_length or 0, c) for c in others),
         do_sample=bool(config.do_sample),
     )
 
@@ -383,3 +382,45 @@ class Row:
             lossless=lossless,
             stats=self.stats,
         )
+
+
+def ends_of(model: Any, tokenizer: Any, requested: Any = None) -> frozenset[int]:
+    """Ids that end an answer: those requested, else the generation configuration's and the special ones of others.
+
+    Transformers' `generate` ends at the generation configuration's alone. A model's configuration and its tokenizer may
+    name more. The configuration's class may as well, by a default that is a word in a checkpoint's own vocabulary.
+    """
+    if requested is not None:
+        return _ids(requested)
+    ends = _ids(model.generation_config.eos_token_id)
+    if tokenizer is None:
+        return ends
+    for part in (model.config, model.config.get_text_config(decoder=True), tokenizer):
+        for end in _ids(getattr(part, "eos_token_id", None)):
+            if tokenizer.decode([end]) != tokenizer.decode([end], skip_special_tokens=True):
+                ends |= {end}
+    return ends
+
+
+def _settle(config: Any, ends: frozenset[int], processors: Iterable[Any]) -> None:
+    """Give a row's generation configuration its ends, or those of its grammar, which nothing else ends.
+
+    The table of what happens where ends meet is in docs/serve.md.
+    """
+    own = frozenset[int]()
+    for processor in processors:
+        if hasattr(processor, "ends"):  # a grammar's
+            own |= processor.ends
+            config.stop_strings = None
+    config.eos_token_id = sorted(own or ends) or None
+
+
+def _behind(minimum: int, criterion: Any) -> Any:
+    """A criterion, which ends nothing up to a number of ids if it is one of stop strings."""
+    if not isinstance(criterion, StopStringCriteria):
+        return criterion
+    return lambda ids, scores: ids.shape[1] > minimum and criterion(ids, scores)
+
+
+def _ids(value: Any) -> frozenset[int]:
+    return frozenset(() if value is None else torch.as_tensor(value).flatten().tolist())

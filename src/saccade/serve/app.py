@@ -95,7 +95,7 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         try:
             return await prepared(request, read, work)
         except Refusal as refusal:
-            raise refusal.renamed(exchange.names) from refusal
+            raise refusal.renamed(exchange.names) from None
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, _: Beta = True) -> Response:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from saccade.engine.ends import ends_of
-from saccade.engine.row import RowPlan
+from saccade.engine.row import RowPlan, ends_of
 from saccade.engine.row import plan as plan_rows
 from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.families.family import Prompt

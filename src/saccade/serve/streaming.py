@@ -106,7 +106,7 @@ class Exchange(Response):
                     watching.cancel()
                     service.owner.cancel(self._jobs)
         except Refusal as refusal:
-            raise refusal.renamed(self.names) from refusal
+            raise refusal.renamed(self.names) from None  # an error that is its own cause is never freed
         finally:
             scope["saccade.tokens"] = self._tokens
             self._close()

@@ -76,9 +76,11 @@ def test_rows_have_the_tokens_that_they_have_alone(kind: str, drawn: bool) -> No
 
 
 def differs(under: Any) -> bool:
-    rows = together(under, random.Random(1), True)
+    """Whether any of some schedules has tokens that rows do not have alone; heads are rarely right by chance."""
     return any(
-        row.output != alone(under, number, sampled)[: len(row.output)] for number, (row, sampled) in rows.items()
+        row.output != alone(under, number, sampled)[: len(row.output)]
+        for seed in range(1, 9)
+        for number, (row, sampled) in together(under, random.Random(seed), True).items()
     )
 
 
