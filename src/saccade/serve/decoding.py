@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,6 +163,53 @@ class LogprobRecorder:
         return logged
 
 
+class _Region(NamedTuple):
+    """Part of an answer that a node of a draft tree is in."""
+
+    ids: tuple[int, ...] = ()  # its last ones
+    length: int = -1  # tokens of the thought; -1 outside
+    begins: bool = False  # whether a thought can begin here
+
+
+class ThoughtBudget:
+    """A `StatefulProcessor` that writes the closing mark of a thought once it has had a number of tokens.
+
+    Thoughts begin where `ReplyParser` finds them: first in an answer, or behind a call. The mark waits for a processor
+    before this one that does not allow it yet, as a grammar within a character.
+    """
+
+    def __init__(self, replies: ReplyFormat, budget: int, begun: str, hidden: frozenset[int]) -> None:
+        begin, end = replies.thought or ("", "")
+        self._tokenizer, self._budget, self._hidden = replies.tokenizer, budget, hidden
+        self._begin, self._end, self._call = begin.strip(), end.strip(), replies.syntax.end.strip()
+        self._mark = tuple(self._tokenizer.encode(self._end, add_special_tokens=False))
+        self._span = max(map(len, (self._begin, self._end, self._call)))  # tokens that can be part of a mark
+        self._first = _Region(length=0) if replies.opened(begun) else _Region(begins=True)
+
+    def start(self, prompt: Sequence[int]) -> _Region:
+        return self._first
+
+    def advance(self, state: _Region, token: int) -> _Region:
+        ids = state.ids if token in self._hidden else (*state.ids, token)[-self._span :]
+        text = self._tokenizer.decode(ids).strip()
+        if state.length >= 0:
+            return _Region() if self._end in text else _Region(ids, state.length + 1)
+        if state.begins and text.startswith(self._begin):
+            return _Region(length=0)
+        if (state.begins and not text) or (self._call and self._call in text):
+            return _Region(begins=True)
+        return _Region(ids, begins=state.begins and self._begin.startswith(text))
+
+    def scores(self, state: _Region, scores: Tensor) -> Tensor:
+        if state.length < self._budget:
+            return scores
+        ids, mark = state.ids, self._mark
+        written = next(n for n in range(len(mark) - 1, -1, -1) if ids[len(ids) - n :] == mark[:n])
+        only = torch.full_like(scores, float("-inf"))
+        only[mark[written]] = scores[mark[written]]
+        return only if only.max().isfinite() else scores
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     plan: RowPlan
@@ -213,6 +260,14 @@ class Planner:
         grammar = self._grammar(body, begun)
         if grammar is not None:
             processors.append(grammar)
+        if isinstance(body, ChatRequest) and body.thinking_token_budget >= 0:
+            if self.replies.thought is None:
+                raise invalid(
+                    "thinking_token_budget: this model writes no thoughts, or its marks are unknown; leave it out.",
+                    "thinking_token_budget",
+                )
+            hidden = self.parser(body, begun)[1]
+            processors.append(ThoughtBudget(self.replies, body.thinking_token_budget, begun, hidden))
         if ends or body.ignore_eos:
             known = () if body.ignore_eos else ends_of(self._vlm.target.model, self._tokenizer)
             options["eos_token_id"] = sorted(ends.union(known))

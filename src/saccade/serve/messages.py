@@ -22,6 +22,7 @@ IN_CHAT = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "function.parameters": "input_schema",
     "function.name": "name",
@@ -126,6 +127,7 @@ def chat_request(asked: MessagePrompt, replies: ReplyFormat) -> ChatRequest:
         "continue_final_message": messages[-1]["role"] == "assistant",
         "chat_template_kwargs": variables,
         "reasoning_effort": asked.output_config.effort,
+        "thinking_token_budget": asked.thinking and asked.thinking.budget_tokens,
         "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.schema_}},
         "tools": [_tool(tool) for tool in asked.tools],
         "tool_choice": choice and _choice(choice),
@@ -151,12 +153,6 @@ def _thinking(asked: MessagePrompt, replies: ReplyFormat) -> Json:
         raise invalid("thinking: this model writes no thoughts; leave it out, or say disabled.", "thinking")
     if thinking.type == "disabled" and replies.thinks and replies.switch is None:
         raise invalid("thinking: this model always thinks, by its chat template; leave it out.", "thinking")
-    most = asked.max_tokens if isinstance(asked, MessageRequest) else 0
-    if thinking.budget_tokens is not None and thinking.budget_tokens + 1 < most:
-        raise invalid(
-            "thinking.budget_tokens: thoughts end by themselves here, or with max_tokens; give max_tokens - 1.",
-            "thinking.budget_tokens",
-        )
     if replies.switch is None:
         return {}
     return {replies.switch: thinking.type != "disabled"}

@@ -192,6 +192,7 @@ class ChatRequest(Decoding, Prompting):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] = -1  # of each thought; -1: no limit
 
     @property
     def num_logprobs(self) -> int | None:

@@ -355,7 +355,11 @@ class ReplyFormat:
         found = next((each for each in SYNTAXES if reads and all(mark in template for mark in each.marks)), None)
         self.syntax = found or HERMES
         self.reads_tools = reads and (found is not None or self._own is not None)
-        self.thought = next((pair for pair in THOUGHTS if pair[1] in template), None)
+        fields = self._own.get("fields", {}) if isinstance(self._own, dict) else {}
+        others = [field for name, field in fields.items() if name not in ("content", "tool_calls")]
+        marks = [(field.get("open"), field.get("close")) for field in others]
+        own = next((pair for pair in marks if all(isinstance(mark, str) for mark in pair)), None)
+        self.thought = next((pair for pair in THOUGHTS if pair[1] in template), own)
         self.thinks = self.thought is not None or '"reasoning' in json.dumps(self._own)
         self.switch = next((name for name in SWITCHES if re.search(rf"\b{name}\b", template)), None)
 
@@ -391,7 +395,7 @@ class ReplyFormat:
         """Whether answers without calls are text alone."""
         return self.thought is None and not isinstance(self._own, dict)
 
-    def _opened(self, begun: str) -> str:
+    def opened(self, begun: str) -> str:
         """The begin of the reasoning, where the begun answer ends in it."""
         if self.thought is None:
             return ""
@@ -408,7 +412,7 @@ class ReplyFormat:
         if self.thought is not None and thinks:
             begin, end = self.thought
             rest = rf"{rules.until(end)} /\s*/"
-            thought = f"{rest} " if self._opened(begun) else f"({rules.literal(begin)} {rest})? "
+            thought = f"{rest} " if self.opened(begun) else f"({rules.literal(begin)} {rest})? "
         if not policy.functions:
             return rules.start(thought + (form(rules) if form else rules.rule(ANY)))
         begin, rest = self.syntax.calls(rules, policy.forced or policy.functions, policy.parallel)
@@ -438,7 +442,7 @@ class ReplyFormat:
             return None
         whole = {"start_anchor_pattern": "^", "fields": regions}
         form = CallText(self.syntax.begin + self.syntax.named, self.syntax.end, self.syntax.head)
-        return ReplyParser(whole, self._opened(begun), policy.as_templates_take_them, policy.parallel, form)
+        return ReplyParser(whole, self.opened(begun), policy.as_templates_take_them, policy.parallel, form)
 
 
 INSTRUCTIONS = """\
