@@ -19,6 +19,12 @@ _APPLIED = {"allOf", "anyOf", "oneOf", "$ref"}
 _NOTES = {"$defs", "definitions", "$schema", "$id", "title", "description", "default", "examples"}
 SILENT = {"type", "deprecated", "discriminator", *_NOTES}
 """Keywords that name no properties and set no bounds."""
+_VACUOUS: dict[str, tuple[Any, ...]] = {
+    "propertyNames": ({}, True, {"type": "string"}),
+    "uniqueItems": (False,),
+    "format": ("binary", "password", "path", "file-path", "directory-path"),
+}
+"""Keywords that llguidance refuses -> their values that any value satisfies, as zod and Pydantic write them."""
 _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 _INCLUSIVE = ("minimum", "maximum")
 
@@ -35,6 +41,9 @@ def enforceable(schema: str | Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"The schema is no JSON ({first_line(problem)}); correct it.") from problem
     if not isinstance(copy, dict):
         raise InputError("A schema must be a JSON object, such as one with a type; wrap it in one.")
+    for each in list(_subschemas(copy)):
+        for name in [name for name, values in _VACUOUS.items() if name in each and each[name] in values]:
+            del each[name]
     check_enforced(copy)
     every = list(_subschemas(copy))
     if not any(map(_is_joined, every)):

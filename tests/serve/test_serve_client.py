@@ -226,6 +226,8 @@ def test_models_are_listed_with_their_context_and_methods(shared: Live) -> None:
     assert found["tiny"].saccade["lossy"]
     assert not {"off", "chain", "plain", "short"} & set(found["tiny"].saccade["lossy"])
     assert client.models.retrieve("words").id == "words"
+    for path in ("models", "models/words"):  # as Anthropic's package asks for them
+        assert shared.call("GET", f"/v1/{path}?beta=true")[0] == 200
 
 
 def test_exact_is_granted_by_models_that_have_it(shared: Live) -> None:

@@ -136,6 +136,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_the_stream_begins(
         {"something_new": None, "prompt_cache_key": "a", "verbosity": "medium", "priority": 0},
         {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"messages": [{**asks("Hello")[0], "refusal": None, "annotations": [], "provider_data": {}}]},
+        {"messages": [*asks("Hello"), {"role": "assistant", "content": None}, *asks("Hello")]},
     ],
 )
 def test_fields_that_change_nothing_are_ignored(shared: Live, change: dict[str, Any]) -> None:

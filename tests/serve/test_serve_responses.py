@@ -254,6 +254,8 @@ def test_responses_belong_to_the_key_that_made_them(keys: str) -> None:
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among the tools"),
         ({"input": [*shown("x"), {"role": "user", "content": [{"type": "input_image"}]}]}, None, "input[1].content[0]"),
         ({"input": shown("x", "/etc/passwd")}, None, "path"),
+        ({"include": ["x"]}, "include.0", "should be 'message.output_text.logprobs' or"),
+        ({"input": [{"role": "assistant"}]}, "input[0].content", "content is missing"),
         ({"max_output_tokens": 5000}, "input", "or lower max_output_tokens."),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is wrong"),
         ({"max_output_token": 4}, "max_output_token", "max_output_tokens may be meant"),
@@ -291,6 +293,7 @@ def test_fields_that_change_nothing_are_ignored(shared: Live) -> None:
     change = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
     change |= {"include": ["reasoning.encrypted_content"]}
     change |= {"truncation": "auto", "service_tier": "auto", "prompt_cache_key": "a", "reasoning": {"summary": "auto"}}
+    change |= {"client_metadata": {"a": "b"}}
     change |= {"background": False, "conversation": None, "text": {"verbosity": "medium"}, "safety_identifier": "b"}
     status, answer = shared.post({**HELLO, **change}, PATH)
     assert (status, answer["truncation"]) == (200, "disabled")

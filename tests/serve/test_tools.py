@@ -356,6 +356,13 @@ def test_a_call_that_is_cut_has_valid_arguments_or_is_text_as_a_whole(name: str)
         assert json.loads(read(family.format.parser(POLICY, ""), list(cut), "stop")[2][0][1]) == {"place": 'Köln "am '}
 
 
+def test_a_call_of_a_function_without_a_name_is_text() -> None:
+    written = '<tool_call>\n{"name": "", "arguments": {"place": "a"}}\n</tool_call>'
+    for pieces in cuts(written):
+        content, _, calls = read(FAMILIES["hermes"].format.parser(POLICY, ""), pieces)
+        assert (content.split(), calls) == (written.split(), [])
+
+
 @pytest.mark.parametrize("arguments", ["{'place': 3}", "{\"place\": 3, 'days': True}", '{"place": tru}', "[3]", '"no"'])
 def test_arguments_that_are_no_json_are_in_the_content_too(arguments: str) -> None:
     written = f'{{"name": "weather", "arguments": {arguments}}}'

@@ -115,6 +115,9 @@ FOLLOWED: dict[str, dict[str, Any]] = {
     "several types": {"type": ["integer", "null"], "minimum": 2, "maximum": 5},
     "keywords of other types": {"type": "boolean", "minimum": 3, "pattern": "a"},
     "keywords that nobody knows": {**INT, "x-order": 1, "deprecated": True, "nullable": True},
+    "records as zod has them": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": INT},
+    "a list that is no set": {"type": "array", "items": INT, "uniqueItems": False},
+    "formats of any text": objects({name: {**TEXT, "format": name} for name in ("binary", "password", "path")}),
     **{f"format {name}": {"type": "string", "format": name} for name in ("date", "time", "ipv4", "uuid", "duration")},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

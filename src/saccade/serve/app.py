@@ -149,13 +149,13 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
         return JSONResponse({"version": metadata.version("saccade")})
 
     @app.get("/v1/models")
-    async def models(request: Request, limit: Limit = 1000, after_id: str = "") -> Response:
+    async def models(request: Request, limit: Limit = 1000, after_id: str = "", _: Beta = True) -> Response:
         service.gate.client(request.scope)
         found = [_about(model, config.limits) for model in service.models.values()]
         return JSONResponse(page(found, limit, after_id))
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str, request: Request) -> Response:
+    async def model(name: str, request: Request, _: Beta = True) -> Response:
         service.gate.client(request.scope)
         return JSONResponse(_about(service.model(name), config.limits))
 

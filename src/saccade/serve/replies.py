@@ -208,8 +208,9 @@ def _whole(value: Any) -> Iterator[tuple[str, str]]:
             continue
         function = call.get("function", call)
         arguments = _parsed(function.get("arguments", function.get("parameters")))
-        if isinstance(function.get("name"), str) and isinstance(arguments, dict | None):
-            yield function["name"], json.dumps(arguments or {})
+        name = function.get("name")
+        if name and isinstance(name, str) and isinstance(arguments, dict | None):
+            yield name, json.dumps(arguments or {})
 
 
 def _parsed(value: Any) -> Any:

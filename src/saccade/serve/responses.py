@@ -80,6 +80,7 @@ IN_CHAT = {
     "response_format": "text.format",
     "function.name": "name",
     **{f"allowed_tools.{name}": name for name in ("mode", "tools")},
+    LOGPROBS: LOGPROBS,  # whose last word is no field
     **dict.fromkeys(("logprobs: true", "logprobs"), f"{LOGPROBS} in include"),
 }
 """Fields of chat requests -> where this API has them."""
@@ -156,7 +157,7 @@ def messages_of(given: str | Sequence[Json]) -> list[Json]:
 def _message_of(item: Json, where: str) -> Json:
     kind = item.get("type", "message")
     if kind == "message":
-        return {"role": item.get("role"), "content": item.get("content")}
+        return {name: item[name] for name in ("role", "content") if name in item}
     if kind == "function_call":
         function = {name: _text(item, name, where) for name in ("name", "arguments")}
         call = {"id": _text(item, "call_id", where), "type": "function", "function": function}

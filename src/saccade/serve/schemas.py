@@ -245,7 +245,8 @@ class DetokenizeRequest(Part):
 
 IDLE: dict[str, Sequence[Any] | None] = {
     **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prediction")),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id")),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")),
+    **dict.fromkeys(("request_id", "client_metadata")),
     **dict.fromkeys(("functions", "bad_words", "allowed_token_ids", "logits_processors"), ([],)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids", "background"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
@@ -470,6 +471,8 @@ def template_message(message: Json, where: str) -> Json:
     if message.get("tool_calls"):
         made["tool_calls"] = _calls(message["tool_calls"], where)
         content = content or ""
+    if role == "assistant" and "content" in message:
+        content = content or ""  # of an answer that is a thought alone, for one
     if content is None:
         raise invalid(f"{where}.content is missing; give text, or a list of parts.", f"{where}.content")
     if isinstance(content, str):
