@@ -6,12 +6,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 
 from checkpoints import picture, saved_picture, says, text, vlm
 from saccade import VLM, InputError, MethodError, load
+from saccade.inputs.media import Video
 from saccade.processors import stateless
 
 PAIRS = [("llava", "llava-draft"), ("llava", "llava-small-images"), ("llava", "llama"), ("qwen", "qwen-draft")]
@@ -60,6 +62,21 @@ def test_a_batch_of_mixed_questions_equals_single_ones(target: str, drafter: str
     assert [o.tokens for o in outputs] == [
         reference(target, question, of) for question, of in zip(questions, images, strict=True)
     ]
+
+
+def test_the_answer_to_a_film_that_lasts_longer_than_its_question_is_generates_in_every_turn() -> None:
+    model = vlm("qwen", "qwen-draft")
+    film = Video([np.asarray(picture(n)) for n in range(8)], times=[0, 1, 2, 3, 10, 11, 30, 31])
+    prompt = model.processor.prompt("What happens?", videos=[film])
+    ids = torch.tensor([prompt.ids])
+    types = 2 * (ids == model.target.config.video_token_id)
+    made = model.target.model.generate(ids, mm_token_type_ids=types, max_new_tokens=16, **prompt.media[0].tensors)
+    for other in (model.using("plain"), model, model.using("dynamic-tree")):
+        chat = other.chat()
+        first = chat.send("What happens?", videos=[film], max_new_tokens=16)
+        assert first.tokens == made[0, ids.shape[1] :].tolist()
+        again = chat.send("And then?", max_new_tokens=16)
+        assert again.tokens == reference("qwen", chat.messages[:-1], max_new_tokens=16)
 
 
 def test_a_batch_of_one_is_a_list_of_one() -> None:

@@ -159,7 +159,7 @@ def append_tree(context: Context, chunk: TokenBlock, length: int, tree: DraftTre
     before = torch.arange(count, device=device) if chunk.depth is None else chunk.depth[0]
     assert chunk.positions is not None
     root = chunk.positions[..., -1:]  # [3 or 1, 1, 1]
-    below = target.traits.limits.clamp_positions(root[0] + depth, [length], None)
+    below = target.traits.limits.clamp_positions(root.amax(0) + depth, [length], None)
     embeddings = chunk.embeddings
     if embeddings is not None:
         embeddings = torch.cat([embeddings, target.embed(tokens)[None].to(embeddings)], 1)

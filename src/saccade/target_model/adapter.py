@@ -257,8 +257,9 @@ class Target:
         if "video_second_per_grid" in inputs:  # the forward's name of it (Qwen-Omni)
             inputs["second_per_grids"] = inputs["video_second_per_grid"]
         names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
-        positions, delta = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
-        offset = delta.flatten()[0]
+        positions, _ = self._rope_index(ids, **{name: inputs[name].to(ids.device) for name in names})
+        # as `generate` goes on; the model's own delta is behind the last frame, which may come after the text's end
+        offset = positions[:, 0, -1].max() + 1 - ids.shape[1]
         if offset != offset.round():
             raise InputError(
                 "After this video the model counts positions in fractions; sample it so that its frames are a whole "
