@@ -18,6 +18,7 @@ from openai import OpenAI
 
 from checkpoints import llama, tokenizer, vlm
 from saccade import VLM, grammar, load
+from saccade.grammar import MOST_BLANKS
 from saccade.inputs.processor import InputProcessor, MediaOptions
 from saccade.serve.configuration import ModelEntry
 from saccade.serve.refusals import Refusal
@@ -412,7 +413,10 @@ def test_reasoning_is_divided_from_the_answer(opened: bool) -> None:
     assert read(reply.parser(CallPolicy(), closed), ["It is."]) == ("It is.", "", [])
     rules = reply.grammar(CallPolicy(), begun, lambda rules: structure_rule(Structure("choice", ["yes", "no"]), rules))
     constraint = grammar.lark(rules, tok, len(tok))
-    for answer, right in (("Hm.</think>\n\nyes", opened), ("<think>Hm.</think>no", not opened), ("maybe", False)):
+    begin, many, more = "" if opened else "<think>", " " * MOST_BLANKS, " " * (MOST_BLANKS + 1)
+    blanks = ((f"{begin}Hm.</think>{many}no", True), (f"{begin}Hm.</think>{more}no", False))  # never without end
+    answers = (("Hm.</think>\n\nyes", opened), ("<think>Hm.</think>no", not opened), ("maybe", False), *blanks)
+    for answer, right in answers:
         matcher = constraint.matcher()
         ids = tok.encode(answer, add_special_tokens=False)
         assert (all(constraint.accept(matcher, token) for token in ids) and matcher.is_accepting()) == right

@@ -411,7 +411,7 @@ class ReplyFormat:
         thought = ""
         if self.thought is not None and thinks:
             begin, end = self.thought
-            rest = rf"{rules.until(end)} /\s*/"
+            rest = rf"{rules.until(end)} /\s{{0,{MOST_BLANKS}}}/"
             thought = f"{rest} " if self.opened(begun) else f"({rules.literal(begin)} {rest})? "
         if not policy.functions:
             return rules.start(thought + (form(rules) if form else rules.rule(ANY)))
