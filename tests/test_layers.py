@@ -78,7 +78,7 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_130),
-    "serve": (("serve",), 6_000),
+    "serve": (("serve",), 6_040),
     "training": (("train", "distill"), 4_960),
     "measuring": (("bench", "theory", "memory_plan"), 3_812),
     "jobs": (("jobs", "data", "ray_cluster"), 2_480),
@@ -88,7 +88,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 24_780
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 50_600, 9_000
+TESTS, TOOLS = 51_200, 9_000
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -23,6 +23,7 @@ from saccade.serve.refusals import Json
 CLOSING = {"{": "}", "[": "]"}
 END, MASK = "\ufdd0", "\ufdd1"  # noncharacters: behind a text, and in place of marks in strings of calls
 _CONTROL = re.compile(r"[\x00-\x1f]")
+_PLAIN = re.compile(r'(?:[^"\\]|\\["\\/bfnrt])*')  # of a string of JSON, whatever is before it
 
 
 @dataclass
@@ -282,8 +283,12 @@ class _Call:
         self._text += part
         if not self._name or self._has_ended or not part:
             return
+        goes_on = inside and self.is_whole and _PLAIN.fullmatch(part)  # as closable as what is before it
         self._arguments += _CONTROL.sub(_escaped, part) if inside else part
-        self._see()
+        if goes_on:
+            self.given = len(self._arguments)
+        else:
+            self._see()
 
     def _turn(self, sign: str, inside: bool) -> None:
         """Open or close a bracket or a string."""

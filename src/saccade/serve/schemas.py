@@ -251,7 +251,9 @@ IDLE: dict[str, Sequence[Any] | None] = {
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids", "background"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
     **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), (True,)),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning", "detokenize"), (True,)
+    ),
     **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
