@@ -1,4 +1,4 @@
-"""Which weights of a run were last in order, so that nothing is written or advised behind a ruinous update."""
+"""Health of a run: weights after every update, and the last checkpoint in order."""
 
 from __future__ import annotations
 
