@@ -88,7 +88,7 @@ PARTS = {
 """Parts around the core: their packages, and the most lines that these have together."""
 CORE = 24_771
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 50_604, 8_496
+TESTS, TOOLS = 50_605, 8_496
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 10.9
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -195,7 +195,7 @@ def _odd(values: dict[str, Any]) -> list[str]:
     if values.get("peft_type") != "LORA":
         return [f"the type {values.get('peft_type')}"]
     usual = LoraConfig().to_dict()
-    odd = [name for name in values if name not in KNOWN and values[name] and values[name] != usual.get(name)]
+    odd = [name for name, value in values.items() if name not in KNOWN and (value or None) != (usual.get(name) or None)]
     initial = values.get("init_lora_weights", True)
     return odd if initial in INITIAL else [f"init_lora_weights={initial}"]
 

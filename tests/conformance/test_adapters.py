@@ -83,7 +83,8 @@ def test_a_field_of_peft_that_is_not_known_is_refused_unless_it_has_its_default(
     adapted(Target(FAMILIES["llama"].model()), {"lora": with_settings(folder, of_a_later_version=None)})
     if field in KNOWN:
         return
-    for value in (True, 7, ["lm_head"], {"r": 1}):
+    off = [False] if LoraConfig().to_dict().get(field) else []  # what is on by default, switched off
+    for value in (True, 7, ["lm_head"], {"r": 1}, *off):
         with pytest.raises(ModelError, match=f"The adapter lora has {field}, and with it changes the target in other"):
             adapted(Target(FAMILIES["llama"].model()), {"lora": with_settings(folder, **{field: value})})
 
