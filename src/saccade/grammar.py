@@ -11,16 +11,18 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from saccade.errors import InputError
 from saccade.schema import check_enforced, enforceable
+from saccade.target_model.cache import on_device, to_device
 from saccade.wording import first_line
 
 MOST_OPTIONAL = 1000
@@ -29,33 +31,131 @@ SPACING = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_s
 """Options of llguidance that a schema in a Lark grammar may set under ``x-guidance``."""
 MOST_BLANKS = 12
 """White space between two parts of JSON where it is allowed: small models fill an answer with unbounded white space."""
+Packed = np.ndarray[Any, np.dtype[np.uint8]]
 _DEAD_END = (
     "The grammar allows no text here, not even the end of the answer; a $ref must lead to something else than itself, "
     "and what is required must be possible."
 )
 
 
-@dataclass(slots=True)
+class Place:
+    """State of the processor: a path of tokens behind the prompt, and what is known of the grammar there."""
+
+    __slots__ = ("_packed", "_run", "_walk", "children", "depth", "parent", "token")
+
+    def __init__(self, walk: _Walk, parent: Place | None, token: int) -> None:
+        self._walk, self.parent, self.token = walk, parent, token
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[int, Place] = {}
+        self._run: tuple[int, ...] | None = None
+        self._packed: Packed | None = None
+
+    @property
+    def run(self) -> tuple[int, ...]:
+        """Tokens each of which is the only one allowed behind those before it; empty where there is a choice."""
+        if self._run is None:
+            self._run = self._walk.run(self)
+        return self._run
+
+    @property
+    def packed(self) -> Packed:
+        """Bits of the tokens allowed next, the lowest bit first."""
+        if self._packed is None:
+            self._packed = self._walk.packed(self)
+        return self._packed
+
+    @property
+    def count(self) -> int:
+        """Tokens allowed next."""
+        return 1 if self.run else _ones(self.packed)
+
+    def allows(self, token: int) -> bool:
+        """Whether a token is allowed next."""
+        if self.run:
+            return token == self.run[0]
+        byte = token >> 3
+        return 0 <= byte < len(self.packed) and bool(self.packed[byte] >> (token & 7) & 1)
+
+    def settle(self) -> None:
+        """Forget the places that are not behind this one."""
+        self._walk.move(self)
+        self.parent = None
+
+    def behind(self, token: int) -> Place:
+        """The place one token further."""
+        child = self.children.get(token)
+        if child is None:
+            child = self.children[token] = Place(self._walk, self, token)
+        return child
+
+
+def _ones(packed: Packed) -> int:
+    return int.from_bytes(packed.tobytes(), "little").bit_count()
+
+
 class _Walk:
-    """A matcher and its accepted tokens behind the prompt."""
+    """A row's matcher, which moves from place to place."""
 
-    matcher: Any
-    path: list[int] = field(default_factory=list)
+    def __init__(self, grammar: Rollback) -> None:
+        self._grammar, self._matcher = grammar, grammar.matcher()
+        self._at = Place(self, None, -1)
 
+    @property
+    def start(self) -> Place:
+        return self._at
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """State of the processor: a path of tokens behind the prompt."""
+    def run(self, place: Place) -> tuple[int, ...]:
+        """As of `Place.run`; where the matcher names none, by the tokens that are allowed."""
+        run = tuple(self._grammar.forced(self.move(place)))
+        if not run:
+            packed = place.packed
+            if _ones(packed) == 1:
+                byte = int(packed.argmax())
+                run = (8 * byte + int(packed[byte]).bit_length() - 1,)
+        behind = place
+        for number, token in enumerate(run[:-1], 1):
+            behind = behind.behind(token)
+            behind._run = run[number:]
+        return run
 
-    walk: _Walk
-    path: tuple[int, ...]
+    def packed(self, place: Place) -> Packed:
+        """As of `Place.packed`; raises `InputError` where nothing is allowed."""
+        packed = np.frombuffer(self._grammar.packed(self.move(place)), np.uint8)
+        if not packed.any():
+            raise InputError(_DEAD_END)
+        return packed
+
+    def move(self, place: Place) -> Any:
+        """Return the matcher behind a place: back to the common ancestor, then forward."""
+        ahead, back = [], 0
+        near, far = self._at, place
+        while near is not far:
+            if far.depth > near.depth:
+                ahead.append(far)
+                assert far.parent is not None
+                far = far.parent
+            else:
+                back += 1
+                assert near.parent is not None
+                near = near.parent
+        if back:
+            self._grammar.rollback(self._matcher, back)
+            self._at = near
+        for each in reversed(ahead):
+            if not self._grammar.accept(self._matcher, each.token):
+                raise InputError(
+                    f"The grammar does not allow token {each.token} behind {each.depth - 1} new tokens; let the "
+                    "grammar's stop tokens be among eos_token_id, and use a lossless method."
+                )
+            self._at = each
+        return self._matcher
 
 
 class Rollback(ABC):
     """A `StatefulProcessor` around a matcher that accepts tokens and rolls them back.
 
-    One matcher per row moves from node to node of the draft tree: back to the common ancestor, then forward. The
-    grammar constrains the answer and ends it; the matcher never receives the prompt.
+    One matcher per row moves from node to node of the draft tree. The grammar constrains the answer and ends it; the
+    matcher never receives the prompt.
     """
 
     ends: frozenset[int] = frozenset()
@@ -74,38 +174,83 @@ class Rollback(ABC):
         """Roll back the last ``count`` tokens."""
 
     @abstractmethod
-    def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
-        """Return ``[V]`` bool on the CPU: tokens allowed next."""
+    def packed(self, matcher: Any) -> Any:
+        """Return the bits of the tokens allowed next as bytes, the lowest bit first."""
 
-    def start(self, prompt: Sequence[int]) -> _Place:
-        return _Place(_Walk(self.matcher()), ())
+    def forced(self, matcher: Any) -> Sequence[int]:
+        """Return tokens each of which is the only one that `packed` allows behind those before it, as far as known."""
+        return ()
 
-    def advance(self, state: _Place, token: int) -> _Place:
-        return _Place(state.walk, (*state.path, token))
+    def guess(self, matcher: Any) -> Sequence[int]:
+        """Return the tokens in which a tokenizer would write the text that has to follow; none where that is open."""
+        return ()
 
-    def scores(self, state: _Place, scores: Tensor) -> Tensor:
+    def spelling(self, token: int) -> bytes:
+        """Return the text of a token; empty where it is not known."""
+        return b""
+
+    def start(self, prompt: Sequence[int]) -> Place:
+        return _Walk(self).start
+
+    def advance(self, state: Place, token: int) -> Place:
+        return state.behind(token)
+
+    def settle(self, state: Place) -> None:
+        """Forget the places that are not behind a state."""
+        state.settle()
+
+    def scores(self, state: Place, scores: Tensor) -> Tensor:
         """Scores with -inf for tokens that are not allowed, 0 for others where earlier processors forbid them all."""
-        self._move(state.walk, state.path)
-        allowed = self.allowed(state.walk.matcher, len(scores)).to(scores.device)
-        if not allowed.any():
-            raise InputError(_DEAD_END)
-        scores.masked_fill_(~allowed, float("-inf"))
-        return scores if scores.max().isfinite() else scores.masked_fill_(allowed, 0.0)
+        return self.all_scores([state], scores[None])[0]
 
-    def _move(self, walk: _Walk, path: tuple[int, ...]) -> None:
-        shared = 0
-        while shared < min(len(walk.path), len(path)) and walk.path[shared] == path[shared]:
-            shared += 1
-        if len(walk.path) > shared:
-            self.rollback(walk.matcher, len(walk.path) - shared)
-            del walk.path[shared:]
-        for token in path[shared:]:
-            if not self.accept(walk.matcher, token):
-                raise InputError(
-                    f"The grammar does not allow token {token} behind {len(walk.path)} new tokens; let the grammar's "
-                    "stop tokens be among eos_token_id, and use a lossless method."
-                )
-            walk.path.append(token)
+    def all_scores(self, states: Sequence[Place], scores: Tensor, first: bool = False) -> Tensor:
+        """Process scores ``[n, V]`` of n places in place; ``first``: no processor before this one forbids a token."""
+        scores = masked(scores, states)
+        if first:
+            return scores
+        dead = ~scores.amax(1).isfinite()
+        for place in dead.nonzero().flatten().tolist():
+            scores[place] = masked(torch.zeros_like(scores[place, None]), [states[place]])[0]
+        return scores
+
+
+def masked(scores: Tensor, places: Sequence[Place]) -> Tensor:
+    """Set scores ``[n, V]`` to -inf in place for the tokens that are not allowed at n places."""
+    count, device = scores.shape[1], scores.device
+    free = [number for number, place in enumerate(places) if not place.run]
+    for number, place in enumerate(places):
+        if place.run:
+            only = scores[number, place.run[0]].clone()
+            scores[number] = float("-inf")
+            scores[number, place.run[0]] = only
+    if not free:
+        return scores
+    packed = [places[number].packed for number in free]
+    if device.type == "cpu":  # row by row, which stays in the processor's cache
+        for number, bits in zip(free, packed, strict=True):
+            limits = torch.from_numpy(_LIMITS.take(bits, axis=0).reshape(-1)[:count])
+            scores[number, : len(limits)].clamp_(max=limits)
+            scores[number, len(limits) :] = float("-inf")
+        return scores
+    sent = to_device(torch.from_numpy(np.stack(packed)), device)
+    limits = _limits(device)[sent.long()].flatten(1)[:, :count]
+    limits = torch.nn.functional.pad(limits, (0, count - limits.shape[1]), value=float("-inf"))
+    if len(free) == len(places):
+        return scores.clamp_(max=limits)
+    at = on_device(free, device)
+    scores[at] = scores[at].clamp(max=limits)
+    return scores
+
+
+_LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_LIMITS = _LIMITS.astype(np.float32)
+"""By byte of packed bits the greatest scores of its eight tokens: infinite for those that are allowed, else -inf."""
+
+
+@cache
+def _limits(device: torch.device) -> Tensor:
+    """`_LIMITS` on a device."""
+    return torch.from_numpy(_LIMITS).to(device)
 
 
 class XGrammar(Rollback):
@@ -114,6 +259,10 @@ class XGrammar(Rollback):
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
         self.ends = frozenset(compiled.tokenizer_info.stop_token_ids)
+        words: Sequence[bytes] = compiled.tokenizer_info.decoded_vocab
+        self._words = words
+        self._ids = {word: token for token, word in reversed(list(enumerate(words))) if word}
+        self._longest = max(map(len, self._ids), default=0)
 
     def matcher(self) -> Any:
         import xgrammar
@@ -126,31 +275,39 @@ class XGrammar(Rollback):
     def rollback(self, matcher: Any, count: int) -> None:
         matcher.rollback(count)
 
-    def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
+    def packed(self, matcher: Any) -> bytes:
         mask = torch.full((1, -(-self._compiled.tokenizer_info.vocab_size // 32)), -1, dtype=torch.int32)
         matcher.fill_next_token_bitmask(mask)
-        return _bits(mask[0], vocab_size)
+        return mask.numpy().tobytes()
+
+    def guess(self, matcher: Any) -> Sequence[int]:
+        text = matcher.find_jump_forward_string().encode()
+        lengths = range(min(len(text), self._longest), 0, -1)
+        return [self._ids[text[:length]] for length in lengths if text[:length] in self._ids][:1]
+
+    def spelling(self, token: int) -> bytes:
+        return self._words[token] if token < len(self._words) else b""
 
 
 class LLGuidance(Rollback):
     """A grammar of ``llguidance.LLMatcher`` for an ``llguidance.LLTokenizer``."""
 
     def __init__(self, tokenizer: Any, grammar: str) -> None:
-        self._tokenizer, self._grammar = tokenizer, grammar
-        self.ends = frozenset(tokenizer.eos_tokens)
+        import llguidance
+
+        self._tokenizer, self.ends = tokenizer, frozenset(tokenizer.eos_tokens)
+        limits = llguidance.LLParserLimits(max_items_in_row=4 * MOST_OPTIONAL + 100, verbose_errors=False)
+        self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if self._matcher.is_error():
+            reason = " ".join(self._matcher.get_error().split())
+            raise InputError(f"llguidance rejects the grammar ({reason}); correct it.")
         matcher = self.matcher()
         begin = matcher.compute_ff_bytes().decode(errors="ignore")
         matcher.try_consume_tokens(tokenizer.greedy_tokenize(begin))
-        self.allowed(matcher, 0)
+        self.packed(matcher)
 
     def matcher(self) -> Any:
-        import llguidance
-
-        limits = llguidance.LLParserLimits(max_items_in_row=4 * MOST_OPTIONAL + 100, verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise InputError(f"llguidance rejects the grammar ({' '.join(matcher.get_error().split())}); correct it.")
-        return matcher
+        return self._matcher.deep_copy()
 
     def accept(self, matcher: Any, token: int) -> bool:
         accepted = not matcher.is_stopped() and matcher.try_consume_tokens([token]) == 1
@@ -160,10 +317,26 @@ class LLGuidance(Rollback):
     def rollback(self, matcher: Any, count: int) -> None:
         matcher.rollback(count)
 
-    def allowed(self, matcher: Any, vocab_size: int) -> Tensor:
-        mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+    def packed(self, matcher: Any) -> bytes:
+        bits: bytes = matcher.compute_bitmask()
         _check(matcher)
-        return _bits(mask, vocab_size)
+        return bits
+
+    def forced(self, matcher: Any) -> Sequence[int]:
+        if matcher.is_stopped() or not self._tokenizer.is_canonical:
+            return ()
+        run: Sequence[int] = matcher.compute_ff_tokens()
+        _check(matcher)
+        return run
+
+    def guess(self, matcher: Any) -> Sequence[int]:
+        text = b"" if matcher.is_stopped() else matcher.compute_ff_bytes()
+        tokens: Sequence[int] = self._tokenizer.tokenize_bytes(text) if text else ()
+        return tokens
+
+    def spelling(self, token: int) -> bytes:
+        word: bytes = self._tokenizer.decode_bytes([token])
+        return word
 
 
 def _check(matcher: Any) -> None:
@@ -266,9 +439,3 @@ def of_xgrammar(processor: Any, row: int) -> XGrammar:
             f"{type(processor).__name__} of xgrammar has no grammar for row {row}; give one for all rows or one each."
         )
     return XGrammar(grammars[row if len(grammars) > 1 else 0])
-
-
-def _bits(words: Tensor, vocab_size: int) -> Tensor:
-    """Unpack int32 words to ``[V]`` bool, the lowest bit first; False behind the last one."""
-    bits = ((words[:, None] >> torch.arange(32)) & 1).bool().flatten()
-    return torch.nn.functional.pad(bits, (0, max(vocab_size - len(bits), 0)))[:vocab_size]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from kit import engine, prompts
@@ -54,11 +55,17 @@ class Brackets(Rollback):
     def rollback(self, matcher: list[list[int]], count: int) -> None:
         del matcher[-count:]
 
-    def allowed(self, matcher: list[list[int]], vocab_size: int) -> Tensor:
+    def packed(self, matcher: list[list[int]]) -> bytes:
         stack = matcher[-1]
-        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask = np.zeros(VOCAB, np.bool_)
         mask[[*self.PAIRS, *([self.PAIRS[stack[-1]]] if stack else [END])]] = True
-        return mask
+        return np.packbits(mask, bitorder="little").tobytes()
+
+
+def allowed(own: Rollback, matcher: Any) -> Tensor:
+    """Tokens ``[V]`` that a grammar allows next."""
+    bits = np.frombuffer(own.packed(matcher), np.uint8)
+    return torch.from_numpy(np.unpackbits(bits, count=VOCAB, bitorder="little").view(bool))
 
 
 class OneByOne(LogitsProcessor):
@@ -72,7 +79,7 @@ class OneByOne(LogitsProcessor):
             self.matcher = self.grammar.matcher()
         else:
             assert self.grammar.accept(self.matcher, int(input_ids[0, -1]))
-        return scores.masked_fill(~self.grammar.allowed(self.matcher, scores.shape[-1]), float("-inf"))
+        return scores.masked_fill(~allowed(self.grammar, self.matcher), float("-inf"))
 
 
 @cache
@@ -129,7 +136,7 @@ def legal_tree(own: Rollback, emitted: Sequence[int], source: torch.Generator) -
     for parent in range(5):
         matcher = own.matcher()
         assert all(own.accept(matcher, t) for t in paths[parent])
-        mask = own.allowed(matcher, VOCAB)
+        mask = allowed(own, matcher)
         mask[END] = False
         words = mask.nonzero().flatten()
         for place in torch.randperm(len(words), generator=source)[:3]:
@@ -152,7 +159,7 @@ def test_every_branch_is_scored_as_by_a_matcher_of_its_own(name: str) -> None:
         for node in range(len(tree.tokens)):
             matcher = own.matcher()
             assert all(own.accept(matcher, t) for t in [*emitted, *tree.below_root(node)])
-            wanted = logits[0, node].masked_fill(~own.allowed(matcher, VOCAB), float("-inf"))
+            wanted = logits[0, node].masked_fill(~allowed(own, matcher), float("-inf"))
             assert torch.equal(scores[0, node], wanted)
         emitted += tree.below_root(len(tree.tokens) - 1 - len(emitted) % 3)
 

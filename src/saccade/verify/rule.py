@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.grammar import Rollback
 from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, is_stateful, process
 from saccade.target_model.cache import to_device
@@ -318,6 +319,9 @@ class RowProcessing:
         self.needs_prefix = len(self.prefix_free) < len(self.processors)
         self.settings = tuple(_settings(p) for p in self.prefix_free)
         self._stateful = [place for place, p in enumerate(self.processors) if is_stateful(p)]
+        self.grammars = [place for place in self._stateful if isinstance(self.processors[place], Rollback)]
+        # Whether its scores at a node depend on the grammar's state there and on the logits alone.
+        self.is_form = len(self.grammars) == 1 == len(self.processors) - len(self.prefix_free)
         self._states: dict[int, Any] = {}
         self._read = 0
 
@@ -331,6 +335,8 @@ class RowProcessing:
             for token in prefix[self._read :]:
                 self._states = self.advance(self._states, token)
                 self._read += 1  # one by one: after a processor's exception the call may be repeated
+            for place in self.grammars:
+                self.processors[place].settle(self._states[place])
         self._read = len(prefix)
         return self._states
 
@@ -347,7 +353,9 @@ class RowProcessing:
     def scores(self, ids: Tensor, scores: Tensor, states: Sequence[dict[int, Any]]) -> Tensor:
         """Return scores ``[n, V]`` of n nodes with prefixes ``ids`` ``[n, S]`` and these states."""
         for place, processor in enumerate(self.processors):
-            if states and place in states[0]:
+            if place in self.grammars:
+                scores = processor.all_scores([own[place] for own in states], scores)
+            elif states and place in states[0]:
                 parts = zip(states, scores, strict=True)
                 processed = [processor.scores(own[place], part.clone()) for own, part in parts]
                 scores = torch.stack(processed)
@@ -406,8 +414,36 @@ class Processing:
             if not row.needs_prefix:
                 scores[index] = row.warp(scores[index])
             elif limit:
-                _process_row(row, prefixes[index], scores[index], children[index], limit)
+                process = _process_form if row.is_form else _process_row
+                process(row, prefixes[index], scores[index], children[index], limit)
         return scores
+
+
+def _process_form(
+    row: RowProcessing,
+    prefix: Sequence[int],
+    scores: Tensor,
+    children: Sequence[Sequence[tuple[int, int]]],
+    limit: int,
+) -> None:
+    """Process one row's scores ``[N, V]`` in place, those of all nodes at once, where a grammar alone has a state."""
+    (grammar,) = row.grammars
+    nodes, depths, places = [0], [0], [row.states_after(prefix)[grammar]]
+    for number, place in enumerate(places):  # which grows
+        for child, token in children[nodes[number]] if depths[number] + 1 < limit else ():
+            if token not in row.ends and place.allows(token):
+                nodes.append(child)
+                depths.append(depths[number] + 1)
+                places.append(place.behind(token))
+    whole = nodes == list(range(len(scores)))
+    at = slice(None) if whole else torch.tensor(nodes, device=scores.device)
+    part = scores[at]
+    for number, processor in enumerate(row.processors):
+        if number == grammar:
+            part = processor.all_scores(places, part, first=number == 0)
+        else:
+            part = processor(None, part)
+    scores[at] = part
 
 
 def _process_row(
