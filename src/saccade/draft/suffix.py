@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from saccade.draft.best_first import best_first
 from saccade.draft.earlier_answers import AnswerStore
 from saccade.draft.lookup import CPU, END, Draft, IndexedText, LookupSession, PromptLookup
 from saccade.inputs.families.family import Prompt
@@ -20,8 +19,6 @@ MATCHES, LONGEST = 12, 32
 """Most places of a text that are followed, and most tokens of a match that count."""
 CONTEXT = 16
 """Last tokens of a prompt that are kept in front of its answer."""
-PASS, NODE = 0.25, 0.03
-"""Time of a pass with draft tokens over one without, and of each of them: what a draft has to save."""
 RATES = (0.0, 0.35, 0.7, 0.85, 0.92, 0.96, 0.98)
 """Acceptance rate of a token that all matches agree on, by the bits of the longest one's length, before any trial."""
 TRIALS, MEMORY = 20.0, 0.99
@@ -114,27 +111,16 @@ class SuffixSession(LookupSession):
         matches = self._matches(row)
         longest = max((match.length for match in matches), default=0)
         most = min(options.total, int(options.factor * longest))
-        deepest = min(limit, options.gamma)
         guesses = _guesses(matches, 0)
         self._guesses[row] = len(self._texts[row]), guesses
-        nodes: list[tuple[int, int]] = []
-        heap: list[tuple[float, int, int, int, _Guess]] = []  # minus the probability, a number, parent, depth
-        number = itertools.count()
-        parent = depth = 0
-        likely, expected = 1.0, 0.0
-        while True:
-            for guess in guesses if depth < deepest else ():
-                probability = likely * guess.share * rates[guess.bits]
-                if probability >= options.least and guess.token < self._by.vocab_size:
-                    heappush(heap, (-probability, next(number), parent, depth + 1, guess))
-            if not heap or len(nodes) >= most:
-                break
-            negative, _, parent, depth, guess = heappop(heap)
-            nodes.append((guess.token, parent))
-            likely, parent = -negative, len(nodes)
-            expected += likely
-            guesses = _guesses(guess.matches, depth)
-        return nodes if expected > PASS + NODE * len(nodes) else []
+
+        def follow(matches: list[_Match], depth: int) -> Iterator[tuple[int, float, list[_Match]]]:
+            for guess in _guesses(matches, depth) if depth else guesses:
+                if guess.token < self._by.vocab_size:
+                    yield guess.token, guess.share * rates[guess.bits], guess.matches
+
+        nodes = best_first(matches, follow, most, min(limit, options.gamma), options.least)
+        return [(token, parent) for token, parent, _ in nodes]
 
     def _learned(self, row: int, rates: list[tuple[float, float]]) -> list[float]:
         """Acceptance rates, after the outcome of the row's last guesses."""
