@@ -117,7 +117,7 @@ def best_gamma(acceptance: float, draft_cost: float, *, verify_cost: VerifyCost 
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class ChainEstimate:
     """Expected results of a chain of gamma draft tokens."""
 
     acceptance: float
@@ -134,11 +134,11 @@ class Prediction:
 
 def predict(
     acceptance: float, gamma: int, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32
-) -> Prediction:
+) -> ChainEstimate:
     """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best."""
     length = accepted_length(acceptance, _count("draft length gamma", gamma, 1))
     cost = verify_cost(gamma + 1)
-    return Prediction(
+    return ChainEstimate(
         acceptance=acceptance,
         gamma=gamma,
         draft_cost=draft_cost,
