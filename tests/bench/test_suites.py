@@ -45,6 +45,17 @@ def test_a_built_in_suite_is_read_and_lists_what_it_lacks(name: str, vlm: saccad
         ({"tasks": [{"task": "scene", "scorer": "vqa"}]}, "task 'scene': scorer has no meaning beside task"),
         ({"tasks": [{"file": "a.jsonl", "split": "val"}]}, "task 'a.jsonl': split has no meaning beside file"),
         ({"tasks": [{"file": "a.jsonl", "prompt": "{question}"}]}, "prompt has no meaning beside file"),
+        ({"tasks": [{"task": "scene", "schema": {}, "lark": "start: /a/"}]}, "it has a schema and a lark; give one"),
+        ({"tasks": [{"task": "scene", "schema": "gone.json"}]}, r"the schema gone.json cannot be read \(No such file"),
+        (
+            {"tasks": [{"task": "scene", "prediction": {}}]},
+            "task 'scene', prediction: a prediction is of plain, of ref",
+        ),
+        ({"tasks": [{"task": "scene", "prediction": {"of": "ours"}}]}, "a prediction is of plain, of reference, or a"),
+        (
+            {"tasks": [{"task": "scene", "prediction": {"of": "plain", "wrong": 5}}]},
+            "wrong must be a share from 0 to 1",
+        ),
         ({"tasks": [{"dataset": "mmmu", "grammar": "verbose"}]}, "grammar has no meaning beside dataset"),
         ({"tasks": ["scene", "scene"]}, "two tasks have the name 'scene'"),
         ({"methods": ["chain", {"name": "chain", "label": "chain"}]}, "two methods have the name 'chain'"),
@@ -76,7 +87,7 @@ def test_an_unreadable_file_is_one_sentence(tmp_path: Path) -> None:
     for name, message in (
         (str(tmp_path / "a.toml"), "is not valid TOML"),
         (str(tmp_path / "gone.toml"), "Cannot read the suite .*No such file"),
-        ("quack", "There is no suite 'quack'; expected one of quick, heads"),
+        ("quack", "There is no suite 'quack'; expected one of quick, forms"),
     ):
         with pytest.raises(SaccadeError, match=message):
             suites.load(name)
@@ -90,6 +101,12 @@ def test_an_unreadable_file_is_one_sentence(tmp_path: Path) -> None:
         ({"methods": [{"name": "chain", "gamma": 0}]}, "gamma of method chain must be at least 1"),
         ({"tasks": ["opera"]}, "There is no pocket task 'opera'"),
         ({"tasks": [{"task": "scene", "grammar": "rhyme"}]}, "has no grammar 'rhyme'"),
+        (
+            {"tasks": [{"task": "scene", "schema": {"pattern": 3}}]},
+            "cannot run task scene: llguidance rejects the grammar",
+        ),
+        ({"tasks": [{"task": "scene", "lark": "begin: /a/"}]}, "cannot run task scene: llguidance"),
+        ({"tasks": [{"task": "scene", "prompt": "{word}"}]}, "the prompt names {word}, but the item has question"),
         ({"tasks": [{"task": "opera", "optional": True}]}, "has no usable task: There is no pocket task 'opera'"),
     ],
 )

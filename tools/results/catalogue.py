@@ -17,8 +17,8 @@ from tools.results.claims import with_claims
 SUITES = Path("tools", "results", "suites")
 """The papers' suites, from the root of a checkout."""
 
-NOT_MEASURED = ("tune",)
-"""Suites that compare nothing: `saccade tune` chooses from them."""
+NOT_MEASURED = ("documents", "forms", "tune")
+"""Suites without pages: `saccade tune` chooses from one, and `docs/measurements.md` has figures of the others."""
 SHORT_TASKS = 2
 """Tasks of every suite in a short run."""
 

@@ -20,11 +20,14 @@ from saccade.bench.questions import Question, UserTurn
 from saccade.bench.records import MEDIA, RESUME, Record
 from saccade.errors import SaccadeWarning
 from saccade.files import write_file
+from saccade.grammar import Rollback, json_schema, lark
 from saccade.inputs.media import load_image
 from saccade.output import Output, TreeTrace
 from saccade.stream import Detokenizer
 from saccade.vlm import VLM
 
+VALID = "valid"
+"""Score of an answer with a form: whether it is complete and obeys it."""
 _LONGEST = 100
 """Letters of an id in the name of a picture's file."""
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -68,9 +71,13 @@ def answer_turns(
     seed: int,
     media: Sequence[Sequence[str]] = (),
     trace: bool = False,
+    predicted: Sequence[str] = (),
 ) -> list[TimedAnswer]:
-    """Answer every turn of a question."""
+    """Answer every turn of a question; ``predicted`` has what each answer is expected to be."""
     options = question.options(options)
+    grammar = constraint(vlm, question)
+    if grammar is not None:
+        options["logits_processor"] = [grammar]
     conversation = _Conversation(vlm, len(question.turns) > 1, options)
     traced_conversation = _Conversation(vlm, len(question.turns) > 1, {**options, "trace": True})
     answers = []
@@ -78,11 +85,14 @@ def answer_turns(
         seed_of_turn = zlib.crc32(f"{seed}/{question.turn_id(index)}/{repeat}".encode())
         reset_peak(vlm.target.device)
         with _recorded_warnings() as warned:
-            output, stats, messages, seconds, _ = conversation.answer(turn, seed_of_turn)
+            output, stats, messages, seconds, _ = conversation.answer(turn, seed_of_turn, *predicted[index : index + 1])
         peak = peak_bytes(vlm.target.device)
         trees: list[dict[str, Any]] = []
         if trace:
-            *_, trees = traced_conversation.answer(turn, seed_of_turn)
+            *_, trees = traced_conversation.answer(turn, seed_of_turn, *predicted[index : index + 1])
+        scores = turn.score(output.text) if turn.score else {}
+        if grammar is not None:
+            scores = {**scores, VALID: float(follows(grammar, output.tokens))}
         record = Record(
             prompt_id=question.turn_id(index),
             task=question.turn_task(index),
@@ -97,13 +107,31 @@ def answer_turns(
             finish_reason=output.finish_reason,
             lossless=vlm.lossless,
             stats=stats,
-            scores=turn.score(output.text) if turn.score else {},
+            scores=scores,
             peak_bytes=peak,
             trees=trees,
             warnings=list(dict.fromkeys(warned)),
         )
         answers.append(TimedAnswer(record, messages, seconds, question.reading))
     return answers
+
+
+def constraint(vlm: VLM, question: Question) -> Rollback | None:
+    """Compile the grammar of a question's answers; None where they are free."""
+    sizes = vlm.processor.tokenizer, vlm.target.vocab_size
+    if question.schema is not None:
+        return json_schema(question.schema, *sizes)
+    return None if question.lark is None else lark(question.lark, *sizes)
+
+
+def follows(grammar: Rollback, tokens: Sequence[int]) -> bool:
+    """Whether an answer is one of the grammar, and complete."""
+    place = grammar.start(())
+    for token in tokens:
+        if not place.allows(token):
+            return False
+        place = place.behind(token)
+    return tokens[-1] in grammar.ends
 
 
 class _Conversation:
@@ -115,14 +143,15 @@ class _Conversation:
         self._messages: list[Mapping[str, Any]] = []
 
     def answer(
-        self, turn: UserTurn, seed: int
+        self, turn: UserTurn, seed: int, prediction: str | None = None
     ) -> tuple[Output, dict[str, Any], list[Mapping[str, Any]], float, list[dict[str, Any]]]:
         """Answer a turn: output, statistics, the conversation before the answer, seconds, and draft trees."""
         messages = [*self._messages, *turn.messages]
         trees: list[dict[str, Any]] = []
         emitted = 0
+        options = self._options if prediction is None else {**self._options, "prediction": prediction}
         started = time.perf_counter()
-        stream = self._vlm.stream(messages, seed=seed, session=self._session, **self._options)
+        stream = self._vlm.stream(messages, seed=seed, session=self._session, **options)
         inputs = time.perf_counter() - started
         for chunk in stream:
             trees += [_tree(self._vlm, tree, emitted) for tree in chunk.trees if tree is not None]

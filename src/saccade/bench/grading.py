@@ -75,7 +75,7 @@ def _replies(
     def ask(record: Record) -> str:
         turn = turns[record.prompt_id]
         texts = {k: v for k, v in turn.row.items() if isinstance(v, (str, int, float)) and not isinstance(v, bool)}
-        right = turn.reference if isinstance(turn.reference, (list, tuple)) else [turn.reference]
+        right = scorers.listed(turn.reference)
         reference = " / ".join(dict.fromkeys(str(one) for one in right if one is not None))
         fields = {**texts, "question": turn.text, "reference": reference, "answer": record.text}
         return judge.ask(client, judge.messages(fields, [run.folder / MEDIA / name for name in record.media]))

@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade import methods
 from saccade.bench import judge, questions
+from saccade.bench.answering import constraint
 from saccade.bench.questions import Question, digest
 from saccade.bench.suites import MethodEntry, Suite
 from saccade.draft.heads.head import Head
@@ -140,6 +141,7 @@ def prepare(
         try:
             for question in groups.get(task.name, ()):
                 options = MediaOptions(**question.reading)
+                constraint(vlm, question)
                 vlm.target.traits.limits.check(len(vlm.processor.prompt(question.turns[0].messages, options=options)))
         except InputError as problem:  # the prompt's length included
             if not task.optional:

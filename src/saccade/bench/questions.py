@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from saccade.bench import scorers
+from saccade.bench import expectations, scorers
+from saccade.bench.expectations import REFERENCE, Expectation
 from saccade.bench.suites import Suite, TaskEntry
 from saccade.data import catalogue
-from saccade.data.catalogue import DataSet
+from saccade.data.catalogue import DataSet, Template
 from saccade.data.conversations import (
     check_media,
     media_parts,
@@ -50,6 +51,7 @@ class UserTurn:
     reference: Any = None  # ground truth of the score: right answers, or the facts of a picture
     row: Mapping[str, Any] = field(default_factory=dict)  # fields of the data set's row
     scorer: str | None = None  # `module:function` of the user that scores it once all answers are there
+    answer: str | None = None  # the right one as a text, where it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,9 @@ class Question:
     turns: tuple[UserTurn, ...]
     reading: Mapping[str, Any] = field(default_factory=dict)  # `num_frames` or `fps` of its videos
     max_new_tokens: int | None = None  # longest answer; the suite's when None
+    schema: Mapping[str, Any] | None = None  # of every answer, which is JSON
+    lark: str | None = None  # grammar of every answer, in place of a schema
+    prediction: Expectation | None = None  # of every answer
 
     def turn_id(self, turn: int) -> str:
         """Return the ``prompt_id`` of a turn (0, 1, ...)."""
@@ -102,11 +107,19 @@ def gather(suite: Suite) -> Gathered:
             group = read_questions(replace(entry, count=count), suite.turns)
         else:
             group = [_draw(entry, suite.seed + number) for number in range(count)]
-        groups[entry.name] = group
+        groups[entry.name] = [_expected(question, entry) for question in group]
         most = max(len(q.turns) for q in group)
         if most < (entry.turns or suite.turns):
             missing[f"{entry.name}, turn {most + 1}"] = "its conversations are shorter."
     return groups, missing
+
+
+def _expected(question: Question, entry: TaskEntry) -> Question:
+    """The question with the form and the prediction of its answers."""
+    prediction = entry.prediction and expectations.parse(entry.prediction, f"Task {entry.name}")
+    if prediction and prediction.of == REFERENCE and any(turn.answer is None for turn in question.turns):
+        raise SaccadeError(f"{question.id} has no right answer to predict; give its task a prediction of plain.")
+    return replace(question, schema=entry.schema, lark=entry.lark, prediction=prediction or None)
 
 
 def _draw(entry: TaskEntry, number: int) -> Question:
@@ -115,13 +128,17 @@ def _draw(entry: TaskEntry, number: int) -> Question:
 
     assert entry.task is not None
     sample = draw(FIRST_PICTURE + number, entry.task, entry.grammar)
+    if entry.prompt is not None:
+        sample = replace(sample, question=Template(entry.prompt).fill({"question": sample.question}))
+    score_of = partial(lambda task, facts, answer: score(task, answer, facts), sample.task, sample.facts)
     frames = sample.video or ()
     turn = UserTurn(
         messages=tuple(sample.messages()),
         text=sample.question,
         images=(*sample.images, *frames[:: max(1, -(-len(frames) // _SHOWN_FRAMES))]),
-        score=partial(lambda task, facts, answer: score(task, answer, facts), sample.task, sample.facts),
+        score=None if entry.schema or entry.lark else score_of,  # the world reads sentences
         reference=sample.facts,
+        answer=sample.answer,
     )
     return Question(f"{entry.name}-{number}", entry.name, (turn,), max_new_tokens=entry.max_new_tokens)
 
@@ -144,6 +161,7 @@ def _turn(
         reference=reference,
         row=row,
         scorer=scorer if is_users else None,
+        answer=next((text for text in scorers.listed(reference) if isinstance(text, str)), None),
     )
 
 

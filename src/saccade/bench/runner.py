@@ -11,6 +11,7 @@ import torch
 
 from saccade.bench import answering, cost
 from saccade.bench.answering import TimedAnswer, answer_turns
+from saccade.bench.expectations import PLAIN
 from saccade.bench.grading import grade
 from saccade.bench.judge import parse as parse_judge
 from saccade.bench.preparing import Prepared
@@ -156,8 +157,8 @@ class Runner:
 
     def _open(self, question: Question, repeat: int) -> list[str]:
         """Methods without answers to every turn."""
-        ids = [question.turn_id(i) for i in range(len(question.turns))]
-        return [label for label in self._prepared.methods if any((i, label, repeat) not in self._done for i in ids)]
+        labels = self._prepared.methods
+        return [label for label in labels if not all(key in self._done for key in self._keys(question, label, repeat))]
 
     def _header(self, first: Question) -> Header:
         """Header of a new run, with step times after the first prompt."""
@@ -181,8 +182,9 @@ class Runner:
         prepared = self._prepared
         still_open = self._open(question, repeat)
         media = answering.save(question, self._folder)
-        keys = [(question.turn_id(turn), BASELINE, repeat) for turn in range(len(question.turns))]
+        keys = self._keys(question, BASELINE, repeat)
         plain = [self._done[key].tokens for key in keys if key in self._done]  # of an earlier attempt
+        predicted = self._predicted(question)
         waiting: list[list[TimedAnswer]] = []
         for label in (name for name in order if name in still_open):
             self._report(f"{question.id}, {label}")
@@ -195,6 +197,7 @@ class Runner:
                 seed=prepared.suite.seed,
                 media=media,
                 trace=repeat == 0 and question.id in self._traced,
+                predicted=predicted,
             )
             if label == BASELINE:
                 plain = [a.record.tokens for a in answers]
@@ -205,6 +208,26 @@ class Runner:
                 for each in waiting:
                     self._write(file, self._compared(each, plain))
                 waiting.clear()
+
+    def _keys(self, question: Question, label: str, repeat: int) -> list[tuple[str, str, int]]:
+        return [(question.turn_id(turn), label, repeat) for turn in range(len(question.turns))]
+
+    def _predicted(self, question: Question) -> list[str]:
+        """Predictions of a question's answers; plain decoding's own are answered once more, untimed, where needed."""
+        if question.prediction is None:
+            return []
+        texts = [turn.answer or "" for turn in question.turns]
+        if question.prediction.of == PLAIN:
+            keys = self._keys(question, BASELINE, 0)
+            if all(key in self._done for key in keys):
+                texts = [self._done[key].text for key in keys]
+            else:
+                self._report(f"{question.id}, its prediction")
+                vlm, seed = self._prepared.methods[BASELINE], self._prepared.suite.seed
+                answers = answer_turns(vlm, BASELINE, question, 0, options=self._prepared.options, seed=seed)
+                texts = [answer.record.text for answer in answers]
+        seeds = [question.turn_id(turn) for turn in range(len(texts))]
+        return [question.prediction.predict(text, seed) for text, seed in zip(texts, seeds, strict=True)]
 
     def _compared(self, answers: Sequence[TimedAnswer], plain: Sequence[Sequence[int]]) -> list[Record]:
         """Records with comparisons with plain decoding, and the target's logits at the first difference.

@@ -68,12 +68,17 @@ def apply(name: str, scorer: UserScorer, answer: str, reference: Any, row: Mappi
 
 def against(name: str, reference: Any, choices: Sequence[str] = ()) -> Score | None:
     """Return a built-in scorer of answers to one question; None without a reference."""
-    right = [str(r) for r in (reference if isinstance(reference, (list, tuple)) else [reference]) if r is not None]
+    right = [str(r) for r in listed(reference) if r is not None]
     if not name or not right:
         return None
     if name == "choice" and not choices and not _is_letter(right[0]):
         name = "match"  # a question without choices among those that have them
     return partial(_SCORERS[name], right, list(choices))
+
+
+def listed(reference: Any) -> Sequence[Any]:
+    """A reference as a list of right answers."""
+    return reference if isinstance(reference, (list, tuple)) else [reference]
 
 
 def plain(text: str) -> str:

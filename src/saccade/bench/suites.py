@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -9,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from saccade.bench import judge
+from saccade.bench import expectations, judge
 from saccade.bench.judge import read_table
 from saccade.data import catalogue
 from saccade.errors import SaccadeError
@@ -18,7 +19,7 @@ from saccade.wording import parse_value
 
 BASELINE = "plain"
 """Method that all others are compared with; part of every suite."""
-NAMES = ("quick", "heads", "small-trees", "tune")
+NAMES = ("quick", "forms", "documents", "heads", "small-trees", "tune")
 """Built-in suites."""
 
 
@@ -45,6 +46,9 @@ class TaskEntry:
     max_new_tokens: int | None = None  # longest answer; the data set's, or the suite's, when None
     count: int | None = None  # number of prompts, of every category where there are some
     turns: int | None = None  # most user turns per conversation
+    schema: dict[str, Any] | None = None  # JSON schema of the answers; a suite's file may name a file of it
+    lark: str | None = None  # grammar of the answers in llguidance's Lark, in place of a schema
+    prediction: dict[str, Any] | None = None  # table of `saccade.bench.expectations.Expectation`
     optional: bool = False  # omit the task, and report that, where this version of Saccade lacks it
 
 
@@ -99,10 +103,10 @@ class Suite:
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SIZES = {"per_task": 1, "seed": 0, "repeats": 1, "warmup": 0, "trace": 0, "turns": 1, "max_new_tokens": 1}
 """Whole numbers of a suite and their minima."""
-_ROWS = ("subset", "split", "columns", "prompt", "where", "shuffle")
+_ROWS = ("subset", "split", "columns", "where", "shuffle")
 _NOT_OF = {
     "task": (*_ROWS, "media", "system", "num_frames", "fps", "scorer"),
-    "file": (*_ROWS, "grammar"),
+    "file": (*_ROWS, "prompt", "grammar"),
     "dataset": ("grammar",),
 }
 """Options of a task that its source has no use for."""
@@ -176,7 +180,22 @@ def _task(item: Any, where: str) -> TaskEntry:
     odd = next((key for key in _NOT_OF[source] if item.get(key) is not None), None)
     if odd is not None:
         raise SaccadeError(f"{where}, task {name!r}: {odd} has no meaning beside {source}.")
-    return make(TaskEntry, {**item, "name": name}, f"{where}, task {name!r}")
+    where = f"{where}, task {name!r}"
+    if "schema" in item and "lark" in item:
+        raise SaccadeError(f"{where}: it has a schema and a lark; give one of them.")
+    schema = {"schema": _schema(Path(item["schema"]), where)} if isinstance(item.get("schema"), str) else {}
+    entry = make(TaskEntry, {**item, "name": name, **schema}, where)
+    if entry.prediction is not None:
+        expectations.parse(entry.prediction, where)
+    return entry
+
+
+def _schema(path: Path, where: str) -> Any:
+    try:
+        return json.loads(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not JSON"
+        raise SaccadeError(f"{where}: the schema {path} cannot be read ({reason}).") from problem
 
 
 def _method(item: Any, where: str) -> MethodEntry:
