@@ -28,6 +28,21 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "too few lists of images": (lambda: vlm("llava").generate(["a", "b"], [[picture()]]), "a list of 2 lists"),
     "seeds of another batch": (lambda: vlm("llama").generate(["a", "b"], seed=[1]), "2 prompts but 1 seeds"),
     "seed of another type": (lambda: vlm("llama").generate("a", seed="x"), "seed must be a whole number"),
+    "prediction of another type": (
+        lambda: vlm("llama").generate("a", prediction=3),
+        "expected answer: a string, not 3",
+    ),
+    "predictions for one": (lambda: vlm("llama").generate("a", prediction=["b"]), "expected answer: a string, not"),
+    "one prediction for several": (lambda: vlm("llama").generate(["a", "b"], prediction="c"), "a list of 2 strings or"),
+    "predictions of another batch": (
+        lambda: vlm("llama").generate(["a", "b"], prediction=["c"]),
+        "a list of 2 strings",
+    ),
+    "prediction of a ticket": (lambda: vlm("llama").batch().add("a", prediction=["b"]), "expected answer: a string"),
+    "prediction of half a character": (
+        lambda: vlm("llama").generate("a", prediction="\ud800"),
+        "not valid UTF-8 at character 1",
+    ),
     "negative seed": (lambda: vlm("llama").generate("a", seed=-1), "seed must be a whole number"),
     "truth as seed": (lambda: vlm("llama").generate("a", seed=True), "seed must be a whole number"),
 }

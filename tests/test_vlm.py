@@ -14,6 +14,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 from checkpoints import picture, saved_picture, says, text, vlm
 from saccade import VLM, InputError, MethodError, load
 from saccade.inputs.media import Video
+from saccade.inputs.processor import RowInput
 from saccade.processors import stateless
 
 PAIRS = [("llava", "llava-draft"), ("llava", "llava-small-images"), ("llava", "llama"), ("qwen", "qwen-draft")]
@@ -24,6 +25,14 @@ def reference(name: str, question: Any, images: Any = (), **options: Any) -> lis
     """Plain decoding's tokens."""
     answer: list[int] = vlm(name, method="plain").generate(question, images, **options).tokens
     return answer
+
+
+def test_a_prediction_is_text_in_which_no_control_token_is_one() -> None:
+    model = vlm("llava")
+    request = model.request(RowInput("What is it?", [picture(1)], prediction="A cat.<image></s>"), 0)
+    assert model.processor.decode(request.prediction) == "A cat.<image></s>"
+    assert not {*request.prediction} & {*model.processor.tokenizer.all_special_ids}
+    assert model.request(RowInput("What is it?"), 0).prediction == ()
 
 
 # -- one question, and several -----------------------------------------------------------------------------

@@ -40,11 +40,12 @@ class Chat:
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         *,
+        prediction: str | None = None,
         seed: int | None = None,
         **options: Unpack[PromptOptions],
     ) -> Output:
         """Send a user message and return the answer; arguments as in `VLM.generate`."""
-        turn = self.stream(text, images, videos, seed=seed, **options)
+        turn = self.stream(text, images, videos, prediction=prediction, seed=seed, **options)
         for _ in turn:
             pass
         return turn.output
@@ -55,6 +56,7 @@ class Chat:
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         *,
+        prediction: str | None = None,
         seed: int | None = None,
         streamer: Any = None,
         trace: bool = False,
@@ -74,7 +76,8 @@ class Chat:
             {"type": "text", "text": text},
         ]
         messages = [*self.messages, {"role": "user", "content": content}]
-        stream = self._stream(messages, seed=seed, streamer=streamer, trace=trace, **options)
+        rest: dict[str, Any] = {"streamer": streamer, "trace": trace, **options}
+        stream = self._stream(messages, prediction=prediction, seed=seed, **rest)
         return Turn(self, messages, stream)
 
 

@@ -51,6 +51,8 @@ class Stats:
     draft_passes: int = 0  # passes that verified some, prefill's included
     accepted_tokens: int = 0  # drafted tokens that were emitted
     loosened_tokens: int = 0  # of them, those that a lossy rule accepted against the target's own token
+    accepted_prediction_tokens: int = 0  # of the request's prediction: drafted from it and emitted
+    rejected_prediction_tokens: int = 0  # drafted from it and verified, but not emitted
     # entry a counts the passes with a accepted draft tokens, including those behind the token or text that ends the
     # output, which `block_efficiency` excludes
     accepted_histogram: list[int] = field(default_factory=list)

@@ -11,7 +11,7 @@ from saccade.engine import Request, RunningBatch
 from saccade.engine.row import Row, plan
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
-from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, seeds_of
+from saccade.inputs.processor import Question, RowInput, is_batch, one_or_more, predictions_of, seeds_of
 from saccade.output import Output, TicketChunk
 from saccade.stream import Detokenizer, PromptOptions, split_options, text_of
 
@@ -99,6 +99,7 @@ class Batch:
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         *,
+        prediction: str | None = None,
         seed: int | None = None,
         **options: Unpack[PromptOptions],
     ) -> Ticket:
@@ -106,7 +107,7 @@ class Batch:
 
         Args:
             prompt: a string, a conversation, or a `Prompt`.
-            images, videos: as in `VLM.generate`.
+            images, videos, prediction: as in `VLM.generate`.
             seed: of its random generator when sampling; None: drawn from torch's global generator.
             options: as in `VLM.generate`, for this request alone.
 
@@ -117,7 +118,7 @@ class Batch:
             raise InputError("A ticket takes one prompt; add each prompt on its own.")
         media, generation = split_options(options)
         loaded = [load_image(image, media.limits) for image in one_or_more(images)]
-        inputs = RowInput(prompt, loaded, one_or_more(videos), media)
+        inputs = RowInput(prompt, loaded, one_or_more(videos), media, *predictions_of(prediction, 1, batch=False))
         request = self._request(inputs, seeds_of(seed, 1)[0])
         (decoding,) = plan(self._running.target, [request.prompt], tokenizer=self._tokenizer, **generation)
         row = self._running.add(request, decoding)

@@ -30,6 +30,7 @@ from saccade.inputs.processor import (
     RowInput,
     is_batch,
     per_row,
+    predictions_of,
     seeds_of,
 )
 from saccade.loading import (
@@ -285,6 +286,7 @@ class VLM:
         images: Sequence[Any] = ...,
         videos: Sequence[Any] = ...,
         *,
+        prediction: str | None = ...,
         seed: int | None = ...,
         session: RunningBatch | None = ...,
         streamer: Any = ...,
@@ -298,6 +300,7 @@ class VLM:
         images: Sequence[Sequence[Any]] = ...,
         videos: Sequence[Sequence[Any]] = ...,
         *,
+        prediction: Sequence[str | None] | None = ...,
         seed: int | Sequence[int] | None = ...,
         session: RunningBatch | None = ...,
         streamer: Any = ...,
@@ -310,6 +313,7 @@ class VLM:
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         *,
+        prediction: str | Sequence[str | None] | None = None,
         seed: int | Sequence[int] | None = None,
         session: RunningBatch | None = None,
         streamer: Any = None,
@@ -322,6 +326,8 @@ class VLM:
             images: path, bytes, PIL, numpy or data URI each; for a batch, one list per row.
             videos: likewise: files (needs the ``video`` extra), lists or arrays of frames, which are taken for 24 a
                 second, or `saccade.inputs.media.Video` of frames with their times.
+            prediction: text that the answer is expected to be or to hold, wrong words and all; for a batch, one or None
+                per row. It is drafted from and changes no lossless answer; method ``plain`` does without.
             seed: of the random generators when sampling; row b of a batch gets ``seed + b``, or its own from
                 a list. None: drawn from torch's global generator.
             session: KV caches of an earlier turn, whose common prefix is not prefilled again.
@@ -334,7 +340,8 @@ class VLM:
         Raises:
             InputError: a prompt, a medium or an option cannot be used as it is.
         """
-        stream = self.stream(prompt, images, videos, seed=seed, session=session, streamer=streamer, **options)
+        rest: dict[str, Any] = {"session": session, "streamer": streamer, **options}
+        stream = self.stream(prompt, images, videos, prediction=prediction, seed=seed, **rest)
         for _ in stream:
             pass
         return stream.outputs if stream.is_batch else stream.outputs[0]
@@ -345,6 +352,7 @@ class VLM:
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
         *,
+        prediction: str | Sequence[str | None] | None = None,
         seed: int | Sequence[int] | None = None,
         session: RunningBatch | None = None,
         streamer: Any = None,
@@ -355,18 +363,19 @@ class VLM:
 
         Args:
             trace: attach the verified trees to every chunk.
-            prompt, images, videos, seed, session, streamer, options: as of `generate`.
+            prompt, images, videos, prediction, seed, session, streamer, options: as of `generate`.
         """
         media, generation = split_options(options)
         batch = is_batch(prompt)
         questions: Any = prompt if batch else [prompt]
         images_of = per_row(images, len(questions), batch, "images")
         videos_of = per_row(videos, len(questions), batch, "videos")
+        predictions, seeds = predictions_of(prediction, len(questions), batch), seeds_of(seed, len(questions))
         if streamer is not None and len(questions) > 1:
             raise InputError("A streamer takes one row; leave it out for a batch, or iterate over stream().")
         requests = [
-            self.request(RowInput(q, [load_image(x, media.limits) for x in i], v, media), s)
-            for q, i, v, s in zip(questions, images_of, videos_of, seeds_of(seed, len(questions)), strict=True)
+            self.request(RowInput(q, [load_image(x, media.limits) for x in i], v, media, p), s)
+            for q, i, v, p, s in zip(questions, images_of, videos_of, predictions, seeds, strict=True)
         ]
         tokenizer = self.processor.tokenizer
         decoding = plan(self.target, [r.prompt for r in requests], tokenizer=tokenizer, **generation)
@@ -433,7 +442,10 @@ class VLM:
     def request(self, row: RowInput, seed: int) -> Request:
         """Make the engine's request of one row; needs no forward, so that another thread may run one meanwhile."""
         prompt = row.prompt(self.processor)
-        return Request(prompt, self._draft_prompt(prompt, row), seed)
+        prediction: tuple[int, ...] = ()
+        if row.prediction:  # a mark of control in it is text, so that none is drafted
+            prediction = self.processor.encode(row.prediction, text_as_text=True, add_special_tokens=False)
+        return Request(prompt, self._draft_prompt(prompt, row), seed, prediction)
 
     def _draft_prompt(self, prompt: Prompt, row: RowInput) -> Prompt | None:
         """Prompt of the draft model: text alone without vision, or where another vision tower prepared the media."""

@@ -61,6 +61,18 @@ def test_an_answer_goes_to_stdout_and_statistics_to_stderr(shell: Shell, image: 
     assert result.err.count("\n") == 2, "libraries kept quiet"
 
 
+def test_a_prediction_is_read_from_a_file(shell: Shell, image: str, tmp_path: Path) -> None:
+    expected = vlm("llava", "llava-draft").generate("What?", [picture()])
+    file = tmp_path / "text.txt"
+    file.write_text(expected.text + "\n", "utf-8")
+    result = shell("generate", *PAIR, "-i", image, "--prediction", file, "What?")
+    assert (result.code, result.out) == (0, expected.text + "\n")
+    for wrong in (tmp_path / "none.txt", Path(image)):
+        result = shell("generate", *PAIR, "-i", image, "--prediction", wrong, "What?")
+        assert result.code != 0
+        assert re.search(rf"Cannot read the prediction {wrong} .*; give a text file in UTF-8\.", result.err)
+
+
 @pytest.mark.parametrize(
     ("names", "options", "method"),
     [(["predicting"], [], "mtp"), (["gemma4", "gemma4-assistant"], ["-m", "chain"], "chain")],

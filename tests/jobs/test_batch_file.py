@@ -95,6 +95,17 @@ def test_speculation_sampling_systems_and_groups_are_those_of_generate(photos: P
     assert found["sub/c.png"]["method"] == "chain"
 
 
+def test_a_row_may_have_a_prediction_which_is_a_text(tmp_path: Path) -> None:
+    source, chain = tmp_path / "rows.jsonl", vlm("llava", "llava-draft")
+    rows = [{"id": str(number), "prediction": text} for number, text in enumerate(("A cat.", None, 3))]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(source, tmp_path / "out.jsonl", target=chain, prompt="What?")
+    found = records(tmp_path / "out.jsonl")
+    expected = chain.using("plain").generate("What?", max_new_tokens=5).text
+    assert [found[name].get("text") for name in "012"] == [expected, expected, None]
+    assert "The prediction is the text of the expected answer: a string, not 3." in found["2"]["error"]
+
+
 def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     saved_picture(tmp_path / "a.png")
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]

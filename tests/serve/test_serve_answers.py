@@ -52,14 +52,36 @@ def test_mixed_requests_of_several_clients_are_answered_as_by_generate(shared: L
     compare(shared, questions(count), clients)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_a_prediction_goes_with_every_other_field_of_conversations(shared: Live, path: str) -> None:
+    parts = [{"type": "text", "text": "A cat "}, {"type": "text", "text": "on a mat."}]
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "prediction": {"type": "content", "content": parts}}
+    if path == "/v1/completions":
+        status, answer = shared.post({**body, "prompt": "What?"}, path)
+        assert (status, answer["error"]["message"]) == (
+            400,
+            "The field prediction is not supported here; leave it out.",
+        )
+        return
+    body["messages"] = asks("What?")
+    if path == "/v1/chat/completions":
+        body |= {"n": 2, "logprobs": True, "presence_penalty": 0.5, "modalities": ["text"], "max_completion_tokens": 20}
+        body["tools"] = [{"type": "function", "function": {"name": "look"}}]
+    status, answer = shared.post(body, path)
+    assert status == 200, answer
+    del body["prediction"]
+    other = shared.post(body, path)[1]
+    texts = [a.get("content") or [choice["message"] for choice in a["choices"]] for a in (answer, other)]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("speculation", ["off", "prompt-lookup", "short", {"method": "static-tree"}, {"gamma": 3}])
 def test_no_method_changes_an_answer(shared: Live, speculation: Any) -> None:
     posed = Question({"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20})
     status, answer = shared.post(posed.with_(speculation=speculation, saccade={}).body)
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"] == posed.expected(vlm("qwen", "qwen-draft"))
-    drafted = answer["usage"]["completion_tokens_details"]
-    assert (drafted["accepted_prediction_tokens"] + drafted["rejected_prediction_tokens"] > 0) == (speculation != "off")
+    assert ("metrics" in answer) == (speculation != "off")  # those of draft tokens
 
 
 @pytest.mark.parametrize(
@@ -85,7 +107,7 @@ def test_what_comes_with_a_target_drafts_for_several_clients(names: tuple[str, .
     texts = [[answer["choices"] for _, answer in answers] for answers in (found, alone, off)]
     assert texts[0] == texts[1]
     assert texts[0][::2] == texts[2][::2]
-    assert all(answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] for _, answer in found)
+    assert all(answer["metrics"]["speculative_decoding"]["draft_acceptance_rate"] < 1 for _, answer in found)
 
 
 def test_penalties_are_those_of_the_processor_alone(shared: Live) -> None:
@@ -276,8 +298,8 @@ def test_earlier_answers_are_drafted_from_within_a_key_and_salt_alone(keys: str)
             body = {**BODY, "max_tokens": 24, "speculation": "suffix", "saccade": {}, **fields}
             status, _, answer = server.call("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
             assert status == 200, answer
-            tokens: int = json.loads(answer)["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
-            return tokens
+            drafts = json.loads(answer).get("metrics", {}).get("speculative_decoding", {})
+            return int(drafts.get("num_accepted_draft_tokens", 0))
 
         first = accepted(FIRST)
         others = accepted(SECOND), accepted(FIRST, cache_salt="a")

@@ -291,10 +291,9 @@ def test_metrics_count_what_was_served(shared: Live) -> None:
     names = ["prompt_tokens_total", "generation_tokens_total", "spec_decode_num_accepted_tokens_total"]
     names += ["spec_decode_num_draft_tokens_total", "time_to_first_token_seconds_count"]
     names += ["e2e_request_latency_seconds_count"]
-    used, details = answer["usage"], answer["usage"]["completion_tokens_details"]
-    drafted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    used, drafts = answer["usage"], answer["metrics"]["speculative_decoding"]
     rise = [after[name, "tiny"] - before[name, "tiny"] for name in names]
-    assert rise == [used["prompt_tokens"], 20, details["accepted_prediction_tokens"], drafted, 1, 1]
+    assert rise == [used["prompt_tokens"], 20, drafts["num_accepted_draft_tokens"], drafts["num_draft_tokens"], 1, 1]
     assert after["request_errors_total", ""] == before["request_errors_total", ""] + 1
     assert after["num_requests_running", "tiny"] == after["num_requests_waiting", "tiny"] == 0
 

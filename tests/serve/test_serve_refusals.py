@@ -72,6 +72,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"messages": [{**asks("x")[0], "tool_cals": []}]},
         r"tool_cals is unknown; messages\[0\].tool_calls may",
     ),
+    *(
+        (
+            {"prediction": wrong},
+            "The field prediction is wrong: expected an object with type content, and with content, which is a string",
+        )
+        for wrong in (
+            "the text",
+            {"content": "the text"},
+            {"type": "content", "content": 5},
+            {"type": "content", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+            {"type": "content", "content": "the text", "weight": 1},
+        )
+    ),
+    ({"prediction": {"type": "content", "content": "x" * 200_000}}, "200000 characters, far more than"),
     ({"stop": 5}, "The field stop is wrong: Input should be a valid string or a valid list."),
     ({"speculation": 3}, "The field speculation is wrong: Input should be a valid string or an object."),
     ({"response_format": "json"}, "The field response_format is wrong: Input should be an object."),

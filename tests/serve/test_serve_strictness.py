@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
-from live_server import Live, asks
+from live_server import Live, asks, uri
 
 CANCEL = "/v1/responses/{name}/cancel"  # which cancels nothing
 BODIES: dict[str, dict[str, Any]] = {
@@ -62,6 +62,21 @@ def test_an_unknown_field_is_refused_by_every_route_with_a_body(shared: Live) ->
     for path, template in paths:
         status, answer = sentence(shared, "POST", path, {**BODIES[template], "nonsense": 1})
         assert (status, "The field nonsense is unknown" in answer) == (400, True), (path, answer)
+
+
+def test_an_unknown_field_of_a_picture_is_refused_by_every_route_with_pictures(shared: Live) -> None:
+    part = {"type": "image_url", "image_url": {"url": uri(1), "nonsense": 1}}
+    for path, name in [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/responses/input_tokens", "input"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/tokenize", "messages"),
+    ]:
+        body = {key: value for key, value in BODIES[path].items() if key != "prompt"}
+        status, answer = sentence(shared, "POST", path, {**body, name: [{"role": "user", "content": [part]}]})
+        assert status == 400, (path, answer)
 
 
 @pytest.mark.parametrize("query", ["stream=true", "include=a", "starting_after=1"])

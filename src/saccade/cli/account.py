@@ -53,6 +53,9 @@ def account(outputs: Sequence[Output], method: str, plain: float | None) -> str:
         parts[-1] += f"\n{total.accepted_tokens} of {drafted} accepted ({share:.0%})"
         if total.loosened_tokens:
             parts[-1] += f", {total.loosened_tokens} of them loosely"
+        copied = total.accepted_prediction_tokens
+        if verified := copied + total.rejected_prediction_tokens:
+            parts.append(f"{copied} of {count(verified, 'token')} copied from the prediction accepted")
         if total.target_passes:
             parts.append(f"{total.block_efficiency:.1f} tokens per pass of the target")
     if total.drafted_tokens and plain is not None:

@@ -27,6 +27,7 @@ def generate(
     prompt: str = typer.Argument(help="The question; `-` reads it from standard input."),
     image: list[str] | None = option(None, "Image (file or data URI); may be repeated.", "-i", metavar="FILE"),
     video: list[str] | None = option(None, "Video (extra `video`); may be repeated.", "-v", metavar="FILE"),
+    prediction: Path | None = option(None, "Text that the answer is expected to be, such as OCR's.", metavar="FILE"),
     marks: bool = option(False, "Mark accepted draft tokens: green or ‹ ›, loosely accepted ones yellow or « »."),
     as_json: bool = option(False, "Print one JSON object: models, method, text, tokens, marks, statistics.", "--json"),
     *,
@@ -54,12 +55,14 @@ def generate(
     if not question.strip():
         raise InputError("The question is empty; give it as an argument, or - and write it to standard input.")
     check_unicode(question)
+    expected = None if prediction is None else _text(prediction)
     screen.check_media(image or [], video or [])
     decoded = decoding.checked()
     vlm = models.load()
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
     options = {"seed": sampling.get("seed"), **asdict(reading), **decoded}
-    stream = vlm.stream(question, image or [], video or [], **options)  # refuses what it would not answer
+    # refuses what it would not answer
+    stream = vlm.stream(question, image or [], video or [], prediction=expected, **options)
     if not as_json:
         screen.note_sampling(sampling, decoded)
     painter = None if as_json else screen.Painter(vlm.processor.tokenizer, screen.out(), marks)
@@ -87,6 +90,14 @@ def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
     configuration = {"drafter": drafter, "head": vlm.head_name, "method": vlm.method, "options": vlm.options}
     dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": draft_dtype, "exact": vlm.target.exact}
     return {**configuration, **dtypes}
+
+
+def _text(file: Path) -> str:
+    """Text of a file without the line break at its end, which answers lack."""
+    try:
+        return file.read_text("utf-8").removesuffix("\n")
+    except (OSError, ValueError) as problem:
+        raise InputError(f"Cannot read the prediction {file} ({problem}); give a text file in UTF-8.") from None
 
 
 def _name(dtype: Any) -> str:

@@ -28,6 +28,8 @@ NGRAM, RETURNS, LONGEST = 3, 4, 32
 """Longest n-gram of the places to return to, how many places are tried, and the most tokens of a match."""
 KEPT, FAINT = 10, 1e-4
 """Most places that are followed, and the smallest probability of one."""
+MOST = 2**15
+"""Tokens of a prediction that are read."""
 OTHER = 100.0
 """How many tokens that are not in the prediction count as seen."""
 
@@ -47,16 +49,17 @@ class Prediction:
     which it returns where its last tokens occur. A seed repeats its drafts: they depend on the answer's tokens alone.
 
     Args:
-        ids: the expected answer.
+        ids: the expected answer, of which the first `MOST` are read.
         vocab_size: ids from here on are never drafted.
         ends: ids that may end the answer, which are expected behind the prediction.
     """
 
     def __init__(self, ids: Sequence[int], vocab_size: int, ends: Collection[int] = ()) -> None:
-        self._ids, self._vocab_size, self._ends = ids, vocab_size, tuple(sorted(ends))
+        self._ids, self._vocab_size = ids[:MOST], vocab_size
+        self._ends = tuple(sorted(ends)) if len(ids) <= MOST else ()
         self._text = IndexedText(NGRAM)
-        self._text.append([*ids, END])
-        self._counts = Counter(ids)
+        self._text.append([*self._ids, END])
+        self._counts = Counter(self._ids)
         self._places = [_Place(0, START, START_LENGTH)]
         self._lost = 1 - START  # probability that the answer is elsewhere
         self._accepted = [rate * TRIALS for rate in RATES]

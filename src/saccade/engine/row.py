@@ -251,6 +251,7 @@ class Request:
     prompt: Prompt  # the target's prompt
     draft_prompt: Prompt | None = None  # the drafter's; the target's prompt when None
     seed: int = 0  # of the row's random generator, when sampling
+    prediction: tuple[int, ...] = ()  # the expected answer, which drafts are copied from
     salt: str = ""  # what caches hold is reused by requests of the same salt alone; see `salted`
     is_last: bool = False  # whether no later request will have that salt
 

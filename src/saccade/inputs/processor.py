@@ -562,6 +562,7 @@ class RowInput:
     images: Sequence[Any] = ()
     videos: Sequence[Any] = ()
     options: MediaOptions = DEFAULT_MEDIA
+    prediction: str = ""  # the answer that the caller expects
 
     def prompt(self, processor: InputProcessor) -> Prompt:
         """Prompt for one model."""
@@ -599,6 +600,16 @@ def per_row(media: Any, rows: int, batch: bool, name: str) -> list[list[Any]]:
 def one_or_more(media: Any) -> list[Any]:
     """A list of images or videos, or a single one, as a list."""
     return list(media) if isinstance(media, (list, tuple)) else [media]
+
+
+def predictions_of(prediction: str | Sequence[str | None] | None, rows: int, batch: bool) -> list[str]:
+    """Every row's prediction, empty without one."""
+    texts: Any = [prediction] * rows if prediction is None or not batch else prediction
+    fits = isinstance(texts, (list, tuple)) and len(texts) == rows
+    if not fits or not all(text is None or isinstance(text, str) for text in texts):
+        expected = f"a list of {rows} strings or None, one per prompt" if batch else "a string"
+        raise InputError(f"The prediction is the text of the expected answer: {expected}, not {prediction!r:.60}.")
+    return [text or "" for text in texts]
 
 
 def seeds_of(seed: int | Sequence[int] | None, rows: int) -> list[int]:

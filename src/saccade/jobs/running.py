@@ -22,7 +22,7 @@ from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 from saccade.inputs.families.family import Prompt
-from saccade.inputs.processor import MediaOptions, RowInput
+from saccade.inputs.processor import MediaOptions, RowInput, predictions_of
 from saccade.jobs.item_sources import ItemSource
 from saccade.jobs.items import KINDS, Item, Stored, TemplateOptions
 from saccade.jobs.job import (
@@ -384,11 +384,12 @@ class PlainForm:
             if isinstance(source, Stored):
                 part[part["type"]] = source.read()
         messages = processor.load_media(messages, reading)
-        row = RowInput(messages, options=reading)
+        (prediction,) = predictions_of(item.row.get("prediction"), 1, batch=False)
+        row = RowInput(messages, options=reading, prediction=prediction)
         if not item.is_conversation and len(messages) == 1:  # a text, which also a model without chat template takes
             *media, text = messages[0]["content"]
             images, videos = ([part[kind] for part in media if part["type"] == kind] for kind in KINDS)
-            row = RowInput(text["text"], images, videos, reading)
+            row = RowInput(text["text"], images, videos, reading, prediction)
         request = self.vlm.request(row, seed_of(self.job.seed, item.id))
 
         def starts() -> list[tuple[Request, RowPlan]]:

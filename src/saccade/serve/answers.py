@@ -173,15 +173,14 @@ def usage(choices: Sequence[Choice], per_prompt: int) -> Json:
     stats = [choice.output.stats for choice in choices if choice.output is not None]
     prompts = [c.output.stats for c in choices[::per_prompt] if c.output is not None]
     prompt, new = sum(s.prompt_tokens for s in prompts), sum(s.new_tokens for s in stats)
-    accepted = sum(s.accepted_tokens for s in stats)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(s.reused_tokens for s in prompts)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(s.drafted_tokens for s in stats) - accepted,
+            "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in stats),
+            "rejected_prediction_tokens": sum(s.rejected_prediction_tokens for s in stats),
             "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
         },
     }

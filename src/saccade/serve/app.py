@@ -18,10 +18,11 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from saccade.errors import InputError
 from saccade.serve.configuration import Limits, ServerConfig
 from saccade.serve.messages import MessageExchange, request_to_count
 from saccade.serve.models import ServedModel
-from saccade.serve.refusals import Json, Refusal, broken, invalid
+from saccade.serve.refusals import Json, Refusal, broken, invalid, refusal_of
 from saccade.serve.responses import KeptResponses, ResponseExchange, page
 from saccade.serve.schemas import (
     ChatRequest,
@@ -183,6 +184,10 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         return respond(request, error)
+
+    @app.exception_handler(InputError)  # of messages that are read before there is a job
+    async def unusable(request: Request, error: InputError) -> Response:
+        return respond(request, refusal_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def wrong_query(request: Request, error: RequestValidationError) -> Response:

@@ -157,7 +157,9 @@ class ServedModel:
         setting, begun = self._setting(body), ""
         if isinstance(body, ChatRequest):
             options, policy = self._template(body)
-            rows = [self._row(body, setting.vlm, options, policy)]
+            expected = "" if body.prediction is None else body.prediction.text
+            self._check_size(len(expected), "prediction")
+            rows = [replace(self._row(body, setting.vlm, options, policy), prediction=expected)]
             begun = self._begun(body, options, policy)
         else:
             self._check_size(max(len(prompt) for prompt in body.prompts), "prompt")

@@ -118,6 +118,22 @@ class AllowedChoice(Part):
     allowed_tools: AllowedTools
 
 
+class PredictedText(Part):
+    type: Literal["text"]
+    text: str
+
+
+class PredictedContent(Part):
+    """The answer that the client expects, in OpenAI's form."""
+
+    type: Literal["content"]
+    content: str | list[PredictedText]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Decoding(BaseModel):
     """Fields that both endpoints share. Null is the same as a field left out."""
 
@@ -192,6 +208,7 @@ class ChatRequest(Decoding, Prompting):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    prediction: PredictedContent | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] = -1  # of each thought; -1: no limit
 
     @property
@@ -244,13 +261,13 @@ class DetokenizeRequest(Part):
 
 
 IDLE: dict[str, Sequence[Any] | None] = {
-    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prediction")),
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier")),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")),
     **dict.fromkeys(("request_id", "client_metadata")),
     **dict.fromkeys(("functions", "bad_words", "allowed_token_ids", "logits_processors"), ([],)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output", "return_token_ids", "background"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "chat_template", "documents"), ()),
-    **dict.fromkeys(("conversation", "prompt", "moderation"), ()),
+    **dict.fromkeys(("conversation", "prompt", "moderation", "prediction"), ()),
     **dict.fromkeys(
         ("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning", "detokenize"), (True,)
     ),
@@ -346,8 +363,9 @@ def _wrong(problem: ValidationError, kind: type[BaseModel]) -> Refusal:
         form = next((i for i, place in enumerate(places) if place in _JSON_FORMS or "[" in place), len(places))
         errors.append((".".join(places[:form])[:200], error))
     path, first = errors[0]
-    if path == "tool_choice":
-        return invalid(f"The field tool_choice is wrong: {TOOL_CHOICES}.", path)
+    field = path.partition(".")[0]
+    if field in EXPECTED:
+        return invalid(f"The field {field} is wrong: expected {EXPECTED[field]}.", field)
     if first["type"] == "missing":
         return invalid(f"The field {path} is missing.", path)
     if first["type"] == "extra_forbidden":
@@ -358,10 +376,12 @@ def _wrong(problem: ValidationError, kind: type[BaseModel]) -> Refusal:
     return invalid(f"The field {path} is wrong: {words}.", path)
 
 
-TOOL_CHOICES = (
-    "expected none, auto or required, or an object with type function and function.name, or with type allowed_tools, "
-    "allowed_tools.mode (auto or required) and allowed_tools.tools"
-)
+EXPECTED = {
+    "tool_choice": "none, auto or required, or an object with type function and function.name, or with type "
+    "allowed_tools, allowed_tools.mode (auto or required) and allowed_tools.tools",
+    "prediction": "an object with type content, and with content, which is a string or a list of parts of type text",
+}
+"""Fields of several forms -> all of them."""
 _JSON_FORMS = ("str", "bool", "int", "float")
 """Forms of a field in pydantic's places, behind the client's own keys and indices."""
 _FORMS = {"model_type": "an object", "dict_type": "an object"}  # kinds of pydantic's errors -> the form in JSON's words

@@ -145,7 +145,7 @@ class PromptWorkers:
             Prompt(tuple(each["ids"].tolist()), tuple(Medium(*medium) for medium in each["media"]))
             for each in answer["prompts"]
         ]
-        return MadeInput(messages, (), (), options, list(zip(readers, prompts, strict=True)))
+        return MadeInput(messages, options=options, made=list(zip(readers, prompts, strict=True)))
 
     def _take(self) -> _Worker:
         with suppress(IndexError):
