@@ -69,6 +69,15 @@ class Place:
         """Tokens allowed next."""
         return 1 if self.run else _ones(self.packed)
 
+    @property
+    def guess(self) -> Sequence[int]:
+        """Tokens in which a tokenizer would write the text that has to follow, the last of which may be longer."""
+        return self._walk.guess(self)
+
+    def spelling(self, token: int) -> bytes:
+        """Text of a token; empty where it is not known."""
+        return self._walk.grammar.spelling(token)
+
     def allows(self, token: int) -> bool:
         """Whether a token is allowed next."""
         if self.run:
@@ -97,7 +106,7 @@ class _Walk:
     """A row's matcher, which moves from place to place."""
 
     def __init__(self, grammar: Rollback) -> None:
-        self._grammar, self._matcher = grammar, grammar.matcher()
+        self.grammar, self._matcher = grammar, grammar.matcher()
         self._at = Place(self, None, -1)
 
     @property
@@ -106,7 +115,7 @@ class _Walk:
 
     def run(self, place: Place) -> tuple[int, ...]:
         """As of `Place.run`; where the matcher names none, by the tokens that are allowed."""
-        run = tuple(self._grammar.forced(self.move(place)))
+        run = tuple(self.grammar.forced(self.move(place)))
         if not run:
             packed = place.packed
             if _ones(packed) == 1:
@@ -118,9 +127,13 @@ class _Walk:
             behind._run = run[number:]
         return run
 
+    def guess(self, place: Place) -> Sequence[int]:
+        """As of `Place.guess`."""
+        return self.grammar.guess(self.move(place))
+
     def packed(self, place: Place) -> Packed:
         """As of `Place.packed`; raises `InputError` where nothing is allowed."""
-        packed = np.frombuffer(self._grammar.packed(self.move(place)), np.uint8)
+        packed = np.frombuffer(self.grammar.packed(self.move(place)), np.uint8)
         if not packed.any():
             raise InputError(_DEAD_END)
         return packed
@@ -139,10 +152,10 @@ class _Walk:
                 assert near.parent is not None
                 near = near.parent
         if back:
-            self._grammar.rollback(self._matcher, back)
+            self.grammar.rollback(self._matcher, back)
             self._at = near
         for each in reversed(ahead):
-            if not self._grammar.accept(self._matcher, each.token):
+            if not self.grammar.accept(self._matcher, each.token):
                 raise InputError(
                     f"The grammar does not allow token {each.token} behind {each.depth - 1} new tokens; let the "
                     "grammar's stop tokens be among eos_token_id, and use a lossless method."

@@ -29,6 +29,8 @@ class DraftTree:
     # [B, N, V_q] distribution from which each node's children were drawn without replacement, in node order; None when
     # children are deterministic (each verified as a point mass)
     q: Tensor | None = None
+    # [B, N] nodes of the drafter's own tree, in one that has others between its nodes (-1); None where all are its own
+    sources: Tensor | None = None
 
     @classmethod
     def root_only(cls, roots: Tensor) -> DraftTree:

@@ -115,21 +115,20 @@ class AssistantDraftSession(DraftSession):
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         self._states[row] = prefill.hidden[self._last][-1:].to(self._like)
 
-    def follow(self, rows: Rows, output: ForwardOutput) -> None:
+    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
+        node = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
+        states = output.hidden[self._last].to(self._like)
+        last = states.gather(1, node[..., None].expand(-1, -1, states.shape[2]))
         for place, row in enumerate(rows):
-            self._states[row] = output.hidden[self._last][place, -1:].to(self._like)
+            self._states[row] = last[place]
 
     def forget(self, row: int) -> None:
         self._prompts[row] = 0
         self._shaping.restart(row)
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
-        node = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
-        states = output.hidden[self._last].to(self._like)
-        last = states.gather(1, node[..., None].expand(-1, -1, states.shape[2]))
-        for place, row in enumerate(rows):
-            self._states[row] = last[place]
-        self._shaping.observe(rows, verdict)
+        self.follow(rows, output, verdict)
+        self._shaping.observe(rows, verdict.on_proposed(tree))
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
@@ -151,7 +150,7 @@ class AssistantDraftSession(DraftSession):
 
         first = forward(states, numbers.get(roots)[:, None])
         growth = self._shaping.begin(rows, numbers.get(roots), proposer)
-        return grow(self._drafter.policy, growth, first, run, limit)
+        return grow(self._drafter.policy, growth, first, run, limit, rows, proposer.guide)
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else super().signals(rows)

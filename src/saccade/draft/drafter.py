@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,7 +21,10 @@ class DraftSession:
 
     Attributes:
         captioning_seconds: part of the last `load` spent on captioning images; 0 for most drafters.
+        splices: whether tokens that a grammar forces run together with the draft tokens before them.
     """
+
+    splices: ClassVar[bool] = False
 
     captioning_seconds: float = 0.0
 
@@ -62,7 +66,7 @@ class DraftSession:
         """Take in the outcome of the last proposal for these rows.
 
         Args:
-            tree: as proposed, on the target's device.
+            tree: that was verified, on the target's device: as proposed, or joined to the rows' own drafts.
             scores: ``[A, N, V]`` the target's processed logits after every node.
             verdict: accepted path of every row.
             output: the target's forward, with hidden states ``[A, N, d]`` where requested.
@@ -74,11 +78,11 @@ class DraftSession:
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Take in a prompt that is not drafted for, in place of `load`; for sessions that read the target's states."""
 
-    def follow(self, rows: Rows, output: ForwardOutput) -> None:
-        """Take in a step that was not drafted for these rows, ahead of its commit; nothing by default.
+    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
+        """Take in a step that it did not draft for these rows, ahead of its commit; nothing by default.
 
         Args:
-            output: the target's forward of their last tokens alone, hidden states ``[A, 1, d]``.
+            output, verdict: as of `observe`.
         """
 
     def load_part(self, row: int, prompt: Prompt, budget: int) -> int:
@@ -118,3 +122,15 @@ class Drafter:
     def open(self, rows: int, target: Context) -> DraftSession:
         """Start a session; a drafter that reads states of the target requests them here (``target.requirements``)."""
         raise NotImplementedError  # every drafter defines it
+
+
+class OwnDrafter(Drafter):
+    """Drafts nothing beside what rows draft by themselves (`saccade.draft.own`)."""
+
+    early = True
+
+    def __init__(self) -> None:
+        self.max_nodes, self.max_depth, self.max_children, self.draws = 1, 0, 0, False
+
+    def open(self, rows: int, target: Context) -> DraftSession:
+        return DraftSession()

@@ -69,7 +69,8 @@ class MergedSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        first, second = (session.propose(rows, new, TopProposer(), limit) for session in self._sessions)
+        likeliest = TopProposer(proposer.guide)
+        first, second = (session.propose(rows, new, likeliest, limit) for session in self._sessions)
         return union(first, second.to(first.tokens.device), self._total)
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:

@@ -15,7 +15,7 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult
 from saccade.target_model.forward import ForwardOutput, TokenBlock
-from saccade.tree import DraftTree, Emitted, Rows
+from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
 
@@ -40,6 +40,8 @@ class ModelDraftSession(DraftSession):
     Entries of draft tokens are dropped after every step; accepted ones run again with the bonus token, in the forward
     that starts the next step. That needs no gather and suits every kind of drafter.
     """
+
+    splices = True
 
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter, self._target = drafter, target
@@ -164,22 +166,26 @@ class ModelDraftSession(DraftSession):
         limit: int,
     ) -> DraftTree:
         roots = self._numbers.get([tokens[-1] for tokens in new])
-        growth = self._shaping.begin(rows, roots, proposer)
+        growth, guide = self._shaping.begin(rows, roots, proposer), proposer.guide
         levels: list[tuple[int, int]] = []
 
         def run(frontier: Frontier) -> Tensor:
+            running = rows if frontier.rows is None else frontier.rows
+            if guide is not None and guide.splices:
+                tokens, mask, depths, last = guide.spliced(frontier.tokens)
+                return at_nodes(self._shared(self.context.forward(running, tokens, mask, depths).logits), last)
             levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
-            running, depths = rows if frontier.rows is None else frontier.rows, self._depth(tuple(levels))
+            depths = self._depth(tuple(levels))
             output = self.context.forward(running, frontier.tokens, frontier.attention_mask, depths)
             return self._shared(output.logits)
 
         first = torch.stack([each[-1:] for each in logits])
-        tree = grow(self._drafter.policy, growth, first, run, limit)
+        tree = grow(self._drafter.policy, growth, first, run, limit, rows, guide)
         self.context.cache.drop(rows)
         return tree
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
-        self._shaping.observe(rows, verdict)
+        self._shaping.observe(rows, verdict.on_proposed(tree))
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]

@@ -38,6 +38,7 @@ class PardDraftSession(ModelDraftSession):
     """A draft model's KV cache, in which masks never remain."""
 
     _drafter: PardDrafter
+    splices = False
 
     def __init__(self, drafter: PardDrafter, rows: int, target: Context) -> None:
         super().__init__(drafter, rows, target)
@@ -56,4 +57,4 @@ class PardDraftSession(ModelDraftSession):
             return marginals[:, frontier.depth, None].expand(-1, frontier.tokens.shape[1], -1)
 
         growth = self._shaping.begin(rows, self._numbers.get([tokens[-1] for tokens in new]), proposer)
-        return grow(policy, growth, marginals[:, :1], run, limit)
+        return grow(policy, growth, marginals[:, :1], run, limit, rows, proposer.guide)

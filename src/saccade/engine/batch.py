@@ -109,7 +109,7 @@ class RunningBatch:
         self.target.traits.limits.check_rows([len(request.prompt)], [plan.max_new_tokens])
         if plan.do_sample and self.target.ranks is not None:
             request = replace(request, seed=self.target.ranks.numbers([request.seed])[0])
-        row = Row(request, plan, self.target.device)
+        row = Row(request, plan, self.target.device, self.target.vocab_size, drafts=self.drafter is not None)
         self._state.slots.check(row)
         return row
 

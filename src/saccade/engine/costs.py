@@ -260,6 +260,7 @@ class Pacer:
         self._speed = 1.0  # of the last steps over plain decoding's, and by rows
         self._speeds: dict[int, float] = {}
         self._goal = 0.0  # cost of a trial that is saved for
+        self.measures = True  # whether the next step is to be without any drafts, and measured
         self._answers = Typical(ANSWER)
         self._prefill = Typical(PREFILL * draft_cost)  # units of a prompt's token in the drafter
 
@@ -267,8 +268,9 @@ class Pacer:
         """Return the number of tokens to draft for each of some rows in this step, next to others without a draft."""
         together = len(rows) + others
         self._steps[together] += 1
-        if self._steps[together] in EARLY or self._steps[together] % REFRESH == 0:
-            return [0] * len(rows)  # measures what drafting has to beat
+        self.measures = self._steps[together] in EARLY or self._steps[together] % REFRESH == 0
+        if self.measures:  # what drafting has to beat
+            return [0] * len(rows)
         lengths, _ = self._plan(rows, others, self.credit / 2)
         if not any(lengths) and self._may_pay(together) and self._trial_cost() <= self.credit:
             place, row = min(enumerate(rows), key=lambda each: each[1].count)
@@ -375,6 +377,7 @@ class Pacer:
             if others or not self._plain:  # the first one's units are as guessed
                 self.plain.add(rows, forward / median(others) if others else whole)
             self._plain.append((rows, forward))
+            self.measures = False
         elif self._plain:
             self.extra.add(drafts, max(0.0, forward / self._unit - whole))
         if length:

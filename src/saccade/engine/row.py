@@ -16,6 +16,8 @@ import torch
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from saccade.draft.own import MOST, OwnDrafts
+from saccade.draft.prediction import Prediction
 from saccade.engine.costs import Trials
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
@@ -254,6 +256,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # the expected answer, which drafts are copied from
     salt: str = ""  # what caches hold is reused by requests of the same salt alone; see `salted`
     is_last: bool = False  # whether no later request will have that salt
+    prediction: tuple[int, ...] = ()  # the expected answer, to draft from
 
     def salted(self, salt: str, is_last: bool = False) -> Request:
         """The same request with a salt, which keeps its prefixes and the features of its media apart."""
@@ -269,7 +272,9 @@ class Request:
 class Row:
     """A row from its request to its end."""
 
-    def __init__(self, request: Request, plan: RowPlan, device: torch.device) -> None:
+    def __init__(
+        self, request: Request, plan: RowPlan, device: torch.device, vocab_size: int = sys.maxsize, drafts: bool = True
+    ) -> None:
         self.request, self.plan, self.do_sample = request, plan, plan.do_sample
         self.ids = list(request.prompt.ids)  # prompt and emitted tokens; the last one is the root of the next tree
         self.output: list[int] = []  # emitted tokens
@@ -280,6 +285,10 @@ class Row:
         self.overtaken = 0  # how often others have gone ahead of it, for memory or with their prompts
         self.steps: list[TicketChunk] = []  # unread steps, oldest first; readers remove them
         self.processing = RowProcessing(plan.processors, plan.eos)
+        self.own: OwnDrafts | None = None  # drafts of its grammar and its prediction, where there are some
+        prediction = Prediction(request.prediction, vocab_size, plan.eos) if request.prediction else None
+        if drafts and (prediction is not None or self.processing.grammars):
+            self.own = OwnDrafts(self.processing, prediction, len(self.ids))
         self.generator = torch.Generator().manual_seed(request.seed)  # random generator, on the host
         self.drafter_prefilled = False  # whether the drafter has cached its prompt ahead of the target
         self.drafter_begun = False  # whether it has cached a part of it
@@ -309,14 +318,23 @@ class Row:
         """Upper bound of the cache entries of prompt and answer."""
         return len(self.request.prompt) + self.plan.max_new_tokens
 
+    @property
+    def own_nodes(self) -> int:
+        """Upper bound of the nodes that it adds to a drafter's trees."""
+        return 0 if self.own is None else MOST
+
     def begin(self, slot: int) -> None:
         """Record the row's admission."""
         self.slot, self.overtaken = slot, 0
         self._begun = time.perf_counter()
 
-    def pop_new_tokens(self) -> list[int]:
-        """Return the tokens that the drafter lacks: emitted since the last call, behind the prompt's last one."""
-        new, self._num_proposed = self.output[self._num_proposed :], len(self.output)
+    def pop_new_tokens(self, ahead: Sequence[int] = ()) -> list[int]:
+        """Return the tokens that the drafter lacks: emitted since the last call, behind the prompt's last one.
+
+        ``ahead``: tokens that will be emitted next for certain, and that it gets with them.
+        """
+        new = [*self.output[self._num_proposed :], *ahead]
+        self._num_proposed = len(self.output) + len(ahead)
         if self.drafter_lacks_end:
             self.drafter_lacks_end = False
             return [self.request.prompt.ids[-1], *new]

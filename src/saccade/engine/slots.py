@@ -88,15 +88,16 @@ class SlotAllocator:
         self._rows[slot], self._salts[slot] = row, row.request.salt
         self._picture_bytes[slot] = self._pictures(row)
         row.begin(slot)
-        self._context.cache.reserve(slot, row.max_entries + self._extra)
+        self._context.cache.reserve(slot, row.max_entries + self._extra + row.own_nodes)
         if self._drafting is not None:
             self._drafting.begin(slot, None if row.do_sample else row.request.salt)
-            self._drafting.reserve(slot, len(row.request.drafter_prompt) + row.plan.max_new_tokens)
+            entries = len(row.request.drafter_prompt) + row.plan.max_new_tokens + row.own_nodes
+            self._drafting.reserve(slot, entries)
         return True
 
     def preallocate(self, rows: Sequence[Row]) -> None:
         """Grow the cache once for rows that begin together."""
-        self._context.cache.preallocate(sum(row.max_entries + self._extra + 63 for row in rows))
+        self._context.cache.preallocate(sum(row.max_entries + self._extra + row.own_nodes + 63 for row in rows))
 
     def free(self, row: Row, empty: bool) -> None:
         """Free a row's slot; ``empty``: drop its content, too."""
@@ -137,7 +138,7 @@ class SlotAllocator:
         return True
 
     def _bytes(self, row: Row) -> int:
-        entries = round_to_segment(row.max_entries + self._extra) * self._entry_bytes
+        entries = round_to_segment(row.max_entries + self._extra + row.own_nodes) * self._entry_bytes
         return entries + self._row_bytes + self._pictures(row)
 
     def _held(self, slot: int) -> int:
@@ -323,7 +324,7 @@ class PromptRunner:
                 self._state.fail(chunk.row, error)
                 chunks.remove(chunk)
                 continue
-            chunk.has_tree = chunk.block is not None and chunk.is_last and self._drafts_early(chunk.row)
+            chunk.has_tree = chunk.block is not None and chunk.is_last and self._starts_with_tree(chunk.row)
         return chunks
 
     def _in_order(self) -> list[tuple[Row, Prefill]]:
@@ -399,6 +400,13 @@ class PromptRunner:
     def _drafts_early(self, row: Row) -> bool:
         """Whether a row's first tree is verified in the pass that ends its prompt."""
         return self._can_draft_early(row) and self.drafts(row)
+
+    def _starts_with_tree(self, row: Row) -> bool:
+        """Whether a tree of the drafter's, or of the row's own drafts, is verified in the pass that ends its prompt."""
+        drafter = self._state.drafter
+        if drafter is None or not self._can_draft_early(row):
+            return False
+        return (self.drafts(row) and drafter.max_depth > 0) or row.own is not None
 
     def _can_draft_early(self, row: Row) -> bool:
         """Whether the drafter needs nothing of the target, and the prompt's last token can be its first root."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.draft.own import MOST, WIDEST, Guide, OwnTree, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
 from saccade.engine.costs import Clock, StepSizes, sampled_length
 from saccade.engine.row import Row
@@ -90,6 +91,7 @@ class VerificationGroup:
     uniforms: Uniforms | None
     drafted: bool  # whether a drafter proposed the trees and observes the outcome
     levels: int = 0  # that it ran, of which the trees may have fewer
+    host: Sequence[OwnTree] | None = None  # the trees, where the rows' own drafts are in them
     output: ForwardOutput | None = None  # logits `[A, N, V]` and hidden states `[A, N, d]` of the trees' nodes
     scores: Tensor | None = None
     verdict: Verdict | None = None
@@ -209,22 +211,21 @@ class StepRunner:
                 if isinstance(owner, PrefillChunk):
                     self._record(owner, output)
         self._assign_outputs(groups, blocks, outputs)
-        for group in groups:  # a drafter that reads the target's states takes in steps that it does not draft for
-            if self._state.drafting is not None and not group.drafted:
-                assert group.output is not None
-                with self._clock.stage("draft"):
-                    self._state.drafting.follow(group.slots, group.output)
+        ran = list(groups)
         prefilled += [c for c in chunks if c.is_last and not c.has_tree]
         groups += self._first_token_groups(prefilled)
         with self._clock.stage("verify" if decoding else "prefill"):
             packed = [group.decide(self._target.ranks) for group in groups]
-        for group in groups:
-            if group.drafted and self._state.drafting is not None:
-                assert group.scores is not None
-                assert group.verdict is not None
-                assert group.output is not None
-                with self._clock.stage("draft"):
+        for group in ran if self._state.drafting is not None else ():
+            assert self._state.drafting is not None
+            assert group.scores is not None
+            assert group.verdict is not None
+            assert group.output is not None
+            with self._clock.stage("draft"):
+                if group.drafted:
                     self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
+                else:  # a drafter that reads the target's states takes in steps that it does not draft for
+                    self._state.drafting.follow(group.slots, group.output, group.verdict)
         if self._meanwhile is not None:
             self._meanwhile()
         host = to_host(packed) if packed else []  # the step's one synchronisation
@@ -251,25 +252,36 @@ class StepRunner:
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
         rows = self._state.decoding
-        self._prompts.prefill_drafters([c.row for c in chunks if c.has_tree and not c.row.drafter_prefilled])
+        starting = [c.row for c in chunks if c.has_tree and c.row.drafts]
+        self._prompts.prefill_drafters([row for row in starting if not row.drafter_prefilled])
         beginning = [chunk.row for chunk in chunks if chunk.has_tree and not chunk.row.done]
         for row in rows:
             if row.drafts is False:
                 self._prompts.start_late(row)
-        rows = [row for row in rows if not row.done]
+        for row in (*rows, *beginning):
+            if row.own is not None and not row.done:
+                try:
+                    row.own.begin(row.ids, row.remaining)
+                except Exception as error:
+                    self._state.fail(row, error)
         groups = []
+        least = min(1, self._state.drafter.max_depth) if self._state.drafter is not None else 0
         for do_sample in (False, True):
-            decoding = [row for row in rows if row.do_sample == do_sample]
-            new = [row for row in beginning if row.do_sample == do_sample]
-            joined = [row for row in decoding if row.drafts is not False]
-            lengths = self._draft_lengths([*joined, *new], do_sample, len(decoding) - len(joined))
-            drafting = [row for row in joined if lengths[id(row)]]
-            plain = [row for row in decoding if not lengths.get(id(row))]
-            if drafting or new:
-                planned = [max(1, lengths[id(row)]) for row in (*drafting, *new)]
-                groups += self._propose_groups([*drafting, *new], do_sample, planned, len(plain))
-            if plain:
-                groups.append(self._root_group(plain, do_sample))
+            decoding = [row for row in rows if row.do_sample == do_sample and not row.done]
+            new = [row for row in beginning if row.do_sample == do_sample and not row.done]
+            joined = [row for row in (*decoding, *new) if row.drafts is not False]
+            lengths = self._draft_lengths(joined, do_sample, len(decoding) + len(new) - len(joined))
+            lengths |= {id(row): max(least, lengths[id(row)]) for row in new if row.drafts}
+            is_measured = self._state.pacer is not None and not do_sample and self._state.pacer.measures
+            for has_own in (False, True):
+                own = [row for row in (*decoding, *new) if (row.own is not None) == has_own]
+                drafting = [row for row in own if lengths.get(id(row)) and not (row.own and row.own.suffices)]
+                plain = [row for row in own if row not in drafting]
+                if drafting:
+                    planned, others = [lengths[id(row)] for row in drafting], len(decoding) + len(new) - len(drafting)
+                    groups += self._propose_groups(drafting, do_sample, planned, others)
+                if plain:
+                    groups.append(self._root_group(plain, do_sample, has_own and not is_measured))
         return groups
 
     def _draft_lengths(self, rows: Sequence[Row], do_sample: bool, others: int) -> dict[int, int]:
@@ -318,33 +330,50 @@ class StepRunner:
     def _propose_groups(
         self, rows: list[Row], do_sample: bool, lengths: list[int], others: int
     ) -> list[VerificationGroup]:
-        """Draft for some rows, at most as planned or as their pacer decides, next to others; groups of equal size."""
+        """Draft for some rows, at most as planned or as their pacer decides, next to others; groups of equal size.
+
+        Rows with drafts of their own form one group, whose trees are joined to these.
+        """
         drafter, drafting, pacer = self._state.drafter, self._state.drafting, self._state.pacer
         assert drafter is not None
         assert drafting is not None
         rule, judge = self._state.judge(do_sample)
         processing = Processing([row.processing for row in rows])
         uniforms, draws = self._uniforms(rows, rule)
-        proposer: Proposer = TopProposer()
+        slots = [row.slot for row in rows if row.slot is not None]
+        owns = {slot: row.own for slot, row in zip(slots, rows, strict=True) if row.own is not None}
+        guide = None
+        if any(own.place is not None for own in owns.values()):
+            guide = Guide(owns, self._context.rows, early=drafter.early, splices=drafting.splices)
+        proposer: Proposer = TopProposer(guide)
         if draws:
             assert uniforms is not None
-            proposer = DrawProposer(processing.warp, uniforms)
+            proposer = DrawProposer(processing.warp, uniforms, guide)
         longest, drafts = max(lengths), None
         # Elsewhere every level would wait for its confidences: all rows draft the longest planned length.
         if pacer is not None and not do_sample and self._target.device.type == "cpu":
             drafts = pacer.begin([row.trials for row in rows], others, None if longest > 1 else 1)
             longest, add = pacer.max_length, drafts.add
-            proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]))
+            proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]), guide)
         # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
         remaining = max(row.remaining for row in rows)
         limit = min(remaining, longest) if rule.lossless else drafter.max_depth
-        slots = [row.slot for row in rows if row.slot is not None]
+        new = [row.pop_new_tokens(row.own.run if row.own is not None and drafter.early else ()) for row in rows]
         with self._clock.stage("draft"), self._target.threads.on("draft", len(rows)):
-            tree = drafting.propose(slots, [row.pop_new_tokens() for row in rows], proposer, limit)
+            tree = drafting.propose(slots, new, proposer, limit)
             tree = tree.to(self._target.device)
             if self._target.ranks is not None:
                 tree = self._target.ranks.tree(tree)
-        group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=True, levels=tree.size - 1)
+        levels, host = tree.size - 1, None
+        if owns:
+            kept = None if drafts is None else self._agreed([min(length, levels) for length in drafts.lengths])
+            roots = [row.ids[-1] for row in rows]
+            splices = guide is not None and guide.splices
+            with self._clock.stage("draft"):
+                tree, host = join([*owns.values()], tree, roots, kept, early=drafter.early, spliced=splices)
+        group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, True, levels, host)
+        if owns:
+            return [group]
         if pacer is None or drafts is None or self._target.graphs is not None:  # captured graphs take rows of one size
             return [group]
         places: dict[int, list[int]] = {}
@@ -353,8 +382,8 @@ class StepRunner:
             places.setdefault(length, []).append(place)
         return [group.part(own, length + 1) for length, own in sorted(places.items())]
 
-    def _root_group(self, rows: list[Row], do_sample: bool) -> VerificationGroup:
-        """A group with plain decoding's trees, of the last tokens alone."""
+    def _root_group(self, rows: list[Row], do_sample: bool, has_own: bool = False) -> VerificationGroup:
+        """A group with plain decoding's trees, of the last tokens alone, or with the rows' own drafts behind them."""
         rule, judge = self._state.judge(do_sample)
         roots = tuple(row.ids[-1] for row in rows)
         slots = [row.slot for row in rows if row.slot is not None]
@@ -362,8 +391,12 @@ class StepRunner:
         numbers.send([roots, *self._context.numbers_of(slots)])
         processing = Processing([row.processing for row in rows])
         uniforms, _ = self._uniforms(rows, rule)
-        tree = DraftTree.root_only(numbers.get(roots).to(self._target.device))
-        return VerificationGroup(rows, tree, rule, judge, processing, uniforms, drafted=False)
+        host = [row.own.grown(row.ids[-1]) for row in rows if has_own and row.own is not None]
+        if host:
+            tree = tree_on(host, self._target.device)
+        else:
+            tree = DraftTree.root_only(numbers.get(roots).to(self._target.device))
+        return VerificationGroup(rows, tree, rule, judge, processing, uniforms, False, host=host or None)
 
     def _uniforms(self, rows: Sequence[Row], rule: Rule) -> tuple[Uniforms | None, bool]:
         """This step's random numbers, and whether children are drawn with them."""
@@ -372,6 +405,8 @@ class StepRunner:
         if drafter is not None:
             nodes, depth, children = drafter.max_nodes, drafter.max_depth, drafter.max_children
         draws = bool(drafter and drafter.draws and rule.samples)
+        if any(row.own is not None for row in rows):  # of all of them
+            depth, children = depth + MOST, max(children, WIDEST)
         judging = rule.uniforms(depth, children)
         if not all(judging):
             return None, False
@@ -456,7 +491,8 @@ class StepRunner:
             try:
                 if index in group.failed:
                     raise group.failed[index]
-                paths.append(self._emit_row(row, verdict, with_tree.get(id(row)), commits))
+                own = None if group.host is None else group.host[index]
+                paths.append(self._emit_row(row, verdict, with_tree.get(id(row)), commits, own))
             except Exception as error:
                 self._state.fail(row, error)
                 paths.append([])
@@ -482,8 +518,12 @@ class StepRunner:
         numbers: Sequence[int],
         chunk: PrefillChunk | None,
         commits: list[Commit],
+        tree: OwnTree | None = None,
     ) -> list[int]:
-        """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first."""
+        """Emit a row's tokens and add their entries to ``commits``; return the nodes of emitted tokens, root first.
+
+        ``tree``: where the row's own drafts are in it.
+        """
         assert row.slot is not None
         count, token, unsound, barred, *rest = numbers
         if unsound:
@@ -500,8 +540,11 @@ class StepRunner:
         row.stats.draft_passes += drafted > 0
         if not first:
             row.record_pass(min(count, row.remaining))
+        accepted = min(count, drafted)
+        if tree is not None:
+            drafted, accepted = tree.drafted, tree.accepted(path)
         if self._state.pacer is not None and drafted:
-            self._state.pacer.observe_acceptance(row.trials, drafted, min(count, drafted))
+            self._state.pacer.observe_acceptance(row.trials, drafted, accepted)
         marks = [DRAFTED[code] for code in codes[1:]]
         emitted = row.emit([*path_tokens[1:], token], [*marks, "target"])
         if barred and len(emitted) > count:
@@ -513,6 +556,10 @@ class StepRunner:
             )
         if first:
             row.stats.prefill_tokens = len(emitted)
+        if tree is not None:
+            kept = len(tree.predicted.intersection(path[1 : len(emitted) + 1]))
+            row.stats.accepted_prediction_tokens += kept
+            row.stats.rejected_prediction_tokens += len(tree.predicted) - kept
         row.steps.append(TicketChunk(tuple(emitted), tuple(row.marks[-len(emitted) :]), row.done))
         nodes = path[: len(emitted)]
         if chunk is not None:

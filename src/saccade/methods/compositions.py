@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from saccade.draft.drafter import Drafter
+from saccade.draft.drafter import Drafter, OwnDrafter
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.draft.heads.session import HeadDrafter
@@ -95,6 +95,8 @@ def _relative_cost(parts: Models) -> float:
 
 def _drafter(parts: Models, values: Values) -> Drafter:
     drafts, vocab_size = values["draft_with"], parts.vocab_size or parts.target.vocab_size
+    if drafts == "grammar":
+        return OwnDrafter()
     if drafts == "lookup":
         return _lookup(values["gamma"], values, parts, parts.target)
     if drafts == "suffix":

@@ -85,6 +85,11 @@ METHODS: dict[str, Method] = {
         source="Oliaro et al. 2024, SuffixDecoding, with acceptance rates as measured",
         settings={"draft_with": "suffix"},
     ),
+    "grammar": Method(
+        "drafts what a request's grammar forces or its prediction says, as every method but plain does besides",
+        source="Zheng et al. 2024, SGLang, Section 4 (jump-forward), as draft trees that the target verifies",
+        settings={"draft_with": "grammar"},
+    ),
     "lookup-merge": Method(
         "one tree of a draft model's tokens and of tokens copied by prompt lookup",
         source="Saxena 2023 beside a draft model",

@@ -43,8 +43,8 @@ CHOICES: dict[str, dict[str, Option]] = {
         "draft_with": Option(
             "model",
             "drafter: the draft model, token by token or in one pass (pard), the target itself, prompt lookup, suffix "
-            "decoding, its own MTP layer, or a head of a kind",
-            choices=("model", "pard", "self", "lookup", "suffix", "mtp", *HEAD_KINDS),
+            "decoding, a request's own grammar or prediction alone, its own MTP layer, or a head of a kind",
+            choices=("model", "pard", "self", "lookup", "suffix", "grammar", "mtp", *HEAD_KINDS),
         )
     },
     "lookup": {"gamma": Option(10, "most tokens copied per step", 1), "max_ngram": _MAX_NGRAM},
@@ -86,6 +86,8 @@ GROUPS: dict[str, dict[str, Option]] = {
 }
 """Group -> its options. A group is in force when the choice in its name is made."""
 
+ALONE = ("lookup", "suffix", "grammar")
+"""Drafters that have no tree policy."""
 ALIASES = {
     "num_assistant_tokens": "gamma",
     "num_speculative_tokens": "gamma",
@@ -104,8 +106,8 @@ def in_force(values: Mapping[str, Any]) -> list[str]:
     rule = ["rule", f"rule={values['rule']}"]
     if drafts == "none":
         return []
-    if drafts in ("lookup", "suffix"):
-        return ["drafter", drafts, *rule]
+    if drafts in ALONE:
+        return ["drafter", *([drafts] if drafts in CHOICES else []), *rule]
     groups = ["drafter", "tree", f"tree={values['tree']}", *rule, "copies"]
     if values["copied"]:
         groups.append("merging")
@@ -133,7 +135,7 @@ def table(settings: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, Any, O
     groups = in_force(values)
     others = [g for g in GROUPS if g not in groups and (g in _WITH or g.partition("=")[0] in groups)]
     blocks: list[tuple[str, list[tuple[str, Any, Option]]]] = [("", [])]
-    for group in (*groups, *(others if groups and values["draft_with"] not in ("lookup", "suffix") else ())):
+    for group in (*groups, *(others if groups and values["draft_with"] not in ALONE else ())):
         rows = [(name, _default(settings, group, name, option), option) for name, option in GROUPS[group].items()]
         if group in groups:
             blocks[0][1].extend(rows)

@@ -46,6 +46,17 @@ class Verdict:
         zeros = torch.zeros_like(choice)
         return cls(zeros, zeros[:, 0], choice[:, 0])
 
+    def on_proposed(self, tree: DraftTree) -> Verdict:
+        """The same on the drafter's own tree, of which a joined one has nodes (`DraftTree.sources`)."""
+        if tree.sources is None:
+            return self
+        own = tree.sources.gather(1, self.path)
+        width = own.shape[1]
+        kept = (own >= 0) & (torch.arange(width, device=own.device) <= self.count[:, None])
+        place = torch.where(kept, kept.cumsum(1) - 1, width)
+        path = own.new_zeros(len(own), width + 1).scatter_(1, place, own.clamp(min=0))[:, :width]
+        return Verdict(path, (kept.sum(1) - 1).clamp(min=0), self.token)
+
 
 class Judge(Protocol):
     """A rule's state for the rows of one session."""

@@ -65,6 +65,8 @@ class EnsembleDrafter(Drafter):
 class EnsembleSession(DraftSession):
     """A draft session of m * R slots that has R rows for the engine: slot ``i * R + r`` is view i of row r."""
 
+    splices = True
+
     def __init__(self, drafter: EnsembleDrafter, rows: int, target: Context) -> None:
         device, views = drafter.model.device, len(drafter.views)
         self._drafter, self._target, self._count = drafter, target, rows
@@ -155,7 +157,7 @@ class EnsembleSession(DraftSession):
         if len(views) > 1:
             self._mixture.weights = self._choose_weights(rows)
         tree = self._session.draft(slots, emitted, logits, proposer, limit)
-        if self._learns:
+        if self._learns and proposer.guide is None:  # views are compared where the target is free
             self._roots[rows[0]] = self._mixture.roots
         return tree
 
@@ -171,8 +173,8 @@ class EnsembleSession(DraftSession):
 
     @torch.inference_mode()
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
-        self._mixture.observe(rows, verdict)
-        if self._learns:
+        self._mixture.observe(rows, verdict.on_proposed(tree))
+        if rows[0] in self._roots:
             blocks = blocks_of(rows, self._roots.pop(rows[0]), tree, scores, verdict)
             # Views with equal prompts differ by rounding alone: they have no history.
             self._pending |= {row: block for row, block in blocks.items() if not self._has_one_view[row]}

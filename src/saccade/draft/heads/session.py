@@ -153,10 +153,12 @@ class HeadDraftSession(DraftSession):
         self._prompts[row] = len(prompt)
 
     @torch.inference_mode()
-    def follow(self, rows: Sequence[int], output: ForwardOutput) -> None:
-        features = self._head.fuse(self._states(output))  # [A, 1, d]
+    def follow(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
+        along = self._head.fuse(at_nodes(self._states(output), verdict.path))  # [A, D + 1, d]
+        # States beyond the accepted tokens are overwritten before they are read.
         for place, row in enumerate(rows):
-            self._features[row][self._context.cache.lengths[row]] = features[place, 0]
+            first = self._context.cache.lengths[row]
+            self._features[row][first : first + along.shape[1]] = along[place]
 
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
@@ -195,7 +197,7 @@ class HeadDraftSession(DraftSession):
 
         roots = self._numbers.get([tokens[-1] for tokens in new])
         growth = self._begun(self._shaping.begin(rows, roots, proposer))
-        tree = grow(self._drafter.policy, growth, self._scores(ran[0], None), run, limit)
+        tree = grow(self._drafter.policy, growth, self._scores(ran[0], None), run, limit, rows, proposer.guide)
         for cache in self._caches:
             cache.drop(rows)
         return tree
@@ -212,12 +214,8 @@ class HeadDraftSession(DraftSession):
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
-        along = self._head.fuse(at_nodes(self._states(output), verdict.path))  # [A, D + 1, d]
-        # States beyond the accepted tokens are overwritten before they are read.
-        for place, row in enumerate(rows):
-            first = self._known[row] - 1
-            self._features[row][first : first + along.shape[1]] = along[place]
-        self._shaping.observe(rows, verdict)
+        self.follow(rows, output, verdict)
+        self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)
 
     def _states(self, output: ForwardOutput | PrefillResult) -> Tensor:

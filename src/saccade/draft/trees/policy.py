@@ -90,16 +90,49 @@ class TreePolicy(Protocol):
         """Start a session of ``batch`` rows."""
 
 
+class Guide(Protocol):
+    """What of a drafter's trees is allowed; `saccade.draft.own` has it for grammars."""
+
+    splices: bool  # whether tokens that are forced behind one of its own run with it, and are left out of its trees
+
+    def begin(self, slots: Rows) -> None:
+        """Begin the trees of some slots."""
+
+    def take(self, frontier: Frontier) -> None:
+        """Take in the next nodes of the trees."""
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return the logits ``[A, W, V]`` of these nodes, or of the roots, with -inf for what is not allowed."""
+
+    def spliced(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what a draft model runs for the nodes' tokens ``[A, W]``."""
+
+
 def grow(
-    policy: TreePolicy, growth: Growth, logits: Tensor, run: Callable[[Frontier], Tensor], limit: int
+    policy: TreePolicy,
+    growth: Growth,
+    logits: Tensor,
+    run: Callable[[Frontier], Tensor],
+    limit: int,
+    slots: Rows,
+    guide: Guide | None,
 ) -> DraftTree:
     """Grow one step's trees from the logits ``[B, 1, V]`` behind their roots; ``run`` gives a frontier's ``[B, W, V]``.
 
     Trees of fixed shape alone end at depth ``limit``: one that is chosen by draft tokens must not depend on it.
+    ``slots``: those of the drafter that run.
     """
+    if guide is not None:
+        guide.begin(slots)
+        logits = guide.masked(logits)
     frontier = growth.expand(logits)
     while frontier is not None and not (policy.can_sample and frontier.depth >= limit):
-        frontier = growth.expand(run(frontier))
+        if guide is not None:
+            if frontier.depth == 1 and frontier.rows is not None:
+                guide.begin(frontier.rows)
+            guide.take(frontier)
+        logits = run(frontier)
+        frontier = growth.expand(logits if guide is None else guide.masked(logits))
     return growth.tree()
 
 
@@ -127,6 +160,7 @@ class Proposer(Protocol):
     """Turns logits into child tokens."""
 
     ended: bool  # whether chains end with the last children
+    guide: Guide | None  # of the rows' grammars
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         """Return children ``[B, W, width]`` of ``[B, W, V]`` logits, and the q ``[B, W, V]`` of drawn ones."""
@@ -136,6 +170,9 @@ class TopProposer:
     """The likeliest tokens, each verified as a point mass."""
 
     ended = False
+
+    def __init__(self, guide: Guide | None = None) -> None:
+        self.guide = guide
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         if width == 1:
@@ -149,7 +186,8 @@ class PacedProposer(TopProposer):
     One host sync per level: drafting no further saves forwards. It never draws, so that the form may depend on tokens.
     """
 
-    def __init__(self, goes_on: Callable[[list[float]], bool]) -> None:
+    def __init__(self, goes_on: Callable[[list[float]], bool], guide: Guide | None = None) -> None:
+        super().__init__(guide)
         self._goes_on = goes_on
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
@@ -162,8 +200,8 @@ class DrawProposer:
 
     ended = False
 
-    def __init__(self, warp: Warp, uniforms: Uniforms) -> None:
-        self._warp = warp
+    def __init__(self, warp: Warp, uniforms: Uniforms, guide: Guide | None = None) -> None:
+        self.guide, self._warp = guide, warp
         self._uniforms = uniforms
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,410 @@
+"""Drafts that a row has of its own, on the host: what its grammar forces or nearly so, and the text it expects.
+
+The engine joins them to the trees of any drafter. A token that a grammar leaves no choice about is certain, so that it
+costs no draft: a draft model runs it together with the token before it, and its tree has it in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.draft.lookup import tree_of
+from saccade.draft.prediction import Prediction
+from saccade.draft.trees.policy import Frontier
+from saccade.grammar import Place, masked
+from saccade.target_model.cache import on_device, to_device
+from saccade.tree import DraftTree, Rows
+from saccade.verify.rule import RowProcessing
+
+MOST = 64
+"""Most nodes of a tree that are a row's own, and most forced tokens that a draft model runs in a step."""
+LEAST = 0.12
+"""Probability of a path below which it is not drafted: about the time that another token of a pass takes."""
+WIDEST = 16
+"""Most children of a node."""
+LISTED, BRANCHES = 1500, 8
+"""Most tokens at a place that are looked at one by one, and most that are drafted."""
+SURE, GUESSED, SPLIT = 0.95, 0.9, 0.5
+"""Share of a single longest token, of the tokenizer's own way of writing what has to follow, and of that beside others:
+of the tokens of seven schemas with two vocabularies 92 % were written so."""
+
+
+def options(place: Place) -> list[tuple[int, float]]:
+    """The likely tokens at a place, where the grammar leaves few, with their probabilities."""
+    if place.run:
+        return [(place.run[0], 1.0)]
+    longest: list[int] = []
+    if place.count <= LISTED:
+        longest = _longest(place)
+    if len(longest) == 1:
+        return [(longest[0], SURE)]
+    guess = next(iter(place.guess), None)
+    if guess is not None and (guess in longest or not place.allows(guess)):
+        guess = None
+    if 1 < len(longest) <= BRANCHES:
+        share = (SURE if guess is None else SURE - SPLIT) / len(longest)
+        return [*([] if guess is None else [(guess, SPLIT)]), *((token, share) for token in longest)]
+    return [] if guess is None else [(guess, GUESSED)]
+
+
+def _longest(place: Place) -> list[int]:
+    """The allowed tokens that are no beginning of another one."""
+    bits = np.unpackbits(place.packed, bitorder="little")
+    words = sorted((place.spelling(token), token) for token in np.flatnonzero(bits).tolist())
+    following = [*(word for word, _ in words[1:]), b""]
+    return [
+        token
+        for (word, token), behind in zip(words, following, strict=True)
+        if not word or word == behind or not behind.startswith(word)
+    ]
+
+
+class OwnTree:
+    """A row's draft tree while it grows on the host."""
+
+    def __init__(self, root: int, place: Place | None, ends: Container[int], most: int, deepest: int) -> None:
+        self._ends, self._most, self._deepest = ends, most, deepest
+        self._widths = [0]  # children of every node
+        self.nodes: list[tuple[int, int]] = [(root, 0)]  # token and parent, as `tree_of` takes them
+        self.sources = [-1]  # node of the drafter's own tree; -1 for others
+        self.predicted: set[int] = set()  # nodes copied from the expected text alone
+        self._depths, self._places = [0], [place]
+        self._known: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int | None, token: int, always: bool = False) -> int | None:
+        """Return the node of a token below another one, which may be known.
+
+        None where it cannot be emitted, unless it is drawn and added ``always``, or where the tree is full.
+        """
+        if parent is None:
+            return None
+        node = self._known.get((parent, token))
+        if node is not None:
+            return node
+        place = self._places[parent]
+        is_legal = place is None or place.allows(token)
+        if not (is_legal or always) or (parent and self.nodes[parent][0] in self._ends):
+            return None
+        if len(self.nodes) > self._most or self._depths[parent] >= self._deepest or self._widths[parent] >= WIDEST:
+            return None
+        node = self._known[parent, token] = len(self.nodes)
+        self.nodes.append((token, parent))
+        self._widths[parent] += 1
+        self._widths.append(0)
+        self.sources.append(-1)
+        self._depths.append(self._depths[parent] + 1)
+        goes_on = place is not None and is_legal and token not in self._ends
+        self._places.append(place.behind(token) if place is not None and goes_on else None)
+        return node
+
+    def add_run(self, node: int) -> int:
+        """Add the tokens that are forced behind a node, as far as there is room; return the last one."""
+        while (place := self._places[node]) is not None and place.run:
+            for token in place.run:
+                below = self.add(node, token)
+                if below is None:
+                    return node
+                node = below
+        return node
+
+    def add_drafted(
+        self, base: int, tokens: Sequence[int], parents: Sequence[int], *, spliced: bool, drawn: bool
+    ) -> list[int | None]:
+        """Add a drafter's tree, whose root is the node ``base``; return the node behind which its nodes' children are.
+
+        ``spliced``: behind what is forced after them, which the drafter left out. ``drawn``: every token is kept.
+        """
+        behind: list[int | None] = [base]
+        self.sources[base] = 0
+        for number in range(1, len(tokens)):
+            node = self.add(behind[parents[number]], tokens[number], always=drawn)
+            if node is not None:
+                self.sources[node] = number
+                end = self.add_run(node)
+                node = end if spliced else node
+            behind.append(node)
+        return behind
+
+    @property
+    def drafted(self) -> int:
+        """Nodes of the drafter's own tree that are in it."""
+        return sum(source > 0 for source in self.sources)
+
+    def accepted(self, path: Sequence[int]) -> int:
+        """How many of them are on a path."""
+        return sum(self.sources[node] > 0 for node in path)
+
+    def add_branches(self, starts: Sequence[tuple[int, float]]) -> None:
+        """Add the likeliest tokens where the grammar leaves few, best first, behind nodes of these probabilities."""
+        number = itertools.count()
+        heap = [(-likely, next(number), node) for node, likely in starts]
+        while heap:
+            negative, _, node = heappop(heap)
+            place = self._places[node]
+            for token, share in () if place is None else options(place):
+                likely = -negative * share
+                below = self.add(node, token) if likely >= LEAST else None
+                if below is not None:
+                    heappush(heap, (-likely, next(number), self.add_run(below)))
+
+
+class OwnDrafts:
+    """What one row drafts by itself."""
+
+    def __init__(self, processing: RowProcessing, prediction: Prediction | None, prompt: int) -> None:
+        self._processing, self._prediction = processing, prediction
+        self._read = prompt  # tokens, the prompt's included, that the prediction has taken in
+        self._remaining = 0
+        self._copies: list[tuple[int, int, float]] = []
+        self.place: Place | None = None  # of the root; None without a grammar
+        self.run: list[int] = []  # tokens that are forced behind the root, as many as can be emitted
+
+    @property
+    def stops(self) -> Container[int]:
+        """Tokens that end the row."""
+        return self._processing.ends
+
+    @property
+    def suffices(self) -> bool:
+        """Whether a drafter would add nothing: nothing follows what is forced, or the expected text is worth more."""
+        is_whole = bool(self.run) and (self.run[-1] in self.stops or len(self.run) >= self._remaining)
+        return is_whole or bool(self._copies)
+
+    def begin(self, ids: Sequence[int], remaining: int) -> None:
+        """Take in the tokens so far, ahead of a step, and how many may follow."""
+        self._remaining = remaining
+        self.run = []
+        for grammar in self._processing.grammars[:1]:
+            self.place = place = self._processing.states_after(ids)[grammar]
+            while place.run and len(self.run) < min(MOST, remaining):
+                self.run += place.run[: min(MOST, remaining) - len(self.run)]
+                if self.run[-1] in self._processing.ends:
+                    break
+                for token in place.run:
+                    place = place.behind(token)
+        if self._prediction is not None:
+            self._prediction.take(ids[self._read :])
+            self._read = len(ids)
+            self._copies = self._prediction.draft(remaining)
+
+    def tree(self, root: int, nodes: int) -> tuple[OwnTree, int]:
+        """Return this step's tree of up to ``nodes`` of a drafter, with what is forced, and the last of that."""
+        tree = OwnTree(root, self.place, self._processing.ends, nodes + MOST, self._remaining)
+        return tree, tree.add_run(0)
+
+    def grown(self, root: int) -> OwnTree:
+        """Return this step's tree without a drafter."""
+        tree, base = self.tree(root, 0)
+        starts, copied = [(base, 1.0)], [0]
+        for token, parent, likely in self._copies:
+            above = copied[parent]
+            before = len(tree.nodes)
+            node = None if above < 0 else tree.add(above, token)
+            copied.append(-1 if node is None else node)
+            if node is not None:
+                if len(tree.nodes) > before:
+                    tree.predicted.add(node)
+                starts.append((tree.add_run(node), likely))
+        tree.add_branches(starts)
+        return tree
+
+
+def join(
+    owns: Sequence[OwnDrafts],
+    proposed: DraftTree,
+    roots: Sequence[int],
+    lengths: Sequence[int] | None,
+    *,
+    early: bool,
+    spliced: bool,
+) -> tuple[DraftTree, list[OwnTree]]:
+    """Join a drafter's trees of some rows to the rows' own; returns the trees on their device, and on the host.
+
+    Args:
+        lengths: of the chains that the rows keep; None for all that was drafted.
+        early: the drafter's roots are the last tokens that are forced, not the rows' last tokens.
+        spliced: as of `OwnTree.add_drafted`.
+    """
+    batch, device = proposed.tokens.shape[0], proposed.tokens.device
+    columns = proposed.tokens, proposed.parents, proposed.valid
+    tokens, parents, valid = (column.expand(batch, -1).tolist() for column in columns)
+    trees, behind = [], []
+    for row, (own, root) in enumerate(zip(owns, roots, strict=True)):
+        count = sum(valid[row]) if lengths is None else lengths[row] + 1
+        tree, base = own.tree(root, proposed.size)
+        nodes = tree.add_drafted(
+            base if early else 0,
+            tokens[row][:count],
+            parents[row][:count],
+            spliced=spliced,
+            drawn=proposed.q is not None,
+        )
+        trees.append(tree)
+        behind.append(nodes)
+    whole = tree_on(trees, device)
+    if proposed.q is not None:
+        whole.q = _drawn_from(whole, trees, behind, proposed.q)
+    return whole, trees
+
+
+def tree_on(trees: Sequence[OwnTree], device: torch.device) -> DraftTree:
+    """The trees of some rows on a device."""
+    tree = tree_of([tree.nodes for tree in trees], device)
+    sources = [[*own.sources, *[-1] * (tree.size - len(own.sources))] for own in trees]
+    tree.sources = on_device(sources, device)
+    return tree
+
+
+def _drawn_from(tree: DraftTree, trees: Sequence[OwnTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
+    """Distributions ``[B, N, V]`` of joined trees' children: the drafter's, and certainty for forced tokens."""
+    joint = q.new_zeros(len(trees), tree.size, q.shape[2])
+    for row, (own, nodes) in enumerate(zip(trees, behind, strict=True)):
+        for token, parent in own.nodes[1:]:
+            if token < q.shape[2]:
+                joint[row, parent, token] = 1.0
+        for source, node in enumerate(nodes):
+            if node is not None and source < q.shape[1]:
+                joint[row, node] = q[row, source]
+    return joint
+
+
+class Guide:
+    """The grammars of some rows while a drafter grows their trees.
+
+    Its logits are masked, and the tokens that are forced behind one of its own run together with it.
+    """
+
+    def __init__(self, owns: Mapping[int, OwnDrafts], rows: int, *, early: bool, splices: bool) -> None:
+        self._rows, self.splices = rows, splices
+        self._ends = {row: own.stops for row, own in owns.items()}
+        self._starts = {row: _end_of(own, early) for row, own in owns.items()}
+        self._slots: Rows = []
+
+    def begin(self, slots: Rows) -> None:
+        """Begin the trees of some slots of the drafter, each of which belongs to the row of its number."""
+        self._slots = [slot % self._rows for slot in slots]
+        self._at: list[list[Place | None]] = [
+            [self._starts.get(row)] for row in self._slots
+        ]  # behind the frontier's nodes
+        self._ran: list[list[Place | None]] = [[] for _ in self._slots]  # behind every node run
+        self._paths: list[list[list[int]]] = [[] for _ in self._slots]  # columns of its path's tokens
+        self._depths: list[list[int]] = [[] for _ in self._slots]  # of every column
+        self._left = MOST
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return the logits ``[A, W, V]`` of the frontier's nodes with -inf for what is not allowed behind them."""
+        flat = [place for places in self._at for place in places]
+        width = len(flat) // len(self._at)
+        wanted = [
+            number for number, place in enumerate(flat) if place is not None and _is_drafted(place, logits.shape[2])
+        ]
+        if not wanted:
+            return logits
+        scores = logits.expand(-1, width, -1).float().flatten(0, 1)
+        chosen = masked(scores[wanted], [place for number in wanted if (place := flat[number]) is not None])
+        whole = len(wanted) == len(flat)
+        scores = chosen if whole else scores.index_copy(0, on_device(wanted, scores.device), chosen)
+        return scores.view(len(self._at), width, -1)
+
+    def take(self, frontier: Frontier) -> None:
+        """Take in the next nodes of the trees."""
+        tokens = frontier.tokens.tolist()
+        seen = None if frontier.attention_mask is None else frontier.attention_mask.tolist()
+        self._parents = []
+        for number, row in enumerate(self._slots):
+            known, places, above = self._ran[number], [], []
+            for place, token in enumerate(tokens[number]):
+                mask = [True] * len(known) if seen is None else seen[number if len(seen) > 1 else 0][place]
+                parent = max((entry for entry in range(len(known)) if mask[entry]), default=-1)
+                start = self._starts.get(row) if parent < 0 else known[parent]
+                goes_on = start is not None and start.allows(token) and token not in self._ends[row]
+                places.append(start.behind(token) if start is not None and goes_on else None)
+                above.append(parent)
+            self._at[number] = places
+            self._parents.append(above)
+        if not self.splices:
+            for number, places in enumerate(self._at):
+                self._ran[number] += places
+
+    def spliced(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what a draft model runs for the frontier's tokens ``[A, W]``: these and what is forced behind each.
+
+        Returns:
+            tokens ``[A, n]``, their attention ``[A, n, F + n]`` to the tokens run so far and to each other, the depths
+            ``[A, F + n]`` of all, and the places ``[A, W]`` of every node's last token among the n.
+        """
+        runs = [[self._run_of(number, place) for place in range(tokens.shape[1])] for number in range(len(self._slots))]
+        widths = [1 + max(len(own[place]) for own in runs) for place in range(tokens.shape[1])]
+        first, count = len(self._depths[0]), sum(widths)
+        mask = np.zeros((len(runs), count, first + count), bool)
+        mask[:, np.arange(count), first + np.arange(count)] = True
+        drafted, ids, last = tokens.tolist(), [], []
+        for number, own in enumerate(runs):
+            columns, depths = self._paths[number], self._depths[number]
+            ends, row = list[int](), list[int]()
+            for place, width in enumerate(widths):
+                parent = self._parents[number][place]
+                path = list(columns[parent]) if parent >= 0 else []
+                real = [drafted[number][place], *own[place]]
+                for step, token in enumerate([*real, *[0] * (width - len(real))]):
+                    column = first + len(row)
+                    if step < len(real):
+                        mask[number, len(row), path] = True
+                        depths.append(len(path))
+                        path.append(column)
+                        end = len(row)
+                    else:
+                        depths.append(0)
+                    row.append(token)
+                columns.append(path)
+                ends.append(end)
+            self._ran[number] += self._at[number]
+            ids.append(row)
+            last.append(ends)
+        device = tokens.device
+        return (
+            on_device(ids, device),
+            to_device(torch.from_numpy(mask), device),
+            on_device(self._depths, device),
+            on_device(last, device),
+        )
+
+    def _run_of(self, number: int, place: int) -> list[int]:
+        """The tokens forced behind a node, behind which it then is."""
+        at, run = self._at[number][place], list[int]()
+        while at is not None and at.run:
+            if len(at.run) > self._left:
+                at = None
+                break
+            self._left -= len(at.run)
+            for token in at.run:
+                if token in self._ends[self._slots[number]]:
+                    at = None
+                    break
+                run.append(token)
+                at = at.behind(token)
+        self._at[number][place] = at
+        return run
+
+
+def _end_of(own: OwnDrafts, early: bool) -> Place | None:
+    """The place of a drafter's root."""
+    place = own.place
+    if place is not None and early:
+        for token in own.run:
+            place = place.behind(token)
+    return place
+
+
+def _is_drafted(place: Place, count: int) -> bool:
+    """Whether a drafter of so many tokens knows one that is allowed at a place."""
+    if place.run:
+        return place.run[0] < count
+    packed = place.packed
+    return 8 * len(packed) <= count or bool(np.unpackbits(packed, count=count, bitorder="little").any())
