@@ -50,8 +50,6 @@ class Stats:
     drafted_tokens: int = 0  # nodes that were verified
     draft_passes: int = 0  # passes that verified some, prefill's included
     accepted_tokens: int = 0  # drafted tokens that were emitted
-    accepted_prediction_tokens: int = 0  # of them, copied from the expected answer
-    rejected_prediction_tokens: int = 0  # copied from it, verified and not emitted
     loosened_tokens: int = 0  # of them, those that a lossy rule accepted against the target's own token
     accepted_prediction_tokens: int = 0  # of the request's prediction: drafted from it and emitted
     rejected_prediction_tokens: int = 0  # drafted from it and verified, but not emitted

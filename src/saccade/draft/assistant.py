@@ -116,6 +116,9 @@ class AssistantDraftSession(DraftSession):
         self._states[row] = prefill.hidden[self._last][-1:].to(self._like)
 
     def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
+        self._take_states(rows, output, verdict)
+
+    def _take_states(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
         node = verdict.path.gather(1, verdict.count[:, None])  # [A, 1]
         states = output.hidden[self._last].to(self._like)
         last = states.gather(1, node[..., None].expand(-1, -1, states.shape[2]))
@@ -127,7 +130,7 @@ class AssistantDraftSession(DraftSession):
         self._shaping.restart(row)
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
-        self.follow(rows, output, verdict)
+        self._take_states(rows, output, verdict)
         self._shaping.observe(rows, verdict.on_proposed(tree))
 
     @torch.inference_mode()

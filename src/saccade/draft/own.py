@@ -274,7 +274,7 @@ def _drawn_from(tree: DraftTree, trees: Sequence[OwnTree], behind: Sequence[Sequ
     return joint
 
 
-class Guide:
+class GrammarGuide:
     """The grammars of some rows while a drafter grows their trees.
 
     Its logits are masked, and the tokens that are forced behind one of its own run together with it.

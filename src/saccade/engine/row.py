@@ -256,7 +256,6 @@ class Request:
     prediction: tuple[int, ...] = ()  # the expected answer, which drafts are copied from
     salt: str = ""  # what caches hold is reused by requests of the same salt alone; see `salted`
     is_last: bool = False  # whether no later request will have that salt
-    prediction: tuple[int, ...] = ()  # the expected answer, to draft from
 
     def salted(self, salt: str, is_last: bool = False) -> Request:
         """The same request with a salt, which keeps its prefixes and the features of its media apart."""

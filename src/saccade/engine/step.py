@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.own import MOST, WIDEST, Guide, OwnTree, join, tree_on
+from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
 from saccade.engine.costs import Clock, StepSizes, sampled_length
 from saccade.engine.row import Row
@@ -344,7 +344,7 @@ class StepRunner:
         owns = {slot: row.own for slot, row in zip(slots, rows, strict=True) if row.own is not None}
         guide = None
         if any(own.place is not None for own in owns.values()):
-            guide = Guide(owns, self._context.rows, early=drafter.early, splices=drafting.splices)
+            guide = GrammarGuide(owns, self._context.rows, early=drafter.early, splices=drafting.splices)
         proposer: Proposer = TopProposer(guide)
         if draws:
             assert uniforms is not None

@@ -154,6 +154,9 @@ class HeadDraftSession(DraftSession):
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
+        self._take_states(rows, output, verdict)
+
+    def _take_states(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
         along = self._head.fuse(at_nodes(self._states(output), verdict.path))  # [A, D + 1, d]
         # States beyond the accepted tokens are overwritten before they are read.
         for place, row in enumerate(rows):
@@ -214,7 +217,7 @@ class HeadDraftSession(DraftSession):
     def observe(
         self, rows: Sequence[int], tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput
     ) -> None:
-        self.follow(rows, output, verdict)
+        self._take_states(rows, output, verdict)
         self._shaping.observe(rows, verdict.on_proposed(tree))
         self._drafter.judge(verdict)
 
