@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.draft.best_first import NODE
 from saccade.draft.lookup import tree_of
 from saccade.draft.prediction import Prediction
 from saccade.draft.trees.policy import Frontier
@@ -24,8 +25,6 @@ from saccade.verify.rule import RowProcessing
 
 MOST = 64
 """Most nodes of a tree that are a row's own, and most forced tokens that a draft model runs in a step."""
-LEAST = 0.12
-"""Probability of a path below which it is not drafted: about the time that another token of a pass takes."""
 WIDEST = 16
 """Most children of a node."""
 LISTED, BRANCHES = 1500, 8
@@ -141,17 +140,31 @@ class OwnTree:
         return sum(self.sources[node] > 0 for node in path)
 
     def add_branches(self, starts: Sequence[tuple[int, float]]) -> None:
-        """Add the likeliest tokens where the grammar leaves few, best first, behind nodes of these probabilities."""
+        """Add the likeliest tokens where the grammar leaves few, best first, behind nodes of these probabilities.
+
+        As many as raise the expected tokens of a pass over its time.
+        """
         number = itertools.count()
-        heap = [(-likely, next(number), node) for node, likely in starts]
-        while heap:
-            negative, _, node = heappop(heap)
+        heap: list[tuple[float, int, int, int]] = []  # minus the probability, a number, parent, token
+        expected = 1 + self._depths[starts[0][0]] + sum(likely for _, likely in starts[1:])
+
+        def push(node: int, likely: float) -> None:
             place = self._places[node]
             for token, share in () if place is None else options(place):
-                likely = -negative * share
-                below = self.add(node, token) if likely >= LEAST else None
-                if below is not None:
-                    heappush(heap, (-likely, next(number), self.add_run(below)))
+                heappush(heap, (-likely * share, next(number), node, token))
+
+        for start in starts:
+            push(*start)
+        while heap:
+            negative, _, parent, token = heappop(heap)
+            count = len(self.nodes)
+            if -negative * (1 + NODE * count) < NODE * expected:
+                return
+            node = self.add(parent, token)
+            if node is not None and len(self.nodes) > count:
+                end = self.add_run(node)
+                expected -= negative * (len(self.nodes) - count)
+                push(end, -negative)
 
 
 class OwnDrafts:
