@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import saccade
+import tools.pocket.world  # noqa: F401 -- reports
 from benchmarks.pocket_pair import table
 from saccade.bench.answering import constraint
 from saccade.bench.expectations import PLAIN
