@@ -27,6 +27,8 @@ MOST = 64
 """Most nodes of a tree that are a row's own, and most forced tokens that a draft model runs in a step."""
 WIDEST = 16
 """Most children of a node."""
+DRAFTED, LATELY = 6.0, 0.9
+"""Tokens that a drafter is expected to bring before it is known, and how much less a step counts after the next."""
 LISTED, BRANCHES = 1500, 8
 """Most tokens at a place that are looked at one by one, and most that are drafted."""
 SURE, GUESSED, SPLIT = 0.95, 0.9, 0.5
@@ -175,6 +177,8 @@ class OwnDrafts:
         self._read = prompt  # tokens, the prompt's included, that the prediction has taken in
         self._remaining = 0
         self._copies: list[tuple[int, int, float]] = []
+        self._has_copied = False  # whether they are in this step's tree
+        self._others, self._steps = DRAFTED, 1.0  # tokens that steps without them have brought, and these steps
         self.place: Place | None = None  # of the root; None without a grammar
         self.run: list[int] = []  # tokens that are forced behind the root, as many as can be emitted
 
@@ -185,9 +189,9 @@ class OwnDrafts:
 
     @property
     def suffices(self) -> bool:
-        """Whether a drafter would add nothing: nothing follows what is forced, or the expected text is worth more."""
+        """Whether a drafter would add nothing: nothing follows what is forced, or the expected text brings more."""
         is_whole = bool(self.run) and (self.run[-1] in self.stops or len(self.run) >= self._remaining)
-        return is_whole or bool(self._copies)
+        return is_whole or sum(likely for *_, likely in self._copies) > self._others / self._steps
 
     def begin(self, ids: Sequence[int], remaining: int) -> None:
         """Take in the tokens so far, ahead of a step, and how many may follow."""
@@ -202,8 +206,11 @@ class OwnDrafts:
                 for token in place.run:
                     place = place.behind(token)
         if self._prediction is not None:
-            self._prediction.take(ids[self._read :])
-            self._read = len(ids)
+            new = ids[self._read :]
+            if new and not self._has_copied:
+                self._others, self._steps = LATELY * self._others + len(new) - 1, LATELY * self._steps + 1
+            self._prediction.take(new)
+            self._read, self._has_copied = len(ids), False
             self._copies = self._prediction.draft(remaining)
 
     def tree(self, root: int, nodes: int) -> tuple[OwnTree, int]:
@@ -215,6 +222,7 @@ class OwnDrafts:
         """Return this step's tree without a drafter."""
         tree, base = self.tree(root, 0)
         starts, copied = [(base, 1.0)], [0]
+        self._has_copied = bool(self._copies)
         for token, parent, likely in self._copies:
             above = copied[parent]
             before = len(tree.nodes)

@@ -10,8 +10,10 @@ from typing import NamedTuple
 from saccade.draft.best_first import Node, best_first
 from saccade.draft.lookup import END, IndexedText
 
-DEEPEST, LEAST = 32, 0.05
+MOST_NODES, LEAST = 32, 0.05
 """Most tokens of a draft, and the smallest probability of one that is drafted."""
+FEWEST_NODES, STARTING = 8, 8.0
+"""Most tokens of a draft where none has been right lately, and how many seem to have been at the start."""
 START, START_LENGTH = 0.5, 2
 """Probability that the answer begins as predicted, and how long a match the start counts for."""
 RATES, TRIALS = (0.6, 0.75, 0.9, 0.96), 20.0
@@ -61,6 +63,7 @@ class Prediction:
         self._text.append([*self._ids, END])
         self._counts = Counter(self._ids)
         self._places = [_Place(0, START, START_LENGTH)]
+        self._copied = STARTING  # tokens, of which a wrong one halves the number
         self._lost = 1 - START  # probability that the answer is elsewhere
         self._accepted = [rate * TRIALS for rate in RATES]
         self._trials = [TRIALS for _ in RATES]
@@ -75,7 +78,8 @@ class Prediction:
     def draft(self, limit: int) -> list[Node]:
         """The likeliest nodes below the root, none deeper than ``limit``; none where nothing would be gained."""
         places = [place for place in self._places if place.weight >= LEAST]
-        return best_first(places, self._following, DEEPEST, min(limit, DEEPEST), LEAST) if places else []
+        most = min(int(FEWEST_NODES + self._copied), MOST_NODES)
+        return best_first(places, self._following, most, limit, LEAST) if places else []
 
     def _following(self, places: list[_Place], depth: int) -> Iterator[tuple[int, float, list[_Place]]]:
         """Tokens behind some places with their probabilities, and the places behind them."""
@@ -113,6 +117,7 @@ class Prediction:
                 add(index + 1, copy, length + 1)
             outcomes.append((index, length, copy, weight * (1 - rate) * chance))
         copied = sum(weight for weight, _ in found.values())
+        self._copied = self._copied + 1 if copied else self._copied / 2
         lost = self._lost * chance
         for index, length, _, weight in outcomes:
             for missing, other in enumerate(ids[index + 1 : index + 1 + MISSED] if length else ()):
