@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,6 +31,7 @@ SPACING = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_s
 """Options of llguidance that a schema in a Lark grammar may set under ``x-guidance``."""
 MOST_BLANKS = 12
 """White space between two parts of JSON where it is allowed: small models fill an answer with unbounded white space."""
+Result = TypeVar("Result")
 Packed = np.ndarray[Any, np.dtype[np.uint8]]
 _DEAD_END = (
     "The grammar allows no text here, not even the end of the answer; a $ref must lead to something else than itself, "
@@ -87,8 +88,22 @@ class Place:
 
     def settle(self) -> None:
         """Forget the places that are not behind this one."""
-        self._walk.move(self)
+        self._walk.settle(self)
         self.parent = None
+
+    def ahead(self, token: int) -> Place | None:
+        """The place behind a token that is allowed; None for others, and where the grammar has no answer behind it.
+
+        Plain decoding may never get there, so that the matcher's complaint is for the row that does.
+        """
+        if not self.allows(token):
+            return None
+        place = self.behind(token)
+        try:
+            place.run  # noqa: B018  (or its mask, which is needed anyway)
+        except Exception:
+            return None
+        return place
 
     def behind(self, token: int) -> Place:
         """The place one token further."""
@@ -108,6 +123,7 @@ class _Walk:
     def __init__(self, grammar: Rollback) -> None:
         self.grammar, self._matcher = grammar, grammar.matcher()
         self._at = Place(self, None, -1)
+        self._settled: list[int] = []  # tokens of the places that are forgotten
 
     @property
     def start(self) -> Place:
@@ -115,7 +131,7 @@ class _Walk:
 
     def run(self, place: Place) -> tuple[int, ...]:
         """As of `Place.run`; where the matcher names none, by the tokens that are allowed."""
-        run = tuple(self.grammar.forced(self.move(place)))
+        run = tuple(self._looked(place, self.grammar.forced))
         if not run:
             packed = place.packed
             if _ones(packed) == 1:
@@ -129,14 +145,37 @@ class _Walk:
 
     def guess(self, place: Place) -> Sequence[int]:
         """As of `Place.guess`."""
-        return self.grammar.guess(self.move(place))
+        return self._looked(place, self.grammar.guess)
 
     def packed(self, place: Place) -> Packed:
         """As of `Place.packed`; raises `InputError` where nothing is allowed."""
-        packed = np.frombuffer(self.grammar.packed(self.move(place)), np.uint8)
+        packed = np.frombuffer(self._looked(place, self.grammar.packed), np.uint8)
         if not packed.any():
             raise InputError(_DEAD_END)
         return packed
+
+    def _looked(self, place: Place, look: Callable[[Any], Result]) -> Result:
+        """What the matcher says behind a place; one that has given up, which no rollback mends, is replaced."""
+        try:
+            return look(self.move(place))
+        except Exception:
+            self._matcher = self.grammar.matcher()
+            for token in self._settled:
+                self.grammar.accept(self._matcher, token)
+            *_, self._at = self._path(place)
+            raise
+
+    def _path(self, place: Place) -> Iterator[Place]:
+        """A place and those in front of it, up to the first one that is known."""
+        at: Place | None = place
+        while at is not None:
+            yield at
+            at = at.parent
+
+    def settle(self, place: Place) -> None:
+        """Move to a place, in front of which none is needed any more."""
+        self.move(place)
+        self._settled += [each.token for each in self._path(place) if each.parent is not None][::-1]
 
     def move(self, place: Place) -> Any:
         """Return the matcher behind a place: back to the common ancestor, then forward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -157,8 +158,9 @@ def tree_of(drafts: Sequence[Draft], device: torch.device) -> DraftTree:
     depths = [depths_of(draft) for draft in drafts]
     if all(depth == list(range(len(depth))) for depth in depths):
         return DraftTree.chains(tokens, valid)
+    children = [max(Counter(parent for _, parent in draft[1:]).values(), default=0) for draft in drafts]
     order = torch.arange(count, device=device).expand_as(tokens)
-    return DraftTree.of_nodes(tokens, parents, order, valid, max(map(max, depths)), max_children=count)
+    return DraftTree.of_nodes(tokens, parents, order, valid, max(map(max, depths)), max(children))
 
 
 def depths_of(draft: Draft) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.draft.trees.policy import Frontier, Proposer, Signals, Traced, TreePolicy, grow
+from saccade.draft.trees.policy import Frontier, Proposer, Signals, Spliced, Traced, TreePolicy, grow
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
@@ -172,8 +172,7 @@ class ModelDraftSession(DraftSession):
         def run(frontier: Frontier) -> Tensor:
             running = rows if frontier.rows is None else frontier.rows
             if guide is not None and guide.splices:
-                tokens, mask, depths, last = guide.spliced(frontier.tokens)
-                return at_nodes(self._shared(self.context.forward(running, tokens, mask, depths).logits), last)
+                return self._spliced(running, guide.spliced(frontier.tokens, self._drafter.model.row_bytes > 0))
             levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
             depths = self._depth(tuple(levels))
             output = self.context.forward(running, frontier.tokens, frontier.attention_mask, depths)
@@ -183,6 +182,18 @@ class ModelDraftSession(DraftSession):
         tree = grow(self._drafter.policy, growth, first, run, limit, rows, guide)
         self.context.cache.drop(rows)
         return tree
+
+    def _spliced(self, rows: Rows, parts: Sequence[Spliced]) -> Tensor:
+        """Run a frontier with what is forced behind its nodes; returns ``[A, W, V]`` behind that."""
+        blocks = [
+            self.context.block([rows[number] for number in part.numbers], part.tokens, part.attention_mask, part.depth)
+            for part in parts
+        ]
+        logits_of: list[Tensor] = [torch.empty(0)] * len(rows)
+        for part, output in zip(parts, self.context.run(blocks), strict=True):
+            for number, logits in zip(part.numbers, at_nodes(self._shared(output.logits), part.last), strict=True):
+                logits_of[number] = logits
+        return torch.stack(logits_of)
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         self._shaping.observe(rows, verdict.on_proposed(tree))

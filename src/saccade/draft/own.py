@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from saccade.draft.best_first import NODE
+from saccade.draft.drafter import Drafter
 from saccade.draft.lookup import tree_of
 from saccade.draft.prediction import Prediction
-from saccade.draft.trees.policy import Frontier
+from saccade.draft.trees.policy import Frontier, Spliced
 from saccade.grammar import Place, masked
 from saccade.target_model.cache import on_device, to_device
 from saccade.tree import DraftTree, Rows
@@ -89,7 +91,8 @@ class OwnTree:
         if node is not None:
             return node
         place = self._places[parent]
-        is_legal = place is None or place.allows(token)
+        below = None if place is None or token in self._ends else place.ahead(token)
+        is_legal = place is None or below is not None or (token in self._ends and place.allows(token))
         if not (is_legal or always) or (parent and self.nodes[parent][0] in self._ends):
             return None
         if len(self.nodes) > self._most or self._depths[parent] >= self._deepest or self._widths[parent] >= WIDEST:
@@ -100,8 +103,7 @@ class OwnTree:
         self._widths.append(0)
         self.sources.append(-1)
         self._depths.append(self._depths[parent] + 1)
-        goes_on = place is not None and is_legal and token not in self._ends
-        self._places.append(place.behind(token) if place is not None and goes_on else None)
+        self._places.append(below)
         return node
 
     def add_run(self, node: int) -> int:
@@ -181,6 +183,7 @@ class OwnDrafts:
         self._others, self._steps = DRAFTED, 1.0  # tokens that steps without them have brought, and these steps
         self.place: Place | None = None  # of the root; None without a grammar
         self.run: list[int] = []  # tokens that are forced behind the root, as many as can be emitted
+        self.end: Place | None = None  # place behind them; None where nothing follows
 
     @property
     def stops(self) -> Container[int]:
@@ -199,12 +202,11 @@ class OwnDrafts:
         self.run = []
         for grammar in self._processing.grammars[:1]:
             self.place = place = self._processing.states_after(ids)[grammar]
-            while place.run and len(self.run) < min(MOST, remaining):
-                self.run += place.run[: min(MOST, remaining) - len(self.run)]
-                if self.run[-1] in self._processing.ends:
-                    break
-                for token in place.run:
-                    place = place.behind(token)
+            while place is not None and len(self.run) < min(MOST, remaining) and place.run:
+                token = place.run[0]
+                self.run.append(token)
+                place = None if token in self._processing.ends else place.ahead(token)
+            self.end = place
         if self._prediction is not None:
             new = ids[self._read :]
             if new and not self._has_copied:
@@ -213,14 +215,17 @@ class OwnDrafts:
             self._read, self._has_copied = len(ids), False
             self._copies = self._prediction.draft(remaining)
 
-    def tree(self, root: int, nodes: int) -> tuple[OwnTree, int]:
-        """Return this step's tree of up to ``nodes`` of a drafter, with what is forced, and the last of that."""
-        tree = OwnTree(root, self.place, self._processing.ends, nodes + MOST, self._remaining)
-        return tree, tree.add_run(0)
+    def tree(self, root: int, nodes: int, levels: int) -> tuple[OwnTree, int]:
+        """Return this step's tree, which a drafter may add nodes to, with what is forced, and the last of that."""
+        tree = OwnTree(root, self.place, self._processing.ends, nodes + MOST, min(levels + MOST, self._remaining))
+        base = 0
+        for token in self.run:
+            base = tree.add(base, token) or base
+        return tree, base
 
     def grown(self, root: int) -> OwnTree:
         """Return this step's tree without a drafter."""
-        tree, base = self.tree(root, 0)
+        tree, base = self.tree(root, 0, 0)
         starts, copied = [(base, 1.0)], [0]
         self._has_copied = bool(self._copies)
         for token, parent, likely in self._copies:
@@ -241,15 +246,15 @@ def join(
     proposed: DraftTree,
     roots: Sequence[int],
     lengths: Sequence[int] | None,
+    drafter: Drafter,
     *,
-    early: bool,
     spliced: bool,
 ) -> tuple[DraftTree, list[OwnTree]]:
     """Join a drafter's trees of some rows to the rows' own; returns the trees on their device, and on the host.
 
     Args:
         lengths: of the chains that the rows keep; None for all that was drafted.
-        early: the drafter's roots are the last tokens that are forced, not the rows' last tokens.
+        drafter: whose roots are the last tokens that are forced, not the rows' last tokens, where it is ``early``.
         spliced: as of `OwnTree.add_drafted`.
     """
     batch, device = proposed.tokens.shape[0], proposed.tokens.device
@@ -258,9 +263,9 @@ def join(
     trees, behind = [], []
     for row, (own, root) in enumerate(zip(owns, roots, strict=True)):
         count = sum(valid[row]) if lengths is None else lengths[row] + 1
-        tree, base = own.tree(root, proposed.size)
+        tree, base = own.tree(root, drafter.max_nodes, drafter.max_depth)
         nodes = tree.add_drafted(
-            base if early else 0,
+            base if drafter.early else 0,
             tokens[row][:count],
             parents[row][:count],
             spliced=spliced,
@@ -270,7 +275,8 @@ def join(
         behind.append(nodes)
     whole = tree_on(trees, device)
     if proposed.q is not None:
-        whole.q = _drawn_from(whole, trees, behind, proposed.q)
+        inner = [set(own) for own in parents]
+        whole.q = _drawn_from(whole, trees, behind, inner, proposed.q)
     return whole, trees
 
 
@@ -282,17 +288,26 @@ def tree_on(trees: Sequence[OwnTree], device: torch.device) -> DraftTree:
     return tree
 
 
-def _drawn_from(tree: DraftTree, trees: Sequence[OwnTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
+def _drawn_from(
+    tree: DraftTree,
+    trees: Sequence[OwnTree],
+    behind: Sequence[Sequence[int | None]],
+    inner: Sequence[Container[int]],
+    q: Tensor,
+) -> Tensor:
     """Distributions ``[B, N, V]`` of joined trees' children: the drafter's, and certainty for forced tokens."""
     joint = q.new_zeros(len(trees), tree.size, q.shape[2])
-    for row, (own, nodes) in enumerate(zip(trees, behind, strict=True)):
+    for row, (own, nodes, parents) in enumerate(zip(trees, behind, inner, strict=True)):
         for token, parent in own.nodes[1:]:
             if token < q.shape[2]:
                 joint[row, parent, token] = 1.0
         for source, node in enumerate(nodes):
-            if node is not None and source < q.shape[1]:
+            if node is not None and source in parents and source < q.shape[1]:
                 joint[row, node] = q[row, source]
     return joint
+
+
+Seen = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class GrammarGuide:
@@ -304,7 +319,7 @@ class GrammarGuide:
     def __init__(self, owns: Mapping[int, OwnDrafts], rows: int, *, early: bool, splices: bool) -> None:
         self._rows, self.splices = rows, splices
         self._ends = {row: own.stops for row, own in owns.items()}
-        self._starts = {row: _end_of(own, early) for row, own in owns.items()}
+        self._starts = {row: own.end if early else own.place for row, own in owns.items()}
         self._slots: Rows = []
 
     def begin(self, slots: Rows) -> None:
@@ -316,7 +331,7 @@ class GrammarGuide:
         self._ran: list[list[Place | None]] = [[] for _ in self._slots]  # behind every node run
         self._paths: list[list[list[int]]] = [[] for _ in self._slots]  # columns of its path's tokens
         self._depths: list[list[int]] = [[] for _ in self._slots]  # of every column
-        self._left = MOST
+        self._left = [MOST for _ in self._slots]
 
     def masked(self, logits: Tensor) -> Tensor:
         """Return the logits ``[A, W, V]`` of the frontier's nodes with -inf for what is not allowed behind them."""
@@ -337,6 +352,7 @@ class GrammarGuide:
         """Take in the next nodes of the trees."""
         tokens = frontier.tokens.tolist()
         seen = None if frontier.attention_mask is None else frontier.attention_mask.tolist()
+        valid = [[True] * len(own) for own in tokens] if frontier.valid is None else frontier.valid.tolist()
         self._parents = []
         for number, row in enumerate(self._slots):
             known, places, above = self._ran[number], [], []
@@ -344,8 +360,8 @@ class GrammarGuide:
                 mask = [True] * len(known) if seen is None else seen[number if len(seen) > 1 else 0][place]
                 parent = max((entry for entry in range(len(known)) if mask[entry]), default=-1)
                 start = self._starts.get(row) if parent < 0 else known[parent]
-                goes_on = start is not None and start.allows(token) and token not in self._ends[row]
-                places.append(start.behind(token) if start is not None and goes_on else None)
+                goes_on = start is not None and valid[number][place] and token not in self._ends[row]
+                places.append(start.ahead(token) if start is not None and goes_on else None)
                 above.append(parent)
             self._at[number] = places
             self._parents.append(above)
@@ -353,74 +369,51 @@ class GrammarGuide:
             for number, places in enumerate(self._at):
                 self._ran[number] += places
 
-    def spliced(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def spliced(self, tokens: Tensor, apart: bool) -> list[Spliced]:
         """Return what a draft model runs for the frontier's tokens ``[A, W]``: these and what is forced behind each.
 
-        Returns:
-            tokens ``[A, n]``, their attention ``[A, n, F + n]`` to the tokens run so far and to each other, the depths
-            ``[A, F + n]`` of all, and the places ``[A, W]`` of every node's last token among the n.
+        ``apart``: every tree by itself, as a model with recurrent states needs the same trees together at every level.
         """
-        runs = [[self._run_of(number, place) for place in range(tokens.shape[1])] for number in range(len(self._slots))]
-        widths = [1 + max(len(own[place]) for own in runs) for place in range(tokens.shape[1])]
-        first, count = len(self._depths[0]), sum(widths)
-        mask = np.zeros((len(runs), count, first + count), bool)
-        mask[:, np.arange(count), first + np.arange(count)] = True
-        drafted, ids, last = tokens.tolist(), [], []
-        for number, own in enumerate(runs):
+        parts: dict[tuple[int, ...], list[tuple[int, list[int], Seen, list[int]]]] = {}
+        for number, drafted in enumerate(tokens.tolist()):
             columns, depths = self._paths[number], self._depths[number]
-            ends, row = list[int](), list[int]()
-            for place, width in enumerate(widths):
+            ids, paths, last = list[int](), [], []
+            for place, token in enumerate(drafted):
                 parent = self._parents[number][place]
-                path = list(columns[parent]) if parent >= 0 else []
-                real = [drafted[number][place], *own[place]]
-                for step, token in enumerate([*real, *[0] * (width - len(real))]):
-                    column = first + len(row)
-                    if step < len(real):
-                        mask[number, len(row), path] = True
-                        depths.append(len(path))
-                        path.append(column)
-                        end = len(row)
-                    else:
-                        depths.append(0)
-                    row.append(token)
+                path = columns[parent] if parent >= 0 else []
+                for each in (token, *self._run_of(number, place)):
+                    path = [*path, len(depths)]
+                    depths.append(len(path) - 1)
+                    ids.append(each)
+                    paths.append(path)
                 columns.append(path)
-                ends.append(end)
+                last.append(len(ids) - 1)
             self._ran[number] += self._at[number]
-            ids.append(row)
-            last.append(ends)
-        device = tokens.device
-        return (
-            on_device(ids, device),
-            to_device(torch.from_numpy(mask), device),
-            on_device(self._depths, device),
-            on_device(last, device),
-        )
+            seen = np.zeros((len(ids), len(depths)), bool)
+            for line, path in zip(seen, paths, strict=True):
+                line[path] = True
+            parts.setdefault((*seen.shape, number * apart), []).append((number, ids, seen, last))
+        return [self._on_device(part, tokens.device) for part in parts.values()]
+
+    def _on_device(self, part: Sequence[tuple[int, list[int], Seen, list[int]]], device: torch.device) -> Spliced:
+        numbers, ids, seen, last = zip(*part, strict=True)
+        depths = [self._depths[number] for number in numbers]
+        mask = to_device(torch.from_numpy(np.stack(seen)), device)
+        return Spliced(numbers, on_device(ids, device), mask, on_device(depths, device), on_device(last, device))
 
     def _run_of(self, number: int, place: int) -> list[int]:
         """The tokens forced behind a node, behind which it then is."""
         at, run = self._at[number][place], list[int]()
         while at is not None and at.run:
-            if len(at.run) > self._left:
+            token = at.run[0]
+            if token in self._ends[self._slots[number]] or not self._left[number]:
                 at = None
                 break
-            self._left -= len(at.run)
-            for token in at.run:
-                if token in self._ends[self._slots[number]]:
-                    at = None
-                    break
-                run.append(token)
-                at = at.behind(token)
+            self._left[number] -= 1
+            run.append(token)
+            at = at.ahead(token)
         self._at[number][place] = at
         return run
-
-
-def _end_of(own: OwnDrafts, early: bool) -> Place | None:
-    """The place of a drafter's root."""
-    place = own.place
-    if place is not None and early:
-        for token in own.run:
-            place = place.behind(token)
-    return place
 
 
 def _is_drafted(place: Place, count: int) -> bool:

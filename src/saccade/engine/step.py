@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -370,7 +371,7 @@ class StepRunner:
             roots = [row.ids[-1] for row in rows]
             splices = guide is not None and guide.splices
             with self._clock.stage("draft"):
-                tree, host = join([*owns.values()], tree, roots, kept, early=drafter.early, spliced=splices)
+                tree, host = join([*owns.values()], tree, roots, kept, drafter, spliced=splices)
         group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, True, levels, host)
         if owns:
             return [group]
@@ -455,11 +456,11 @@ class StepRunner:
     def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Groups for the first tokens of rows whose prompts ended without a tree behind them."""
         groups = []
-        for do_sample in (False, True):
+        for do_sample, has_own in itertools.product((False, True), repeat=2):
             rows, logits = [], []
             for chunk in prefilled:
                 row, result = chunk.row, chunk.prefill.result
-                if row.do_sample != do_sample or row.done or row.slot is None:
+                if (row.do_sample, row.own is not None) != (do_sample, has_own) or row.done or row.slot is None:
                     continue
                 self._state.judge(do_sample)[1].read(row.slot, row.request.prompt, result)
                 drafting = self._state.drafting

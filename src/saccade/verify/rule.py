@@ -442,10 +442,11 @@ def _process_form(
     nodes, depths, places = [0], [0], [row.states_after(prefix)[grammar]]
     for number, place in enumerate(places):  # which grows
         for child, token in children[nodes[number]] if depths[number] + 1 < limit else ():
-            if token not in row.ends and place.allows(token):
+            below = None if token in row.ends else place.ahead(token)
+            if below is not None:
                 nodes.append(child)
                 depths.append(depths[number] + 1)
-                places.append(place.behind(token))
+                places.append(below)
     whole = nodes == list(range(len(scores)))
     at = slice(None) if whole else torch.tensor(nodes, device=scores.device)
     part = scores[at]

@@ -262,7 +262,8 @@ class MixedGrowth:
         mask = new.attention_mask
         if mask is not None and len(mask) > 1:
             mask = mask[self._places]
-        return Frontier(new.tokens[self._places], mask, new.depth, self._active)
+        valid = None if new.valid is None else new.valid[self._places]
+        return Frontier(new.tokens[self._places], mask, new.depth, self._active, valid)
 
     def tree(self) -> DraftTree:
         return self._growth.tree()

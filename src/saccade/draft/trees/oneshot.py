@@ -97,7 +97,8 @@ class _BestFirst:
         if self._run == 0:
             return None
         self._mask = extend_mask(self._mask, above[:, : self._run])
-        return Frontier(self._tokens[-1][:, : self._run], self._mask, depth)
+        valid = scores[:, : self._run] >= self._least
+        return Frontier(self._tokens[-1][:, : self._run], self._mask, depth, valid=valid)
 
     def tree(self) -> DraftTree:
         # Stable: of equal scores the earlier node comes first, so that every node comes behind its parent.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Frontier:
     attention_mask: Tensor | None
     depth: int  # of the frontier below the root (host integer)
     rows: Rows | None = None  # rows of the draft model that run them, where several run for one tree
+    valid: Tensor | None = None  # `[B, W]` those that may be in their trees; None for all
 
 
 class Growth(Protocol):
@@ -90,6 +91,16 @@ class TreePolicy(Protocol):
         """Start a session of ``batch`` rows."""
 
 
+class Spliced(NamedTuple):
+    """What a draft model runs for the nodes of some trees, of equally many tokens each."""
+
+    numbers: Sequence[int]  # of the trees
+    tokens: Tensor  # `[a, n]`
+    attention_mask: Tensor  # `[a, n, F + n]` over the tokens run so far and these
+    depth: Tensor  # `[a, F + n]` of all
+    last: Tensor  # `[a, W]` places among the n of the last token of every node
+
+
 class Guide(Protocol):
     """What of a drafter's trees is allowed; `saccade.draft.own` has it for grammars."""
 
@@ -104,8 +115,8 @@ class Guide(Protocol):
     def masked(self, logits: Tensor) -> Tensor:
         """Return the logits ``[A, W, V]`` of these nodes, or of the roots, with -inf for what is not allowed."""
 
-    def spliced(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what a draft model runs for the nodes' tokens ``[A, W]``."""
+    def spliced(self, tokens: Tensor, apart: bool) -> Sequence[Spliced]:
+        """Return what a draft model runs for the nodes' tokens ``[A, W]``; ``apart``: every tree by itself."""
 
 
 def grow(

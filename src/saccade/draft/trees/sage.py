@@ -411,7 +411,7 @@ class SageGrowth:
             start=None if start is None else start.gather(1, places),
         )
         self._mask = extend_mask(self._mask, above.gather(1, places))
-        return Frontier(new.gather(1, places), self._mask, self._level)
+        return Frontier(new.gather(1, places), self._mask, self._level, valid=expandable.gather(1, places))
 
     def tree(self) -> DraftTree:
         # Stable: of equal scores the earlier node wins, so no child precedes its parent.
