@@ -67,6 +67,7 @@ def test_a_prediction_is_read_from_a_file(shell: Shell, image: str, tmp_path: Pa
     file.write_text(expected.text + "\n", "utf-8")
     result = shell("generate", *PAIR, "-i", image, "--prediction", file, "What?")
     assert (result.code, result.out) == (0, expected.text + "\n")
+    assert re.search(r"\d+ of \d+ tokens copied from the prediction accepted", result.err)
     for wrong in (tmp_path / "none.txt", Path(image)):
         result = shell("generate", *PAIR, "-i", image, "--prediction", wrong, "What?")
         assert result.code != 0

@@ -40,8 +40,9 @@ def with_errors(text: str, every: int = 15) -> str:
 
 
 def expected() -> list[str | None]:
-    """For every question: the answer, one with errors, one that has nothing to do with it, none."""
-    return [plain()[0].text, with_errors(plain()[1].text), "".join(map(chr, range(40, 90))), None]
+    """For every question: the answer, one with errors, one that goes on otherwise, none."""
+    other = "".join(map(chr, range(40, 90)))
+    return [plain()[0].text, with_errors(plain()[1].text), plain()[2].text[:40] + other, None]
 
 
 def check(output: Output, prediction: str | None) -> None:

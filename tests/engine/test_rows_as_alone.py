@@ -60,12 +60,14 @@ def requests(method: str, count: int, seed: int, longest: int) -> list[dict[str,
         request: dict[str, Any] = {"prompt": prompt, "seed": number, "max_new_tokens": rng.randint(1, longest)}
         if methods.get(method).lossless and rng.random() < 0.4:
             request |= {"do_sample": True, "temperature": rng.choice([0.6, 1.0, 1.4]), "top_k": rng.choice([0, 20])}
+        if number % 3 == 0:  # the truth, of which the answer has most words
+            request["prediction"] = sample.answer
         if rng.random() < 0.15:
             request["repetition_penalty"] = 1.2
         if rng.random() < 0.15:
             request["stop_strings"] = ["."]
         # A fault ends a row where a tree first reaches it; suffix decoding's trees depend on earlier answers.
-        if method != "suffix" and rng.random() < 0.1:
+        if method != "suffix" and "prediction" not in request and rng.random() < 0.1:
             request["logits_processor"] = [stateless(Fails(len(prompt) + rng.randint(1, 10)))]
         made.append(request)
     return made

@@ -106,6 +106,18 @@ def test_a_row_may_have_a_prediction_which_is_a_text(tmp_path: Path) -> None:
     assert "The prediction is the text of the expected answer: a string, not 3." in found["2"]["error"]
 
 
+def test_openais_prediction_is_counted_in_the_usage_of_a_row(tmp_path: Path) -> None:
+    source, chain = tmp_path / "rows.jsonl", vlm("llava", "llava-draft")
+    expected = chain.generate("What?", max_new_tokens=40).text
+    body = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 40}
+    body["prediction"] = {"type": "content", "content": [{"type": "text", "text": expected}]}
+    source.write_text(json.dumps({"custom_id": "one", "body": body}) + "\n")
+    run(source, tmp_path / "out.jsonl", target=chain, prompt=None, max_new_tokens=None)
+    answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 20
+
+
 def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
     saved_picture(tmp_path / "a.png")
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]

@@ -75,6 +75,25 @@ def test_a_prediction_goes_with_every_other_field_of_conversations(shared: Live,
     assert texts[0] == texts[1]
 
 
+def test_usage_counts_the_tokens_of_the_prediction(shared: Live) -> None:
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "messages": asks("What?"), "speculation": "off"}
+    answer = shared.post(body)[1]
+    content, body["n"] = answer["choices"][0]["message"]["content"], 2
+    body |= {"temperature": 0, "prediction": {"type": "content", "content": content}}
+
+    def counts(answer: dict[str, Any]) -> list[int]:
+        assert all(choice["message"]["content"] == content for choice in answer.get("choices", ()))
+        details = answer["usage"]["completion_tokens_details"]
+        return [details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected")]
+
+    assert counts(shared.post(body)[1]) == [0, 0]
+    accepted, rejected = counts(shared.post({**body, "speculation": "prompt-lookup"})[1])
+    assert 40 < accepted <= 80
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "speculation": "prompt-lookup"}
+    *_, last = shared.stream(body, "/v1/chat/completions")
+    assert counts({"usage": last["usage"]}) == [accepted, rejected]
+
+
 @pytest.mark.parametrize("speculation", ["off", "prompt-lookup", "short", {"method": "static-tree"}, {"gamma": 3}])
 def test_no_method_changes_an_answer(shared: Live, speculation: Any) -> None:
     posed = Question({"model": "tiny", "messages": asks("What?", uri(1)), "max_tokens": 20}, {"max_new_tokens": 20})

@@ -152,7 +152,10 @@ class EnsembleSession(DraftSession):
         if blocks:
             logits_of = dict(zip(pairs, logits, strict=True))
             by_view = [[logits_of[view, place] for view in views] for place in blocks]
-            verified = verified_positions([*blocks.values()], [new[place] for place in blocks], by_view)
+            counts = torch.stack([block.count for block in blocks.values()]).tolist()
+            # a row may have emitted more tokens since, in steps without its views
+            labels = [new[place][: count + 1] for place, count in zip(blocks, counts, strict=True)]
+            verified = verified_positions([*blocks.values()], labels, by_view)
             self._weights.observe([rows[place] for place in blocks], verified)
         if len(views) > 1:
             self._mixture.weights = self._choose_weights(rows)
