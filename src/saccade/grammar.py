@@ -89,7 +89,10 @@ class Place:
     def settle(self) -> None:
         """Forget the places that are not behind this one."""
         self._walk.settle(self)
-        self.parent = None
+        before, self.parent = self.parent, None
+        while before is not None:  # else their masks would stay until cycles are collected
+            before.children.clear()
+            before = before.parent
 
     def ahead(self, token: int) -> Place | None:
         """The place behind a token that is allowed; None for others, and where the grammar has no answer behind it.
