@@ -7,10 +7,9 @@ the table are medians over prompts of medians over rounds, of whole answers and 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -72,14 +71,17 @@ def main() -> None:
     base = saccade.load(options.target, options.drafter, dtype="float32")
     ways = {name: base.using(name) for name in dict.fromkeys((BASELINE, *options.methods))}
     tasks = {name: group for name, group in gather(suite)[0].items() if not options.tasks or name in options.tasks}
-    rows, faults = [], []
+    head = ["task", "method", "tokens", "tokens/s", "x plain (lowest)", "decoding, x plain (lowest)", "tokens/pass"]
+    print("\n".join(table([*head, "drafted/pass"])), flush=True)
+    for vlm in ways.values():
+        answer(vlm, next(iter(tasks.values()))[0], 16, "")  # warms up
+    faults = []
     for task, group in tasks.items():
         times = defaultdict[str, list[list[Timed]]](list)
         for number, question in enumerate(group):
             right = question.turns[0].answer or ""
-            if question.prediction is None or question.prediction.of == PLAIN:
-                free = Question(question.id, task, question.turns, question.reading, question.max_new_tokens)
-                right = answer(ways[BASELINE], free, suite.max_new_tokens, "").output.text  # warms up, too
+            if question.prediction is not None and question.prediction.of == PLAIN:
+                right = answer(ways[BASELINE], replace(question, prediction=None), suite.max_new_tokens, "").output.text
             runs = defaultdict[str, list[Timed]](list)
             for turn in range(options.rounds):
                 order = list(ways)
@@ -91,10 +93,7 @@ def main() -> None:
                 if each[0].output.tokens != runs[BASELINE][0].output.tokens:
                     faults.append(f"{question.id}: {name} has other tokens than {BASELINE}")
         for name, each in times.items():
-            rows.append([task, name, *cells(each, times[BASELINE])])
-        print(f"{task}: {len(group)} prompts", file=sys.stderr, flush=True)
-    head = ["task", "method", "tokens", "tokens/s", "x plain (lowest)", "decoding, x plain (lowest)", "tokens/pass"]
-    print("\n".join(table([*head, "drafted/pass"], rows)))
+            print(f"| {' | '.join([task, name, *cells(each, times[BASELINE])])} |", flush=True)
     print("\n".join(faults) or f"All answers of all methods are {BASELINE}'s, token for token.")
 
 
