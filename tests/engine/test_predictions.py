@@ -10,6 +10,7 @@ import pytest
 import saccade
 from checkpoints import picture, vlm
 from saccade import VLM, Output
+from saccade.grammar import json_schema
 from saccade.pocket import draw
 
 LENGTH = 60
@@ -123,6 +124,29 @@ def test_a_turn_of_a_chat_may_be_the_earlier_one_edited() -> None:
         for chat in chats
     ]
     assert answers[0].tokens == answers[1].tokens
+
+
+FORM = {
+    "type": "object",
+    "properties": {"words": {"type": "array", "items": {"enum": ["cat", "cart", "dog"]}, "minItems": 3, "maxItems": 9}},
+    "required": ["words"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("method", ["grammar", "chain", "dynamic-tree"])
+def test_a_grammar_and_a_prediction_join_and_what_is_forbidden_is_not_drafted(method: str) -> None:
+    pytest.importorskip("llguidance", reason="schemas need the serve or grammar extra")
+    model = vlm("llava", "llava-draft").using(method)
+    form = json_schema(FORM, model.processor.tokenizer, model.target.vocab_size)
+    options: dict[str, Any] = {"logits_processor": [form], "max_new_tokens": 100}
+    answer = model.using("plain").generate("Which?", **options)
+    passes = []
+    for text in (answer.text, answer.text.replace('"cat"', '"cow"'), '{"words": no JSON', "Hello."):
+        output = model.generate("Which?", prediction=text, **options)
+        assert output.tokens == answer.tokens
+        passes.append(output.stats.target_passes)
+    assert passes[0] <= min(passes)
 
 
 @cache
