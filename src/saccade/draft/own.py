@@ -134,6 +134,12 @@ class OwnTree:
             behind.append(node)
         return behind
 
+    def is_forced(self, node: int) -> bool:
+        """Whether a node's token is the only one that is allowed."""
+        token, parent = self.nodes[node]
+        place = self._places[parent]
+        return node > 0 and place is not None and place.run[:1] == (token,)
+
     @property
     def drafted(self) -> int:
         """Nodes of the drafter's own tree that are in it."""
@@ -275,8 +281,7 @@ def join(
         behind.append(nodes)
     whole = tree_on(trees, device)
     if proposed.q is not None:
-        inner = [set(own) for own in parents]
-        whole.q = _drawn_from(whole, trees, behind, inner, proposed.q)
+        whole.q = _drawn_from(trees, behind, proposed.q)
     return whole, trees
 
 
@@ -288,22 +293,24 @@ def tree_on(trees: Sequence[OwnTree], device: torch.device) -> DraftTree:
     return tree
 
 
-def _drawn_from(
-    tree: DraftTree,
-    trees: Sequence[OwnTree],
-    behind: Sequence[Sequence[int | None]],
-    inner: Sequence[Container[int]],
-    q: Tensor,
-) -> Tensor:
-    """Distributions ``[B, N, V]`` of joined trees' children: the drafter's, and certainty for forced tokens."""
-    joint = q.new_zeros(len(trees), tree.size, q.shape[2])
-    for row, (own, nodes, parents) in enumerate(zip(trees, behind, inner, strict=True)):
-        for token, parent in own.nodes[1:]:
-            if token < q.shape[2]:
-                joint[row, parent, token] = 1.0
+def _drawn_from(trees: Sequence[OwnTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:
+    """Distributions ``[B, N, V]`` of joined trees' children: the drafter's, and certainty for forced tokens.
+
+    The drafter may not know these.
+    """
+    size = max(len(own.nodes) for own in trees)
+    tokens = max(
+        (token for own in trees for node, (token, _) in enumerate(own.nodes) if own.is_forced(node)), default=0
+    )
+    joint = q.new_zeros(len(trees), size, max(tokens + 1, q.shape[2]))
+    for row, (own, nodes) in enumerate(zip(trees, behind, strict=True)):
         for source, node in enumerate(nodes):
-            if node is not None and source in parents and source < q.shape[1]:
-                joint[row, node] = q[row, source]
+            if node is not None and source < q.shape[1]:
+                joint[row, node, : q.shape[2]] = q[row, source]
+        for node, (token, parent) in enumerate(own.nodes):
+            if own.is_forced(node):
+                joint[row, parent] = 0
+                joint[row, parent, token] = 1
     return joint
 
 
