@@ -178,6 +178,16 @@ def test_no_id_beyond_the_vocabulary_is_drafted() -> None:
     assert [token for token, *_ in expected.draft(VOCAB)] == [5, 6, 7]
 
 
+def test_what_is_beyond_the_most_tokens_is_not_read_and_no_end_is_expected_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("saccade.draft.prediction.MOST", 50)
+    for size, behind in ((50, [END]), (51, [])):
+        expected = prediction(TEXT[:size])
+        expected.take(TEXT[:50])
+        assert [token for token, *_ in expected.draft(VOCAB)] == behind
+
+
 @settings(max_examples=200, deadline=None)
 @given(FEW, FEW, st.integers(0, 40), st.lists(st.integers(1, 6), max_size=40))
 def test_drafts_are_trees_of_the_answer_s_tokens_alone(
