@@ -204,8 +204,9 @@ def serving(command: Sequence[str], environment: dict[str, str], log: Path) -> I
             time.sleep(1)
         yield Served(process, port)
     finally:
-        os.killpg(process.pid, signal.SIGCONT)
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGCONT)
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
