@@ -172,7 +172,7 @@ class ModelDraftSession(DraftSession):
         def run(frontier: Frontier) -> Tensor:
             running = rows if frontier.rows is None else frontier.rows
             if guide is not None and guide.splices:
-                return self._spliced(running, guide.spliced(frontier.tokens, self._drafter.model.row_bytes > 0))
+                return self._spliced(running, guide.spliced(roots.device, self._drafter.model.row_bytes > 0))
             levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
             depths = self._depth(tuple(levels))
             output = self.context.forward(running, frontier.tokens, frontier.attention_mask, depths)

@@ -264,8 +264,8 @@ def join(
         spliced: as of `OwnTree.add_drafted`.
     """
     batch, device = proposed.tokens.shape[0], proposed.tokens.device
-    columns = proposed.tokens, proposed.parents, proposed.valid
-    tokens, parents, valid = (column.expand(batch, -1).tolist() for column in columns)
+    columns = [column.expand(batch, -1) for column in (proposed.tokens, proposed.parents, proposed.valid)]
+    tokens, parents, valid = torch.stack(columns).tolist()
     trees, behind = [], []
     for row, (own, root) in enumerate(zip(owns, roots, strict=True)):
         count = sum(valid[row]) if lengths is None else lengths[row] + 1
@@ -350,14 +350,14 @@ class GrammarGuide:
         if not wanted:
             return logits
         scores = logits.expand(-1, width, -1).float().flatten(0, 1)
-        chosen = masked(scores[wanted], [place for number in wanted if (place := flat[number]) is not None])
-        whole = len(wanted) == len(flat)
-        scores = chosen if whole else scores.index_copy(0, on_device(wanted, scores.device), chosen)
+        at = on_device(wanted, scores.device)
+        chosen = masked(scores[at], [place for number in wanted if (place := flat[number]) is not None])
+        scores = chosen if len(wanted) == len(flat) else scores.index_copy(0, at, chosen)
         return scores.view(len(self._at), width, -1)
 
     def take(self, frontier: Frontier) -> None:
         """Take in the next nodes of the trees."""
-        tokens = frontier.tokens.tolist()
+        tokens = self._tokens = frontier.tokens.tolist()
         seen = None if frontier.attention_mask is None else frontier.attention_mask.tolist()
         valid = [[True] * len(own) for own in tokens] if frontier.valid is None else frontier.valid.tolist()
         self._parents = []
@@ -376,13 +376,13 @@ class GrammarGuide:
             for number, places in enumerate(self._at):
                 self._ran[number] += places
 
-    def spliced(self, tokens: Tensor, apart: bool) -> list[Spliced]:
-        """Return what a draft model runs for the frontier's tokens ``[A, W]``: these and what is forced behind each.
+    def spliced(self, device: torch.device, apart: bool) -> list[Spliced]:
+        """Return what a draft model runs for these nodes: their tokens, and what is forced behind each.
 
         ``apart``: every tree by itself, as a model with recurrent states needs the same trees together at every level.
         """
         parts: dict[tuple[int, ...], list[tuple[int, list[int], Seen, list[int]]]] = {}
-        for number, drafted in enumerate(tokens.tolist()):
+        for number, drafted in enumerate(self._tokens):
             columns, depths = self._paths[number], self._depths[number]
             ids, paths, last = list[int](), [], []
             for place, token in enumerate(drafted):
@@ -400,7 +400,7 @@ class GrammarGuide:
             for line, path in zip(seen, paths, strict=True):
                 line[path] = True
             parts.setdefault((*seen.shape, number * apart), []).append((number, ids, seen, last))
-        return [self._on_device(part, tokens.device) for part in parts.values()]
+        return [self._on_device(part, device) for part in parts.values()]
 
     def _on_device(self, part: Sequence[tuple[int, list[int], Seen, list[int]]], device: torch.device) -> Spliced:
         numbers, ids, seen, last = zip(*part, strict=True)

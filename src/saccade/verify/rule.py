@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from saccade.grammar import Rollback
 from saccade.inputs.families.family import Prompt
 from saccade.processors import PREFIX_FREE, is_stateful, process
-from saccade.target_model.cache import to_device
+from saccade.target_model.cache import on_device, to_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, Rows, at_nodes
@@ -448,7 +448,7 @@ def _process_form(
                 depths.append(depths[number] + 1)
                 places.append(below)
     whole = nodes == list(range(len(scores)))
-    at = slice(None) if whole else torch.tensor(nodes, device=scores.device)
+    at = slice(None) if whole else on_device(nodes, scores.device)
     part = scores[at]
     for number, processor in enumerate(row.processors):
         if number == grammar:
@@ -505,9 +505,8 @@ def _settings(processor: Any) -> tuple[Any, ...]:
 def _children(tree: DraftTree) -> list[list[list[tuple[int, int]]]]:
     """Children of every row's nodes as (node, token), on the host, padding nodes left out."""
     batch, size = tree.tokens.shape
-    parents = tree.parents.expand(batch, -1).tolist()
-    valid = tree.valid.expand(batch, -1).tolist()
-    tokens = tree.tokens.tolist()
+    columns = [column.expand(batch, -1) for column in (tree.parents, tree.valid, tree.tokens)]
+    parents, valid, tokens = torch.stack(columns).tolist()
     children: list[list[list[tuple[int, int]]]] = []
     for row in range(batch):
         of_row: list[list[tuple[int, int]]] = [[] for _ in range(size)]

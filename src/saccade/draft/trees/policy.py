@@ -115,8 +115,8 @@ class Guide(Protocol):
     def masked(self, logits: Tensor) -> Tensor:
         """Return the logits ``[A, W, V]`` of these nodes, or of the roots, with -inf for what is not allowed."""
 
-    def spliced(self, tokens: Tensor, apart: bool) -> Sequence[Spliced]:
-        """Return what a draft model runs for the nodes' tokens ``[A, W]``; ``apart``: every tree by itself."""
+    def spliced(self, device: torch.device, apart: bool) -> Sequence[Spliced]:
+        """Return what a draft model runs for these nodes; ``apart``: every tree by itself."""
 
 
 def grow(
