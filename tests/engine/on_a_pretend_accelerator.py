@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from families import FAMILIES
+from families import FAMILIES, VOCAB
 from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
 from recorded_graphs import record
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
@@ -28,6 +29,7 @@ from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.costs import Pacer
 from saccade.engine.row import plan
+from saccade.grammar import Rollback
 from saccade.inputs.families import split
 from saccade.methods import build, get
 from saccade.methods.compositions import Models
@@ -50,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic-tree": SMALL,
     **{method: {"gamma": 3} for method in ("chain", "pard")},
     "lookup-merge": {"gamma": 2, "copied": 3},
+    "grammar": {},
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:
 they wait for the drafter's confidence after every guess."""
@@ -108,10 +111,15 @@ class Ran:
 
 
 def run(
-    under_test: Engine, sampled: bool, device: PretendDevice | None = None, rows: int = ROWS, new: int = NEW
+    under_test: Engine,
+    sampled: bool,
+    device: PretendDevice | None = None,
+    rows: int = ROWS,
+    new: int = NEW,
+    **more: Any,
 ) -> Ran:
     prompts = split(under_test.target.config, CASE.inputs("image", rows=rows))
-    decoding = plan(under_test.target, prompts, max_new_tokens=new, **(SAMPLED if sampled else {}))
+    decoding = plan(under_test.target, prompts, max_new_tokens=new, **(SAMPLED if sampled else {}), **more)
     batch = under_test.open(len(prompts))
     rows_of = [
         batch.add(Request(prompt, seed=seed), own)
@@ -194,6 +202,40 @@ def test_paced_drafts_wait_once_a_step(device: PretendDevice, method: str) -> No
     for counts in ran.steps:
         assert sum(counts.waits.values()) <= 1, counts.waits
         assert not counts.blocking
+
+
+class Lines(Rollback):
+    """Four tokens that are forced, one of thirty, and so on."""
+
+    def matcher(self) -> list[int]:
+        return []
+
+    def accept(self, matcher: list[int], token: int) -> bool:
+        matcher.append(token)
+        return True
+
+    def rollback(self, matcher: list[int], count: int) -> None:
+        del matcher[len(matcher) - count :]
+
+    def packed(self, matcher: list[int]) -> bytes:
+        mask, place = np.zeros(VOCAB, np.bool_), len(matcher) % 5
+        mask[20 + place if place < 4 else slice(60, 90)] = True
+        return np.packbits(mask, bitorder="little").tobytes()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("method", ["grammar", "prompt-lookup", "chain", "static-tree", "eagle2"])
+def test_rows_with_forms_upload_nothing_that_blocks_and_wait_a_few_times(
+    device: PretendDevice, method: str, sampled: bool
+) -> None:
+    """For the verdict, and for the drafter's tokens: at every level that forms mask, to join them, to mask scores."""
+    options: dict[str, Any] = {"logits_processor": [Lines()], "new": 60}
+    ran = run(engine(method, NAME), sampled, device, **options)
+    assert ran.tokens == run(engine(method, "cpu"), sampled, **options).tokens
+    assert 1 < len(ran.steps) < 20
+    for counts in ran.steps:
+        assert not counts.blocking
+        assert sum(counts.waits.values()) <= 3 + 2 * 5, counts.waits
 
 
 def _captured_on(device: PretendDevice) -> Any:

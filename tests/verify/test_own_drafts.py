@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -333,10 +333,10 @@ DRAWN = ("chain", "static", "branches", "confident", "views", "views in a static
 POINTS = ("grammar", "lookup", "suffix", "dynamic", "sage", "oneshot", "merged", "medusa", "dflash oneshot")
 
 
-def sampled(name: str = "llava") -> list[Asked]:
+def sampled(name: str = "llava", new: int = 44) -> list[Asked]:
     settings = ({"temperature": 0.7}, {"top_p": 0.8, "temperature": 1.3}, {"top_k": 5}, {})
     made = []
-    for number, (asked, more) in enumerate(zip(requests(name), itertools.cycle(settings), strict=False)):
+    for number, (asked, more) in enumerate(zip(requests(name, new), itertools.cycle(settings), strict=False)):
         options = {"top_k": 0, **asked.options, **more, "do_sample": number % 5 != 4}
         made.append(Asked(asked.prompt, options, asked.seed, asked.prediction, grammars=asked.grammars))
     return made
@@ -347,6 +347,18 @@ def test_a_seed_repeats_its_answer_whatever_its_neighbours_ask_for(method: str) 
     asked, under = sampled(), engine(method)
     found = together(under, asked, random.Random(method), rows=5)
     assert_as_alone(found, lambda number: alone(under, asked[number]))
+
+
+@pytest.mark.parametrize("method", ["dynamic", "width", "oneshot"])
+def test_what_is_forced_in_other_rows_takes_nothing_from_a_row(method: str) -> None:
+    asked, under = [each for each in sampled(new=60) if len(each.grammars) == 1][:1] * 4, engine(method)
+    prompts = [each.prompt for each in requests()[:4]]
+    asked = [replace(each, prompt=prompts[seed], seed=seed) for seed, each in enumerate(asked)]
+    batch = under.open(4)
+    rows = [each.add(batch) for each in asked]
+    while not batch.is_idle:
+        batch.step()
+    assert_as_alone(dict(enumerate(rows)), lambda number: alone(under, asked[number]))
 
 
 class Limited(Rollback):
