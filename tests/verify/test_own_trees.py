@@ -245,6 +245,17 @@ def test_a_joined_tree_keeps_within_its_bounds_and_says_which_nodes_are_the_draf
                     assert whole.q[0, parent, token] == expected
 
 
+def test_what_is_forced_behind_a_drafter_s_nodes_is_no_deeper_than_the_random_numbers_of_a_step() -> None:
+    own = schema(LONG)
+    forced = own.start([]).run
+    tokens = torch.tensor([[9, *forced[MOST : MOST + 3]]])
+    tree = DraftTree.chains(tokens, torch.ones(1, 4, dtype=torch.bool))
+    bounds: Any = Levels(60, 6)
+    whole, (host,) = join([owns(own, [], 200, {END})], tree, [9], None, bounds, spliced=True)
+    assert whole.max_depth == MOST + 6
+    assert max(paths_of(host), key=len) == list(forced[: MOST + 6])
+
+
 def test_the_verdict_on_a_joined_tree_is_told_to_the_drafter_of_its_own_nodes_alone() -> None:
     for rng in map(random.Random, range(50)):
         size = rng.randint(1, 12)
