@@ -5,12 +5,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
-from saccade.pocket import draw, target_path
+from saccade.pocket import draft_path, draw, target_path
 from tools.pocket.batches import END
-from tools.pocket.forms import FormBatches, answers, passes
+from tools.pocket.forms import FormBatches, answers, guessed, passes
+from tools.pocket.models import PocketModel
 from tools.pocket.recipe import Schedule
 from tools.pocket.world import forms
 
@@ -51,6 +54,16 @@ def test_the_target_answers_under_the_schema_and_a_stopped_run_goes_on(tmp_path:
     make = FormBatches(SCHEDULE, tokenizer, both)
     drawn = {tuple(make(number).targets[0, make(number).targets[0] >= 0].tolist()) for number in range(8)}
     assert drawn == {(*ids, END) for *_, ids in both}
+
+
+def test_a_guess_under_the_schema_is_right_wherever_a_token_is_forced(tokenizer: Tokenizer) -> None:
+    draft = PocketModel.from_pretrained(draft_path(), dtype=torch.float32)
+    true = tokenizer.encode(forms.draw(1, "receipt").sample.answer).ids
+    told = guessed(draft, AutoTokenizer.from_pretrained(target_path()), (1, "receipt", true))
+    assert len(told) == len(true) + 1
+    assert all(under for _, under, forced in told if forced)
+    assert 0 < sum(not forced for *_, forced in told) < len(told) / 2
+    assert not all(right for right, *_ in told)
 
 
 @pytest.mark.parametrize(
