@@ -75,6 +75,7 @@ class EnsembleSession(DraftSession):
         self._weights = drafter.weighting.open(rows, views, device)
         self._learns = drafter.weighting.needs_history and views > 1
         self._pending: dict[int, VerifiedBlock] = {}  # by row
+        self._passed = set[int]()  # rows that have emitted tokens without it since
         self._mixture = Mixture(drafter.policy, rows, views, device)
         model = ModelDrafter(drafter.model, self._mixture, drafter.vocab_size)
         self._session = ModelDraftSession(model, rows * views, target)
@@ -152,11 +153,13 @@ class EnsembleSession(DraftSession):
         if blocks:
             logits_of = dict(zip(pairs, logits, strict=True))
             by_view = [[logits_of[view, place] for view in views] for place in blocks]
-            counts = torch.stack([block.count for block in blocks.values()]).tolist()
-            # a row may have emitted more tokens since, in steps without its views
-            labels = [new[place][: count + 1] for place, count in zip(blocks, counts, strict=True)]
+            labels = [new[place] for place in blocks]
+            if self._passed.intersection(rows):  # which have emitted more tokens since, in steps without their views
+                counts = torch.stack([block.count for block in blocks.values()]).tolist()
+                labels = [own[: count + 1] for own, count in zip(labels, counts, strict=True)]
             verified = verified_positions([*blocks.values()], labels, by_view)
             self._weights.observe([rows[place] for place in blocks], verified)
+        self._passed.difference_update(rows)
         if len(views) > 1:
             self._mixture.weights = self._choose_weights(rows)
         tree = self._session.draft(slots, emitted, logits, proposer, limit)
@@ -173,6 +176,9 @@ class EnsembleSession(DraftSession):
         first = torch.zeros_like(weights)
         first[:, 0] = 1
         return torch.where(on_device(has_one_view, weights.device)[:, None], first, weights)
+
+    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
+        self._passed.update(rows)
 
     @torch.inference_mode()
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
