@@ -256,6 +256,12 @@ def test_what_is_forced_behind_a_drafter_s_nodes_is_no_deeper_than_the_random_nu
     assert max(paths_of(host), key=len) == list(forced[: MOST + 6])
 
 
+def test_nothing_is_drafted_behind_an_end() -> None:
+    tree = OwnTree(9, None, {END}, 10, 10)
+    assert tree.add(tree.add(0, END), 20) is None
+    assert tree.add(tree.add(0, 20), 20) == 3
+
+
 def test_the_verdict_on_a_joined_tree_is_told_to_the_drafter_of_its_own_nodes_alone() -> None:
     for rng in map(random.Random, range(50)):
         size = rng.randint(1, 12)
