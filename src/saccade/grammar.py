@@ -373,8 +373,9 @@ class LLGuidance(Rollback):
         matcher.rollback(count)
 
     def packed(self, matcher: Any) -> bytes:
-        bits: bytes = matcher.compute_bitmask()
-        _check(matcher)
+        apart = matcher.deep_copy()  # a matcher keeps its last mask through a rollback, and may give it out elsewhere
+        bits: bytes = apart.compute_bitmask()
+        _check(apart)
         return bits
 
     def forced(self, matcher: Any) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from families import FAMILIES, FIRST_WORD, VOCAB, reference_greedy
 from saccade.engine import Request
 from saccade.errors import InputError
-from saccade.grammar import MOST_BLANKS, Rollback, XGrammar, json_schema
+from saccade.grammar import MOST_BLANKS, LLGuidance, Place, Rollback, XGrammar, json_schema
 from saccade.verify.rule import Processing, RowProcessing
 
 CASE = FAMILIES["llama"]
@@ -168,6 +168,26 @@ def test_every_branch_is_scored_as_by_a_matcher_of_its_own(name: str) -> None:
 @GRAMMAR
 def test_greedy_answers_are_those_of_plain_decoding(name: str, policy: str) -> None:
     assert run(name, policy) == answers(name)
+
+
+def test_a_mask_behind_a_branch_is_not_that_of_another_branch() -> None:
+    """Llguidance keeps its last mask, by the number of parts read and what the next one may be, through a rollback."""
+    guidance = pytest.importorskip("llguidance", reason="llguidance is an extra: pip install saccade[grammar]")
+    words = guidance.LLTokenizer("byte")
+    options = {"whitespace_flexible": True}
+    own = LLGuidance(words, guidance.LLMatcher.grammar_from_json_schema({**SCHEMA, "required": []}, defaults=options))
+
+    def behind(place: Place, text: str) -> Place:
+        return reduce(Place.behind, text.encode(), place)
+
+    texts = ['{"a" ', '{ "a" ', '{"a": ', '{"a":1 ', '{"a":1,"b" ', '{"a": 1 ', '{"b": ', '{"b":"']
+    for before in texts:
+        for text in texts:
+            start = own.start(())
+            assert behind(start, before).packed.any()
+            place, alone = behind(start, text), behind(own.start(()), text)
+            assert place.packed.tolist() == alone.packed.tolist(), f"{text!r} after {before!r}"
+            assert place.run == alone.run
 
 
 def test_an_answer_that_ended_is_json_of_the_schema() -> None:
