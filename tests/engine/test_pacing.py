@@ -289,6 +289,26 @@ def test_a_drafter_that_gets_better_is_found_again() -> None:
     assert min(sorted(lengths[-100:])[10:]) == 8
 
 
+def test_what_rows_draft_by_themselves_changes_no_lengths_of_a_drafter() -> None:
+    """A grammar forces nine tokens in every pass: those that are drafted beside them are worth as much as without."""
+    lengths = []
+    for own in (0, 9):
+        pacer, row, world = Pacer(8, 0.1), Trials(), World(accepted=0.8)
+        for _ in range(300):
+            (length,) = pacer.lengths([row])
+            nodes = 1 + length + (0 if pacer.measures else own)
+            accepted = length - (length > 4)
+            if length:
+                pacer.observe_acceptance(row, length, accepted)
+            draft = length * world.draft
+            pacer.observe_step(
+                nodes, world.forward(nodes), 1, 1 + accepted, int(length > 0), length, draft, nodes - 1 - length
+            )
+        lengths.append(pacer.lengths([row]))
+    assert lengths[0] == lengths[1]
+    assert lengths[0] > [2]
+
+
 def test_a_row_that_samples_drafts_five_tokens_until_its_own_trials_say_none() -> None:
     row, pacer = Trials(), Pacer(8, 0.1)
     assert sampled_length(row) == 5

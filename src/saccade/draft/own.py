@@ -145,6 +145,11 @@ class OwnTree:
         """Nodes of the drafter's own tree that are in it."""
         return sum(source > 0 for source in self.sources)
 
+    @property
+    def own(self) -> int:
+        """Further nodes below the root."""
+        return len(self.nodes) - 1 - self.drafted
+
     def accepted(self, path: Sequence[int]) -> int:
         """How many of them are on a path."""
         return sum(self.sources[node] > 0 for node in path)

@@ -367,9 +367,21 @@ class Pacer:
         self.credit = min(self.credit + units, max(MOST * self.plain(rows), self._goal))
 
     def observe_step(
-        self, tokens: int, forward: float, rows: int, emitted: int, drafting: int = 0, length: int = 0, draft: float = 0
+        self,
+        tokens: int,
+        forward: float,
+        rows: int,
+        emitted: int,
+        drafting: int = 0,
+        length: int = 0,
+        draft: float = 0,
+        own: int = 0,
     ) -> None:
-        """Record a step without prefill: seconds of the target's part and of the draft, and its emitted tokens."""
+        """Record a step without prefill: seconds of the target's part and of the draft, and its emitted tokens.
+
+        ``own``: of ``tokens``, rows' own drafts, which would be verified without a drafter as well; those of them that
+        were emitted are not in ``emitted``.
+        """
         whole, drafts = self.plain(rows), tokens - rows
         gain = EXPLORED * emitted * whole / rows
         others = [spent / self.plain(n) for n, spent in self._plain if n != rows]
@@ -384,7 +396,7 @@ class Pacer:
             passes = min(length, self._passes)
             if self._plain:
                 self.draft.add(drafting, draft / passes / self._unit)
-            cost = whole + self.extra(drafts) + passes * self.draft(drafting)
+            cost = whole + self.extra(drafts - own) + passes * self.draft(drafting)
             gain += emitted * whole / rows - cost
         speed, before = emitted * whole / rows / cost if length else 1.0, self._speeds.get(rows, self._speed)
         self._speed = self._speeds[rows] = before + RECENT * (speed - before)

@@ -93,6 +93,7 @@ class VerificationGroup:
     drafted: bool  # whether a drafter proposed the trees and observes the outcome
     levels: int = 0  # that it ran, of which the trees may have fewer
     host: Sequence[OwnTree] | None = None  # the trees, where the rows' own drafts are in them
+    own_emitted: int = 0  # tokens of these that were emitted
     output: ForwardOutput | None = None  # logits `[A, N, V]` and hidden states `[A, N, d]` of the trees' nodes
     scores: Tensor | None = None
     verdict: Verdict | None = None
@@ -318,11 +319,13 @@ class StepRunner:
             pacer.observe_prefill_step(spent, rows)
             return
         drafted = [group for group in groups if group.drafted]
+        own = [tree.own for group in groups for tree in group.host or ()]
         pacer.observe_step(
             tokens=sum(len(group.rows) * group.tree.size for group in groups),
             forward=seconds - draft,
             rows=rows,
-            emitted=emitted,
+            emitted=emitted - sum(group.own_emitted for group in groups),
+            own=sum(own),
             drafting=sum(len(group.rows) for group in drafted),
             length=max((group.levels for group in drafted), default=0),
             draft=draft,
@@ -511,6 +514,8 @@ class StepRunner:
                 if self._state.pacer is not None:
                     self._state.pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
+        for path, joint in zip(paths, group.host or (), strict=False):
+            group.own_emitted += max(0, len(path) - 1 - joint.accepted(path))
         return sum(len(row.output) for row in group.rows) - before
 
     def _emit_row(
