@@ -230,6 +230,24 @@ def plainly(name: str, number: int) -> Row:
 # --------------------------------------------------------------------------- greedy decoding
 
 
+@pytest.mark.parametrize("method", ["grammar", "chain"])
+def test_the_trees_of_own_drafts_are_traced(method: str) -> None:
+    for asked in (requests()[0], requests()[5]):
+        batch = engine(method).open(1)
+        batch.trace = True
+        row = asked.add(batch)
+        while not batch.is_idle:
+            batch.step()
+        guessed = 0
+        for step in row.steps:
+            drafted = [token for token, mark in zip(step.tokens, step.marks, strict=True) if mark == "draft"]
+            assert not drafted or step.tree is not None
+            if step.tree is not None:
+                assert [step.tree.tokens[node] for node in step.tree.path[1:]] == drafted
+            guessed += len(drafted)
+        assert guessed == row.stats.accepted_tokens > 0
+
+
 SLOW = [f"{kind} chain" for kind in HEAD_KINDS if kind not in ("eagle2", "medusa")]
 
 

@@ -503,10 +503,11 @@ class StepRunner:
         if commits:  # at once: entries that change slots are sent in one transfer
             slots, entries, ids = zip(*commits, strict=True)
             self._context.commit(slots, entries, ids)
-        if self._trace and group.drafted:
-            assert self._state.drafting is not None
-            signals = dict(zip(group.slots, self._state.drafting.signals(group.slots), strict=True))
-            by_row = [{} if row.slot is None else signals[row.slot] for row in group.rows]
+        if self._trace and (group.drafted or group.host is not None):
+            signals: dict[int, Mapping[str, tuple[float, ...]]] = {}
+            if group.drafted and self._state.drafting is not None:
+                signals = dict(zip(group.slots, self._state.drafting.signals(group.slots), strict=True))
+            by_row = [{} if row.slot is None else signals.get(row.slot, {}) for row in group.rows]
             for row, tree in zip(group.rows, traces(group.tree, paths, by_row), strict=True):
                 row.steps[-1] = replace(row.steps[-1], tree=tree)
         for row in group.rows:
