@@ -203,8 +203,8 @@ class OwnDrafts:
 
     @property
     def suffices(self) -> bool:
-        """Whether a drafter would add nothing: nothing follows what is forced, or the expected text brings more."""
-        is_whole = bool(self.run) and (self.run[-1] in self.stops or len(self.run) >= self._remaining)
+        """Whether a drafter would add nothing: what is forced fills the step, or the expected text brings more."""
+        is_whole = bool(self.run) and (self.run[-1] in self.stops or len(self.run) >= min(MOST, self._remaining))
         return is_whole or sum(likely for *_, likely in self._copies) > self._others / self._steps
 
     def begin(self, ids: Sequence[int], remaining: int) -> None:
@@ -337,10 +337,9 @@ class GrammarGuide:
     def begin(self, slots: Rows) -> None:
         """Begin the trees of some slots of the drafter, each of which belongs to the row of its number."""
         self._slots = [slot % self._rows for slot in slots]
-        self._at: list[list[Place | None]] = [
-            [self._starts.get(row)] for row in self._slots
-        ]  # behind the frontier's nodes
-        self._ran: list[list[Place | None]] = [[] for _ in self._slots]  # behind every node run
+        # Places behind the frontier's nodes, and behind every node run.
+        self._at: list[list[Place | None]] = [[self._starts.get(row)] for row in self._slots]
+        self._ran: list[list[Place | None]] = [[] for _ in self._slots]
         self._paths: list[list[list[int]]] = [[] for _ in self._slots]  # columns of its path's tokens
         self._depths: list[list[int]] = [[] for _ in self._slots]  # of every column
         self._left = [MOST for _ in self._slots]
