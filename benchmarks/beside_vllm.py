@@ -44,6 +44,8 @@ OURS = {"plain": ["-m", "plain"], "chain 5": ["-m", "chain", "--set", "gamma=5"]
 """Options of our server by way."""
 WITH_SCHEMA = {"plain": ["-m", "plain"], "suffix": ["-m", "suffix"], "auto": ["-m", "auto"]}
 """The same where answers have a schema."""
+COMPACT = '{"backend": "guidance", "disable_any_whitespace": true}'
+"""With vLLM's defaults the pocket model fills its answers with white space up to their limit."""
 LOOKUP = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 
 
@@ -269,6 +271,8 @@ def main() -> None:
         theirs += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
         variables = {"VLLM_CPU_OMP_THREADS_BIND": options.vllm_cores, "VLLM_CPU_KVCACHE_SPACE": "1"}
         variables["HF_HUB_OFFLINE"] = "1"
+        if options.schema:
+            theirs += ["--structured-outputs-config", COMPACT]
         commands["vLLM"] = theirs, variables
         commands["vLLM lookup"] = [*theirs, "--speculative-config", LOOKUP], variables
     figures = defaultdict[tuple[str, int], Figures](Figures)
