@@ -14,7 +14,7 @@ from test_grammar import END, SCHEMA, Brackets, compiled_by_xgrammar, schema, to
 import harness
 from families import FAMILIES, VOCAB
 from saccade.draft.model import ModelDrafter
-from saccade.draft.own import MOST, WIDEST, OwnDrafts, OwnTree, join
+from saccade.draft.own import MOST, WIDEST, OwnDrafts, OwnTree, alike, join
 from saccade.draft.prediction import Prediction
 from saccade.draft.trees.policy import Chain, StaticTree
 from saccade.engine import Engine, Request
@@ -310,3 +310,8 @@ def test_a_draft_model_that_is_the_target_is_never_wrong_between_forced_tokens(n
             assert stats.drafted_tokens == stats.accepted_tokens > 0.7 * len(row.output)
         full = stats.accepted_histogram[4:]
         assert sum(full) >= stats.target_passes - 1, "all but the last pass hold four tokens at least"
+
+
+def test_trees_of_one_group_differ_by_few_nodes() -> None:
+    assert alike([3, 40, 5, 9, 44, 10]) == [[0, 2, 3], [5], [1, 4]]
+    assert alike([7]) == [[0]]

@@ -29,6 +29,8 @@ MOST = 64
 """Most nodes of a tree that are a row's own, and most forced tokens that a draft model runs in a step."""
 WIDEST = 16
 """Most children of a node."""
+SPARE = 6
+"""Nodes by which trees of one group may differ: on a CPU about as many take the time of a group of its own."""
 DRAFTED, LATELY = 6.0, 0.9
 """Tokens that a drafter is expected to bring before it is known, and how much less a step counts after the next."""
 LISTED, BRANCHES = 1500, 8
@@ -296,6 +298,16 @@ def tree_on(trees: Sequence[OwnTree], device: torch.device) -> DraftTree:
     sources = [[*own.sources, *[-1] * (tree.size - len(own.sources))] for own in trees]
     tree.sources = on_device(sources, device)
     return tree
+
+
+def alike(sizes: Sequence[int]) -> list[list[int]]:
+    """Places of trees in groups, in which none is more than `SPARE` nodes larger than another one."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(sizes)), key=sizes.__getitem__):
+        if not groups or sizes[place] > sizes[groups[-1][0]] + SPARE:
+            groups.append([])
+        groups[-1].append(place)
+    return [sorted(places) for places in groups]
 
 
 def _drawn_from(trees: Sequence[OwnTree], behind: Sequence[Sequence[int | None]], q: Tensor) -> Tensor:

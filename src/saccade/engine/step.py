@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, join, tree_on
+from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, alike, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
 from saccade.engine.costs import Clock, StepSizes, sampled_length
 from saccade.engine.row import Row
@@ -109,6 +109,20 @@ class VerificationGroup:
         rows = [self.rows[place] for place in places]
         processing = Processing([row.processing for row in rows])
         return replace(self, rows=rows, tree=self.tree.cut(places, size), processing=processing, failed={})
+
+    def of_like_sizes(self) -> list[VerificationGroup]:
+        """Groups of rows whose own trees are about as large, since all trees of a group are padded to the largest.
+
+        On a CPU alone, where that takes time, and of rows that do not sample.
+        """
+        if self.host is None or self.uniforms is not None or not self.tree.tokens.is_cpu:
+            return [self]
+        groups = []
+        for places in alike([len(tree.nodes) for tree in self.host]):
+            rows, host = [self.rows[place] for place in places], [self.host[place] for place in places]
+            processing, tree = Processing([row.processing for row in rows]), tree_on(host, self.tree.tokens.device)
+            groups.append(replace(self, rows=rows, tree=tree, processing=processing, host=host, failed={}))
+        return groups
 
     def decide(self, ranks: Ranks | None = None) -> Tensor:
         """Process the logits and judge the trees; return the packed verdict (`pack`), that of rank 0."""
@@ -283,7 +297,8 @@ class StepRunner:
                     planned, others = [lengths[id(row)] for row in drafting], len(decoding) + len(new) - len(drafting)
                     groups += self._propose_groups(drafting, do_sample, planned, others)
                 if plain:
-                    groups.append(self._root_group(plain, do_sample, has_own and not is_measured))
+                    group = self._root_group(plain, do_sample, has_own and not is_measured)
+                    groups += group.of_like_sizes()
         return groups
 
     def _draft_lengths(self, rows: Sequence[Row], do_sample: bool, others: int) -> dict[int, int]:
@@ -377,7 +392,7 @@ class StepRunner:
                 tree, host = join([*owns.values()], tree, roots, kept, drafter, spliced=splices)
         group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, True, levels, host)
         if owns:
-            return [group]
+            return group.of_like_sizes()
         if pacer is None or drafts is None or self._target.graphs is not None:  # captured graphs take rows of one size
             return [group]
         places: dict[int, list[int]] = {}
