@@ -131,6 +131,7 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         {"custom_id": "stream", **chat, "body": {**body, "stream": True}},
         {"custom_id": "else", "method": "POST", "url": "/v1/embeddings", "body": body},
         {"custom_id": "own", **chat, "body": {**body, "speculation": "off"}},
+        {"custom_id": "beside", **chat, "body": body, "prediction": {"type": "content", "content": "A"}},
         {"custom_id": "one", **chat, "body": body},
         {**chat, "body": body},
     ]
@@ -142,7 +143,7 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         [json.loads(line) for line in path.read_text().splitlines()] for path in (report.out, report.errors)
     )
     assert [row["custom_id"] for row in answers + errors] == [line.get("custom_id") for line in lines]
-    assert (report.answered, report.failed) == (3, 6)
+    assert (report.answered, report.failed) == (3, 7)
     assert [(row["response"], row["error"]["code"]) for row in errors[-2:]] == [
         (None, "duplicate_custom_id"),
         (None, "missing_required_parameter"),
@@ -171,6 +172,7 @@ def test_openai_requests_are_answered_in_openais_form(tmp_path: Path) -> None:
         "stream": "leave out stream",
         "else": "Expected POST to /v1/chat/completions or /v1/completions, not POST /v1/embeddings",
         "own": "A job has one method",
+        "beside": "Prediction beside the body has no effect; move it into the body",
     }.items():
         response = found[name]["response"]
         assert response["status_code"] == 400

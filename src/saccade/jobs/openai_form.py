@@ -95,6 +95,8 @@ class OpenAIForm:
         url, fields = row.get("url", _CHAT), row["body"]
         if row.get("method", "POST") != "POST" or url not in (_CHAT, _COMPLETIONS):
             raise InputError(f"expected POST to {_CHAT} or {_COMPLETIONS}, not {row.get('method')} {url}")
+        if beside := sorted(set(row) & (set(ChatRequest.model_fields) | set(CompletionRequest.model_fields))):
+            raise InputError(f"{beside[0]} beside the body has no effect; move it into the body")
         if not isinstance(fields, dict):
             raise InputError("the body must be a JSON object, such as one with model and messages")
         if url == _CHAT:
