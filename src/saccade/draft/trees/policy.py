@@ -125,13 +125,13 @@ def grow(
     logits: Tensor,
     run: Callable[[Frontier], Tensor],
     limit: int,
-    slots: Rows,
-    guide: Guide | None,
+    slots: Rows = (),
+    guide: Guide | None = None,
 ) -> DraftTree:
     """Grow one step's trees from the logits ``[B, 1, V]`` behind their roots; ``run`` gives a frontier's ``[B, W, V]``.
 
     Trees of fixed shape alone end at depth ``limit``: one that is chosen by draft tokens must not depend on it.
-    ``slots``: those of the drafter that run.
+    ``slots``: those of the drafter that run, where a guide masks them.
     """
     if guide is not None:
         guide.begin(slots)
