@@ -77,20 +77,20 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_250),
-    "serve": (("serve",), 6_250),
+    "cli": (("cli",), 2_138),
+    "serve": (("serve",), 6_027),
     "training": (("train", "distill"), 4_952),
-    "measuring": (("bench", "theory", "memory_plan"), 4_150),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_500),
+    "measuring": (("bench", "theory", "memory_plan"), 3_968),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_437),
     "checkpoints": (("checkpoints", "evaluators"), 1_243),
-    "pocket": (("pocket",), 1_600),
+    "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 26_000
+CORE = 25_936
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 52_600, 9_300
+TESTS, TOOLS = 52_316, 9_135
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 11.0
+TOKENS = 10.93
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
