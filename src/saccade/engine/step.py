@@ -530,7 +530,7 @@ class StepRunner:
                 if self._state.pacer is not None:
                     self._state.pacer.observe_end(len(row.output))
                 self._state.leave(row, empty=False)
-        for path, joint in zip(paths, group.host or (), strict=False):
+        for path, joint in zip(paths, group.host or (), strict=group.host is not None):
             group.own_emitted += max(0, len(path) - 1 - joint.accepted(path))
         return sum(len(row.output) for row in group.rows) - before
 
