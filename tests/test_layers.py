@@ -86,11 +86,11 @@ PARTS = {
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 25_936
+CORE = 26_900
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 52_316, 9_135
+TESTS, TOOLS = 53_900, 9_900
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 10.93
+TOKENS = 11.0
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
