@@ -13,6 +13,7 @@ from torch import nn
 
 from families import FAMILIES, STOCK
 from saccade.engine import Engine, Request
+from saccade.engine.batch import LOOK
 from saccade.engine.row import plan
 from saccade.inputs.families import split
 from saccade.target_model import lean as lean_module
@@ -238,19 +239,34 @@ def test_lengths_are_compared_on_both_sides_and_none_lies_beyond_the_context() -
     assert max(beyond) == 1023
 
 
-def test_a_change_between_two_steps_counts_from_the_next_one() -> None:
+def test_a_change_during_an_answer_counts_after_at_most_as_many_steps_as_the_engine_says() -> None:
     case = FAMILIES["llama"]
-    tokens = []
-    for lean in (True, False):
+
+    def changed_before(step: int, lean: bool) -> list[int]:
         model = Target(case.model(), lean=lean)
         prompts = split(model.config, case.inputs("text", rows=1))
         run = Engine(model).start([Request(prompts[0])], plan(model, prompts, max_new_tokens=30))
-        for number, _ in enumerate(run.steps):
-            if number == 9:
+        for number, _ in enumerate(run.steps, 1):
+            if number == step - 1:
                 hook_a_layer(model.model)
-        tokens.append(run.outputs[0].tokens)
-    assert tokens[0] == tokens[1]
-    assert tokens[0] != case.reference("text", rows=1, n=30)[0]
+        return run.outputs[0].tokens
+
+    expected = changed_before(2 * LOOK + 1, lean=False)
+    assert expected != case.reference("text", rows=1, n=30)[0]
+    assert expected == changed_before(2 * LOOK + 1, lean=True) == changed_before(LOOK + 2, lean=True)
+
+
+def test_a_change_between_two_answers_counts_from_the_first_token_on() -> None:
+    case = FAMILIES["llama"]
+    model = Target(case.model())
+    prompt = split(model.config, case.inputs("text", rows=1))[0]
+    engine = Engine(model)
+    session = engine.open()
+    engine.generate([Request(prompt)], session, max_new_tokens=LOOK // 2)
+    hook_the_model(model.model)
+    ours = engine.generate([Request(prompt)], session, max_new_tokens=LOOK)[0].tokens
+    theirs = Engine(Target(model.model, lean=False)).generate([Request(prompt)], max_new_tokens=LOOK)[0].tokens
+    assert ours == theirs != case.reference("text", rows=1, n=LOOK)[0]
 
 
 def test_a_model_that_has_hooks_when_it_is_loaded_never_becomes_lean_unseen() -> None:

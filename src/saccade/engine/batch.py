@@ -27,6 +27,8 @@ from saccade.verify.rule import Greedy, Rule, Sampling
 
 PREFILL_CHUNK = 512
 """Default number of prompt tokens per step."""
+LOOK = 8
+"""Steps after which it is looked at again whether the models are as they were loaded; when rows join, it always is."""
 
 
 class RunningBatch:
@@ -176,14 +178,16 @@ class RunningBatch:
             self.cancel(self._dropped.popleft(), "interrupted")
         state = self._state
         active = list(state.active)
+        active_before = len(active)
         try:
             self._admit(active)  # also rows whose admission fails
             if not active:
                 return []
+            looks = len(active) > active_before or self.steps % LOOK == 0
             self.steps += 1
             with torch.inference_mode(), ExitStack() as models:
                 for model in state.models:
-                    models.enter_context(model.pinned())
+                    models.enter_context(model.pinned(looks))
                 StepRunner(state, self._sizes, self.steps, self.trace, self.meanwhile).run()
         except BaseException as error:
             for row in (row for row in active if not row.done):

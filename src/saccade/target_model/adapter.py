@@ -25,7 +25,6 @@ from saccade.target_model.forward import (
     TokenBlock,
     concat_outputs,
     pack_deepstack,
-    replaced,
     split_outputs,
 )
 from saccade.target_model.graphs import GraphPool
@@ -131,6 +130,7 @@ class Target:
         self.threads = StepThreads(())  # of its forwards; none to choose from
         self._stock_contexts = 0
         self._pinned: bool | None = None  # `is_lean` in the context `pinned`
+        self._found: bool | None = None  # `is_lean` as of the last look
         self._lean: LeanDecoder | None = None
         self.graphs: GraphPool | None = None
         self.exact = exact
@@ -192,9 +192,18 @@ class Target:
         assert cache.states is not None
         return cache.states.nbytes * (1 + CHECKPOINTS)
 
-    def pinned(self) -> AbstractContextManager[None]:
-        """Take the model as unchanged while the context is open."""
-        return replaced([(self, "_pinned", self.is_lean)])
+    @contextmanager
+    def pinned(self, looks: bool = True) -> Iterator[None]:
+        """Take the model as unchanged while the context is open, and unless it ``looks``, since the last look."""
+        if looks or self.exact or self._found is None:
+            self._found = self.is_lean
+        elif self.graphs is not None:
+            self.graphs.check_weights()
+        self._pinned = self._found
+        try:
+            yield
+        finally:
+            self._pinned = None
 
     @contextmanager
     def stock(self) -> Iterator[None]:
