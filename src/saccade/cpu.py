@@ -164,10 +164,10 @@ def _speed_over_float32(dtype: torch.dtype) -> float:
     return wide / narrow
 
 
-def shortest_times(*functions: Callable[[], object]) -> list[float]:
+def shortest_times(*functions: Callable[[], object], repeats: int = 8) -> list[float]:
     """Shortest seconds of each function, called in turn."""
     times: list[list[float]] = [[] for _ in functions]
-    for _ in range(8):
+    for _ in range(repeats):
         for function, seconds in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()

@@ -1,8 +1,8 @@
-"""Packed weights: equal products, the rows that they serve, and weights changed behind their back."""
+"""Copies of weights: equal products, the rows that they serve, and weights changed behind their back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,24 +17,88 @@ from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
 from saccade.target_model import linear
 from saccade.target_model.adapter import Target
-from saccade.target_model.linear import Linear, StepThreads, pack_where_faster, packed_rows
+from saccade.target_model.linear import Linear, StepThreads, faster_rows, halved, pack_where_faster
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack every weight, for two rows and more."""
-    monkeypatch.setattr(linear, "packed_rows", lambda weight: range(2, 1 << 20))
+    monkeypatch.setattr(linear, "faster_rows", lambda *_: {"packed": range(2, 1 << 20)})
 
 
+def of_16_bits(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16().float()
+
+
+each_layout = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not linear.works(name, torch.float32), reason=f"no {name} copies"))
+        for name in linear.LAYOUTS
+    ],
+)
+
+
+@each_layout
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 70])
-def test_a_packed_weight_has_the_product_of_the_plain_one(rows: int, biased: bool) -> None:
+def test_a_copied_weight_has_the_product_of_the_plain_one(rows: int, biased: bool, threads: int, layout: str) -> None:
     torch.manual_seed(rows)
-    product = Linear(torch.randn(96, 64), torch.randn(96) if biased else None)
-    product.pack(range(2, 64))
-    x = torch.randn(rows, 64)
-    torch.testing.assert_close(product(x), F.linear(x, product.weight, product.bias), rtol=1e-5, atol=1e-4)
+    product = Linear(of_16_bits(96, 64), torch.randn(96) if biased else None)
+    assert product.pack({layout: range(2, 64)}) == product.weight.nbytes * linear.LAYOUTS[layout][1]
+    x, before = torch.randn(rows, 64), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.testing.assert_close(product(x), F.linear(x, product.weight, product.bias), rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
     assert (rows in product._rows) == (2 <= rows < 64)
+
+
+needs_halves = pytest.mark.skipif(not linear.works("halved", torch.float32), reason="no float16 products on this CPU")
+
+
+@needs_halves
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_halved_weight_holds_every_number_exactly_or_is_none(dtype: torch.dtype) -> None:
+    """Read back by a product with ones, whose sums have one summand: numbers of all sizes that float16 can have."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    for size in (1e-3, 0.4, 1.0, 3e4):
+        numbers = every[(every.abs() <= size) & (every.abs() >= size * 2.0**-20)]
+        product = halved(numbers[:, None].expand(-1, 8).contiguous())
+        assert product is not None
+        one = torch.eye(1, 8)
+        assert torch.equal(product(one, None)[0], numbers)
+    smallest = torch.tensor([[1.0, 2.0**-40 * (1 + 2.0**-7)]])
+    for other in (smallest, torch.tensor([[1.0, 1 / 3]]), torch.tensor([[1e5]]), torch.tensor([[torch.inf]])):
+        assert halved(other) is None
+    assert halved(torch.full((2, 2), torch.nan)) is None
+    assert halved(torch.zeros(2, 2)) is not None
+
+
+@needs_halves
+def test_a_weight_that_float16_does_not_hold_takes_the_next_layout() -> None:
+    product = Linear(of_16_bits(96, 64))
+    layouts = {"halved": range(1, 64), "packed": range(4, 8)}
+    product.pack(layouts)
+    assert product._rows == range(1, 64)
+    product.weight[5, 5] = 1 / 3
+    product.refresh()
+    assert product._rows == range(4, 8)
+    x = torch.randn(4, 64)
+    torch.testing.assert_close(product(x), F.linear(x, product.weight), rtol=1e-5, atol=1e-4)
+    assert Linear(product.weight).pack({"halved": range(1, 64)}) == 0
+
+
+@needs_halves
+def test_a_halved_product_of_a_row_has_the_same_bits_among_any_others() -> None:
+    product = halved(of_16_bits(300, 640))
+    assert product is not None
+    x = torch.randn(70, 640)
+    together = product(x, None)
+    for rows in range(1, 33):
+        assert torch.equal(product(x[5 : 5 + rows], None), together[5 : 5 + rows])
 
 
 def in_place(weight: torch.nn.Parameter) -> None:
@@ -50,11 +114,12 @@ def one_row(weight: torch.nn.Parameter) -> None:
         weight[37].mul_(1.5)  # none of the sampled elements
 
 
+@each_layout
 @pytest.mark.parametrize("change", [in_place, moved, one_row])
-def test_a_changed_weight_is_packed_again(change: Callable[[Any], None]) -> None:
-    weight = torch.nn.Parameter(torch.randn(96, 64))
+def test_a_changed_weight_is_copied_again(change: Callable[[Any], None], layout: str) -> None:
+    weight = torch.nn.Parameter(of_16_bits(96, 64))
     product = Linear(weight)
-    product.pack(range(1, 64))
+    product.pack({layout: range(1, 64)})
     change(weight)
     product.refresh()
     x = torch.randn(4, 64)
@@ -83,35 +148,63 @@ def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, ev
     assert answers[0] != answers[1]
 
 
-def test_nothing_is_packed_beyond_half_of_the_free_memory(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_halves
+def test_halved_weights_draft_and_verify_plain_decoding_s_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the built-in models' bfloat16 weights are exact in float16 once they are scaled."""
+    question = "Describe the shapes in the picture."
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "faster_rows", lambda *_: {})
+        expected = load("pocket", dtype="float32").using("plain").generate(question, max_new_tokens=40).tokens
+    monkeypatch.setattr(linear, "faster_rows", lambda *_: {"halved": range(1, 1 << 20)})
+    vlm = load("pocket", dtype="float32")
+    lean = vlm.target._lean
+    assert lean is not None
+    assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
+    for method in ("plain", "chain", "dynamic-tree"):
+        assert vlm.using(method).generate(question, max_new_tokens=40).tokens == expected
+
+
+def test_copies_take_half_of_the_free_memory_at_most(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     products = [Linear(torch.randn(64, 64)) for _ in range(4)]
     monkeypatch.setattr(cpu, "available_memory", lambda: 2 * 4 * products[0].weight.nbytes - 1)
-    assert pack_where_faster(products) == []
+    assert pack_where_faster(products) == products[:3]
     monkeypatch.setattr(cpu, "available_memory", lambda: 2 * 4 * products[0].weight.nbytes)
     assert pack_where_faster(products) == products
 
 
 @pytest.mark.parametrize(
-    ("ours", "expected"),
+    ("halves", "packs", "expected"),
     [
-        ((2, 2, 2, 2, 2, 2, 2), (0, 0)),
-        ((2, 0.5, 0.5, 0.5, 2, 2, 2), (2, 16)),
-        ((0.5, 2, 0.5, 0.5, 0.5, 2, 0.5), (4, 32)),
-        ((2, 0.95, 2, 2, 2, 2, 2), (0, 0)),
+        ((2, 2, 2, 2), (2, 2, 2, 2), {}),
+        ((0.5, 0.5, 0.5, 2), (2, 0.6, 0.5, 0.5), {"halved": range(1, 16), "packed": range(4, 128)}),
+        ((2, 2, 2, 0.5), (0.5, 2, 0.5, 0.5), {"halved": range(0), "packed": range(16, 128)}),
+        ((0.95, 2, 2, 2), (0.95, 0.5, 2, 2), {"packed": range(4, 16)}),
     ],
 )
-def test_the_longest_stretch_of_rows_that_clearly_gains_is_packed(
-    ours: tuple[float, ...], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_the_longest_stretch_of_rows_that_clearly_gains_is_copied(
+    halves: Sequence[float], packs: Sequence[float], expected: dict[str, range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter(ours)
-    monkeypatch.setattr(cpu, "shortest_times", lambda *products: [1.0, next(times)])
-    assert linear._measure(64, 32, torch.float32) == expected
+    times = zip(halves, packs, strict=True)
+    monkeypatch.setattr(linear, "works", lambda *_: True)
+    monkeypatch.setattr(cpu, "shortest_times", lambda *products, repeats: [*next(times), 1.0])
+    monkeypatch.setattr(cpu, "remember", lambda name, measure: measure())
+    found = faster_rows(torch.empty(512, 128))
+    assert found == {layout: rows for layout, rows in expected.items() if rows}
+
+
+def test_as_many_weights_are_measured_in_turn_as_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    monkeypatch.setattr(cpu, "remember", lambda name, measure: (names.append(name), 2, 64)[1:] * 2)
+    monkeypatch.setattr(linear, "works", lambda *_: True)
+    weight = torch.empty(512, 512)
+    for together in (0, 3 << 20, 1 << 40):
+        assert faster_rows(weight, together) == {"halved": range(2, 64), "packed": range(2, 64)}
+    assert [name.split()[3:5] for name in names] == [["1", "of"], ["4", "of"], ["64", "of"]]
 
 
 def test_small_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "remember", lambda name, measure: (2, 64))
-    assert packed_rows(torch.empty(256, 255)) == range(0)
-    assert packed_rows(torch.empty(512, 1024)) == range(2, 64)
+    monkeypatch.setattr(cpu, "remember", lambda name, measure: (2, 64) * 2)
+    assert faster_rows(torch.empty(256, 255)) == {}
 
 
 def test_stock_modules_run_on_packed_weights_in_forwards_alone(everywhere: None) -> None:
@@ -150,18 +243,20 @@ def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: No
     torch.testing.assert_close(fused(x), F.linear(x, fused.weight, fused.bias), rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_a_format_that_the_processor_cannot_pack_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN raises for bfloat16 where there is AVX2 alone."""
+def test_weights_of_a_format_that_the_processor_cannot_multiply_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """oneDNN raises for bfloat16 where there is AVX2 alone, and fbgemm on other kinds of processors."""
 
     def refuse(weight: torch.Tensor, rows: int) -> Any:
         raise RuntimeError("bf16 path needs the cpu support avx512")
 
-    linear._can_pack.cache_clear()
-    monkeypatch.setattr(linear, "reordered", refuse)
+    linear.works.cache_clear()
+    monkeypatch.setattr(linear, "LAYOUTS", {"halved": (refuse, 0.5), "packed": (refuse, 1)})
     try:
-        assert packed_rows(torch.zeros(1024, 1024)) == range(0)
+        assert faster_rows(torch.zeros(1024, 1024)) == {}
     finally:
-        linear._can_pack.cache_clear()
+        linear.works.cache_clear()
 
 
 class Machine:

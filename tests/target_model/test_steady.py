@@ -44,11 +44,11 @@ def test_a_row_s_product_is_the_same_alone_and_anywhere_among_others(
 def test_a_packed_weight_is_steady_too_and_copied_again_when_it_changes(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not linear._can_pack(dtype):
+    if not linear.works("packed", dtype):
         pytest.skip(f"oneDNN packs no weights of {dtype} on this processor")
-    monkeypatch.setattr(exact, "packed_rows", lambda weight: range(2, 64))
+    monkeypatch.setattr(exact, "faster_rows", lambda weight: {"packed": range(2, 64)})
     ours = product(dtype=dtype)
-    assert ours._packed is not None
+    assert ours._product is not None
     x = torch.randn(40, 96).to(dtype)
     together = ours(x)
     assert all(torch.equal(ours(x[i : i + 1]), together[i : i + 1]) for i in range(40))

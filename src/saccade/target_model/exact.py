@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade import cpu
-from saccade.target_model.linear import SHARE, Linear, packed_rows, reordered
+from saccade.target_model.linear import SHARE, Linear, faster_rows, packed
 
 REFERENCE = 16  # rows of the product whose bits all others must give
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # numbers of rows that are tried
@@ -57,8 +57,8 @@ class SteadyLinear(Linear):
         weight, bias, dtype = self.weight, self.bias, x.dtype
         if self._widens:
             x, bias = x.float(), self._wide_bias
-        if self._packed is not None:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        if self._product is not None:
+            product: Tensor = self._product(x, bias)
         else:
             product = F.linear(x, weight if self._wide is None else self._wide, bias)
         return product.to(dtype) if self._widens else product
@@ -66,7 +66,7 @@ class SteadyLinear(Linear):
     def with_weight(self, weight: Tensor, bias: Tensor | None) -> SteadyLinear:
         """Return the product with another weight of the same shape and format, copied like this one."""
         other = SteadyLinear(weight, bias)
-        if self._packed is not None or self._wide is not None:
+        if self._product is not None or self._wide is not None:
             other._copy_again()
         return other
 
@@ -81,8 +81,8 @@ class SteadyLinear(Linear):
         if self._widens:
             weight = weight.float()
             self._wide_bias = None if self.bias is None else self.bias.detach().float()
-        if on_cpu and packed_rows(weight):
-            self._packed = reordered(weight, REFERENCE)
+        if on_cpu and "packed" in faster_rows(weight):
+            self._product = packed(weight, REFERENCE)
         elif self._widens:
             self._wide = weight
         else:

@@ -1,18 +1,21 @@
 """Products with weights in the memory layout, and steps with the threads, that are fastest on this CPU.
 
-A forward of speculative decoding multiplies every weight with a few rows. torch's own product packs the weight again at
-every call there, which takes longer than the product; a weight that was packed once, by oneDNN, saves that. One row,
-and the many rows of prefill, are as fast or faster with the weight as it is. Which layout wins from how many rows on
-depends on the processor and on the shape, so it is measured, once per machine. How many threads are fastest depends on
-what else runs, too, and is measured all the time.
+A forward of speculative decoding multiplies every weight with a few rows, for which reading the weights from memory
+takes longest. A float32 weight of a 16-bit checkpoint is kept once more in float16 and multiplied in float32 by fbgemm,
+which reads half as much: the product of the very same numbers, as long as float16 holds each of them times one power of
+two. Other weights are packed by oneDNN, as torch's own product would at every call. Which layout wins for which numbers
+of rows depends on the processor, the shape and the size of all weights beside the caches', so it is measured, once per
+machine. How many threads are fastest depends on what else runs, too, and is measured all the time.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
+import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from statistics import median
@@ -24,10 +27,13 @@ from torch import Tensor, nn
 
 from saccade import cpu
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows that are measured; each represents those up to the next one
+ROWS = (1, 4, 16, 64, 128)  # numbers of rows that are measured, but for the last; each represents those up to the next
 SMALLEST = 1 << 16  # elements below which a weight stays as it is: entering oneDNN takes longer than the product saves
-SHARE = 0.5  # most of the free memory that packed copies may take
-_GAIN = 0.9  # share of the time of the weight as it is, below which a packed copy is used
+SHARE = 0.5  # most of the free memory that copies may take
+_GAIN = 0.9  # share of the time of the weight as it is, below which a copy is used
+_DIGITS = 15  # binary ones before the point of the largest number in a halved copy; float16 holds one more
+_CHECKED = 1 << 10  # rows of a weight that are compared at a time
+_LARGEST = 1 << 26  # bytes of weights that are multiplied in turn while measuring: more than most caches hold
 _SAMPLES = 16
 LOST = 0.01  # share of the time that trials of another number of threads may lose
 _PROCESS = os.getpid()  # in its forks, OpenMP waits for threads that only it has
@@ -35,16 +41,17 @@ GAIN = 0.9  # share of the usual time that a trial must take at most to change t
 
 
 class Linear:
-    """The product ``x @ weight.T + bias``, with a packed copy of the weight for the numbers of rows that gain by it."""
+    """The product ``x @ weight.T + bias``, with a copy of the weight for the numbers of rows that gain by it."""
 
-    __slots__ = ("_packed", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
+    __slots__ = ("_layouts", "_product", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, sources: Sequence[Tensor] = ()) -> None:
         self.weight = weight  # `[out, in]`; read at every call, never changed
         self.bias = bias  # `[out]`, or None
         self._sources = sources or (weight,)
         self._version = 0
-        self._packed: Any = None
+        self._layouts: Mapping[str, range] = {}
+        self._product: Any = None  # with the copy
         self._rows = range(0)
         self._view: Tensor | None = None
         self._sample: Tensor | None = None
@@ -52,7 +59,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[T, out]`` of ``[T, in]``."""
         if x.shape[0] in self._rows:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            product: Tensor = self._product(x, self.bias)
             return product
         return F.linear(x, self.weight, self.bias)
 
@@ -63,11 +70,18 @@ class Linear:
         product: Tensor = self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return product
 
-    def pack(self, rows: range) -> None:
-        """Use a packed copy of the weight, of the same size, for some numbers of rows."""
-        self._packed = reordered(self.weight.detach(), max(rows.start, 8))
-        self._rows = rows
+    def pack(self, layouts: Mapping[str, range]) -> int:
+        """Copy the weight in the first of some `LAYOUTS` that holds it, for numbers of rows; return its bytes."""
+        weight = self.weight.detach()
+        self._layouts, self._product, self._rows = layouts, None, range(0)
         self._note_weight()
+        for name, rows in layouts.items():
+            copy, size = LAYOUTS[name]
+            self._product = copy(weight, max(rows.start, 8))
+            if self._product is not None:
+                self._rows = rows
+                return int(size * weight.nbytes)
+        return 0
 
     def refresh(self) -> None:
         """Copy the weight again if it was changed in place since."""
@@ -79,7 +93,7 @@ class Linear:
             self._copy_again()
 
     def _copy_again(self) -> None:
-        self.pack(self._rows)
+        self.pack(self._layouts)
 
     def _note_weight(self) -> None:
         """Note what tells later whether the weight is still the one that was copied."""
@@ -144,63 +158,133 @@ class PackedModules:
                 vars(module).pop("forward", None)
 
 
-def reordered(weight: Tensor, rows: int) -> Any:
-    """Return a copy of a weight packed by oneDNN for about ``rows`` rows."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+Product = Callable[[Tensor, Tensor | None], Tensor]
+"""The product of rows ``[T, in]`` with a copy of a weight, plus a bias ``[out]``."""
+
+
+def packed(weight: Tensor, rows: int) -> Product:
+    """Copy a weight in the order in which oneDNN reads it for about ``rows`` rows."""
+    copy = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+        return out
+
+    return product
+
+
+def halved(weight: Tensor, rows: int = 0) -> Product | None:
+    """Copy a float32 weight in float16, times a power of two; None where float16 does not hold every number exactly.
+
+    fbgemm multiplies and sums up in float32, in an order that does not depend on the number of rows.
+    """
+    largest = float(torch.stack(weight.aminmax()).abs().max())
+    if weight.dtype != torch.float32 or not largest < 1 << _DIGITS:
+        return None
+    scale = 2.0 ** min(_DIGITS - math.frexp(largest)[1], 2 * _DIGITS)
+    for part in weight.split(_CHECKED):
+        scaled = part * scale
+        if not torch.equal(scaled.half().float(), scaled):
+            return None
+    one_thread = torch.fbgemm_pack_gemm_matrix_fp16(weight * scale)
+    several: list[Any] = []  # for several threads, once there are
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x * (1 / scale)
+        if torch.get_num_threads() == 1:  # entered in one microsecond, not in ten
+            return torch.fbgemm_linear_fp16_weight_fp32_activation(x, one_thread, bias)
+        if not several:
+            several.append(torch.ops.quantized.linear_prepack_fp16(weight * scale, None))
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, several[0])
+        return out if bias is None else out.add_(bias)
+
+    return product
+
+
+_Copy = Callable[[Tensor, int], Product | None]
+LAYOUTS: dict[str, tuple[_Copy, float]] = {"halved": (halved, 0.5), "packed": (packed, 1)}
+"""Copies of weights by name, those that are tried first in front, and their size beside the weight's."""
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack_where_faster(products: Iterable[Linear]) -> list[Linear]:
-    """Pack the weights that gain by it, and return them; none on other devices than CPUs or with too little memory."""
+    """Copy the weights that gain by it, as far as memory allows, and return them; none on other devices than CPUs."""
     here = [p for p in products if p.weight.device.type == "cpu" and p.weight.is_contiguous()]
-    chosen = [(p, rows) for p in here if (rows := packed_rows(p.weight))]
-    size, free = sum(p.weight.nbytes for p, _ in chosen), cpu.available_memory()
-    if free is not None and size > SHARE * free:
-        return []
-    for product, rows in chosen:
-        product.pack(rows)
-    return [product for product, _ in chosen]
+    together, free = sum(p.weight.nbytes for p in here), cpu.available_memory()
+    left = math.inf if free is None else SHARE * free
+    copied = []
+    for product in here:
+        if product.weight.nbytes <= left and (size := product.pack(faster_rows(product.weight, together))):
+            left -= size
+            copied.append(product)
+    return copied
 
 
-def packed_rows(weight: Tensor) -> range:
-    """Numbers of rows for which a packed copy of a weight is faster on this CPU; empty for none."""
-    if weight.numel() < SMALLEST or not _can_pack(weight.dtype):
-        return range(0)
+def faster_rows(weight: Tensor, together: int = 0) -> dict[str, range]:
+    """Numbers of rows by layout for which it is faster on this CPU, in a model with ``together`` bytes of weights."""
+    layouts = [name for name in LAYOUTS if works(name, weight.dtype)]
+    if weight.numel() < SMALLEST or not layouts:
+        return {}
     out, width = weight.shape
+    copies = max(1, min(1 << together.bit_length(), _LARGEST) // weight.nbytes)
     dtype, threads = str(weight.dtype).removeprefix("torch."), torch.get_num_threads()
-    first, last = cpu.remember(
-        f"packed {out}x{width} {dtype} {threads} threads", lambda: _measure(out, width, weight.dtype)
-    )
-    return range(int(first), int(last))
+    name = f"{' or '.join(layouts)}: {copies} of {out}x{width} {dtype} {threads} threads"
+    ends = [int(end) for end in cpu.remember(name, lambda: _measure(layouts, weight, copies))]
+    return {layout: range(*ends[2 * at : 2 * at + 2]) for at, layout in enumerate(layouts) if ends[2 * at + 1]}
 
 
 @cache
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and packs weights of a dtype on this processor: not bfloat16 on one with AVX2 alone."""
-    try:
-        weight = torch.zeros(64, 64, dtype=dtype)
-        return torch.backends.mkldnn.is_available() and reordered(weight, 8) is not None
-    except RuntimeError:
-        return False
+def works(layout: str, dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies with such copies: oneDNN packs no bfloat16 on processors with AVX2 alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's names of fbgemm's products are deprecated, each once
+        try:
+            product = LAYOUTS[layout][0](torch.ones(64, 64, dtype=dtype), 8)
+            return product is not None and product(torch.ones(1, 64, dtype=dtype), None).shape == (1, 64)
+        except (RuntimeError, AttributeError):
+            return False
 
 
-def _measure(out: int, width: int, dtype: torch.dtype) -> Sequence[int]:
-    """First number of rows for which packing pays, and the first beyond; the longest such stretch of `ROWS`."""
+def _measure(layouts: Sequence[str], weight: Tensor, copies: int) -> list[int]:
+    """First number of rows from which on each layout beats all behind it and none, and the first beyond.
+
+    As many weights are multiplied in turn as a model has, so that caches hold no more than in its forwards.
+    """
     generator = torch.Generator().manual_seed(0)
-    product = Linear(torch.randn(out, width, generator=generator).to(dtype))
-    packed = Linear(product.weight)
-    packed.pack(range(1, 1 << 62))
-    first, best = 0, range(0)
+    like = torch.randn(weight.shape, generator=generator).bfloat16().to(weight.dtype)  # float16 holds it, too
+    weights = [like.clone() for _ in range(copies)]
+    kinds: list[list[Any]] = [[LAYOUTS[layout][0](w, 8) for w in weights] for layout in layouts]
+    kinds.append([partial(_multiply, w) for w in weights])
+    seconds = []
     with torch.inference_mode():
-        for index, rows in enumerate(ROWS):
-            x = torch.randn(rows, width, generator=generator).to(dtype)
-            plain, ours = cpu.shortest_times(partial(product, x), partial(packed, x))
-            if ours >= _GAIN * plain:
-                first = index + 1
-            elif index + 1 - first > len(best):
-                best = range(first, index + 1)
-    return (ROWS[best[0]], 2 * ROWS[best[-1]]) if best else (0, 0)
+        for rows in ROWS[:-1]:
+            x = torch.randn(rows, weight.shape[1], generator=generator).to(weight.dtype)
+            seconds.append(cpu.shortest_times(*(partial(_run, kind, x) for kind in kinds), repeats=3))
+    ends: list[int] = []
+    for at in range(len(layouts)):
+        ends += _longest([times[at] < _GAIN * min(times[at + 1 :]) for times in seconds])
+    return ends
+
+
+def _multiply(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _run(products: Iterable[Product], x: Tensor) -> None:
+    for product in products:
+        product(x, None)
+
+
+def _longest(pays: Sequence[bool]) -> tuple[int, int]:
+    """First number of rows of the longest stretch of `ROWS` that pays, and the first beyond."""
+    first, best = 0, range(0)
+    for index, gains in enumerate(pays):
+        if not gains:
+            first = index + 1
+        elif index + 1 - first > len(best):
+            best = range(first, index + 1)
+    return (ROWS[best[0]], ROWS[best[-1] + 1]) if best else (0, 0)
 
 
 class _Runs:

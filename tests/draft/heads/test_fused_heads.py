@@ -101,7 +101,8 @@ def test_changed_weights_are_noticed(
     change: Callable[[Head], Any], packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if packed:
-        monkeypatch.setattr(linear, "packed_rows", lambda w: range(1, 1 << (30 if w.dtype == torch.float32 else 0)))
+        rows = range(1, 1 << 30)
+        monkeypatch.setattr(linear, "faster_rows", lambda w, _: {"packed": rows} if w.dtype == torch.float32 else {})
     head = random_head("llava", "eagle2")
     fused = FusedHead(head)
     before = outputs(head)
@@ -117,7 +118,7 @@ def test_changed_weights_are_noticed(
 
 def test_a_packed_copy_that_is_not_made_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted mistake of the test above."""
-    monkeypatch.setattr(linear, "packed_rows", lambda weight: range(1, 1 << 30))
+    monkeypatch.setattr(linear, "faster_rows", lambda *_: {"packed": range(1, 1 << 30)})
     head = random_head("llava", "eagle2")
     FusedHead(head)
     _in_place(head)
