@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from families import FAMILIES, STOCK
 from saccade.engine import Engine, Request
@@ -19,6 +20,7 @@ from saccade.inputs.families import split
 from saccade.target_model import lean as lean_module
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
+from saccade.target_model.forward import TokenBlock
 from saccade.target_model.traits import Thresholds
 
 LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3", *STOCK})
@@ -315,3 +317,42 @@ def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str,
     context.cache.drop(rows)
     torch.testing.assert_close(context.forward(rows, tokens, TREE, DEPTH).logits, reading.logits)
     assert [len(module._forward_pre_hooks) for module in model.model.modules()] == hooks
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-8, 1.0, 1e4, 1e15])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 96), (5, 3, 32)])
+def test_a_norm_in_few_operations_is_torch_s(shape: tuple[int, ...], size: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape) * size, torch.randn(shape[-1])
+    x[0] = 0
+    expected = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+    for factor in (1.0, 2.0**-14):
+        ours = lean_module.rms_norm(x, weight, 1e-6, factor)
+        torch.testing.assert_close(ours, factor * expected, rtol=2e-6, atol=0.0)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations of torch, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_a_layer_takes_few_operations_of_torch() -> None:
+    model = target("llava")
+    cache = model.new_cache(1)
+    cache.reserve(0, 9)
+    block = TokenBlock([0], torch.tensor([[5]]))
+    with Counting() as counting:
+        model.forward(cache, [block])
+    with model.stock(), Counting() as stock:
+        model.forward(cache, [block])
+    layers = len(model.layers)
+    assert len(counting.names) <= 22 * layers + 22, counting.names
+    assert len(stock.names) >= len(counting.names) + 12 * layers  # F.rms_norm alone has nine, twice a layer

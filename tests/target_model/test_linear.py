@@ -66,10 +66,10 @@ def test_a_halved_weight_holds_every_number_exactly_or_is_none(dtype: torch.dtyp
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     for size in (1e-3, 0.4, 1.0, 3e4):
         numbers = every[(every.abs() <= size) & (every.abs() >= size * 2.0**-20)]
-        product = halved(numbers[:, None].expand(-1, 8).contiguous())
-        assert product is not None
-        one = torch.eye(1, 8)
-        assert torch.equal(product(one, None)[0], numbers)
+        copied = halved(numbers[:, None].expand(-1, 8).contiguous())
+        assert copied is not None
+        product, factor = copied
+        assert torch.equal(product(factor * torch.eye(1, 8), None)[0], numbers)
     smallest = torch.tensor([[1.0, 2.0**-40 * (1 + 2.0**-7)]])
     for other in (smallest, torch.tensor([[1.0, 1 / 3]]), torch.tensor([[1e5]]), torch.tensor([[torch.inf]])):
         assert halved(other) is None
@@ -93,9 +93,9 @@ def test_a_weight_that_float16_does_not_hold_takes_the_next_layout() -> None:
 
 @needs_halves
 def test_a_halved_product_of_a_row_has_the_same_bits_among_any_others() -> None:
-    product = halved(of_16_bits(300, 640))
-    assert product is not None
-    x = torch.randn(70, 640)
+    copied = halved(of_16_bits(300, 640))
+    assert copied is not None
+    product, x = copied[0], torch.randn(70, 640)
     together = product(x, None)
     for rows in range(1, 33):
         assert torch.equal(product(x[5 : 5 + rows], None), together[5 : 5 + rows])

@@ -48,7 +48,7 @@ def test_a_packed_weight_is_steady_too_and_copied_again_when_it_changes(
         pytest.skip(f"oneDNN packs no weights of {dtype} on this processor")
     monkeypatch.setattr(exact, "faster_rows", lambda weight: {"packed": range(2, 64)})
     ours = product(dtype=dtype)
-    assert ours._product is not None
+    assert ours._copy is not None
     x = torch.randn(40, 96).to(dtype)
     together = ours(x)
     assert all(torch.equal(ours(x[i : i + 1]), together[i : i + 1]) for i in range(40))

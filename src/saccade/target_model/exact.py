@@ -43,7 +43,7 @@ class SteadyLinear(Linear):
         self._wide: Tensor | None = None
         self._wide_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         count = x.shape[0]
         if count in self.sizes:
             return self.multiply(x)
@@ -57,8 +57,8 @@ class SteadyLinear(Linear):
         weight, bias, dtype = self.weight, self.bias, x.dtype
         if self._widens:
             x, bias = x.float(), self._wide_bias
-        if self._product is not None:
-            product: Tensor = self._product(x, bias)
+        if self._copy is not None:
+            product: Tensor = self._copy(x, bias)
         else:
             product = F.linear(x, weight if self._wide is None else self._wide, bias)
         return product.to(dtype) if self._widens else product
@@ -66,7 +66,7 @@ class SteadyLinear(Linear):
     def with_weight(self, weight: Tensor, bias: Tensor | None) -> SteadyLinear:
         """Return the product with another weight of the same shape and format, copied like this one."""
         other = SteadyLinear(weight, bias)
-        if self._product is not None or self._wide is not None:
+        if self._copy is not None or self._wide is not None:
             other._copy_again()
         return other
 
@@ -82,7 +82,7 @@ class SteadyLinear(Linear):
             weight = weight.float()
             self._wide_bias = None if self.bias is None else self.bias.detach().float()
         if on_cpu and "packed" in faster_rows(weight):
-            self._product = packed(weight, REFERENCE)
+            self._copy, _ = packed(weight, REFERENCE)
         elif self._widens:
             self._wide = weight
         else:

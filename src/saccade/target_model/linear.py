@@ -43,7 +43,7 @@ GAIN = 0.9  # share of the usual time that a trial must take at most to change t
 class Linear:
     """The product ``x @ weight.T + bias``, with a copy of the weight for the numbers of rows that gain by it."""
 
-    __slots__ = ("_layouts", "_product", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
+    __slots__ = ("_copy", "_factor", "_layouts", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, sources: Sequence[Tensor] = ()) -> None:
         self.weight = weight  # `[out, in]`; read at every call, never changed
@@ -51,15 +51,25 @@ class Linear:
         self._sources = sources or (weight,)
         self._version = 0
         self._layouts: Mapping[str, range] = {}
-        self._product: Any = None  # with the copy
+        self._copy: Any = None  # product with the copy
+        self._factor = 1.0
         self._rows = range(0)
         self._view: Tensor | None = None
         self._sample: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[T, out]`` of ``[T, in]``."""
+        factor = self.factor(x.shape[0])
+        return self.product(x if factor == 1 else x * factor)
+
+    def factor(self, rows: int) -> float:
+        """Power of two by which to multiply the rows that `product` takes, or what it returns if there is no bias."""
+        return self._factor if rows in self._rows else 1.0
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``[T, out]`` of ``[T, in]`` times `factor`."""
         if x.shape[0] in self._rows:
-            product: Tensor = self._product(x, self.bias)
+            product: Tensor = self._copy(x, self.bias)
             return product
         return F.linear(x, self.weight, self.bias)
 
@@ -73,13 +83,12 @@ class Linear:
     def pack(self, layouts: Mapping[str, range]) -> int:
         """Copy the weight in the first of some `LAYOUTS` that holds it, for numbers of rows; return its bytes."""
         weight = self.weight.detach()
-        self._layouts, self._product, self._rows = layouts, None, range(0)
+        self._layouts, self._copy, self._rows = layouts, None, range(0)
         self._note_weight()
         for name, rows in layouts.items():
-            copy, size = LAYOUTS[name]
-            self._product = copy(weight, max(rows.start, 8))
-            if self._product is not None:
-                self._rows = rows
+            layout, size = LAYOUTS[name]
+            if copied := layout(weight, max(rows.start, 8)):
+                self._rows, (self._copy, self._factor) = rows, copied
                 return int(size * weight.nbytes)
         return 0
 
@@ -117,7 +126,7 @@ class AdaptedLinear(Linear):
         self._base = base
         self._parts = parts
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         out = self._base(x)
         for columns, down, up, scale in self._parts:
             out[:, columns] += up(down(x.to(down.weight.dtype))) * scale
@@ -162,7 +171,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 """The product of rows ``[T, in]`` with a copy of a weight, plus a bias ``[out]``."""
 
 
-def packed(weight: Tensor, rows: int) -> Product:
+def packed(weight: Tensor, rows: int) -> tuple[Product, float]:
     """Copy a weight in the order in which oneDNN reads it for about ``rows`` rows."""
     copy = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
 
@@ -170,11 +179,11 @@ def packed(weight: Tensor, rows: int) -> Product:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
         return out
 
-    return product
+    return product, 1.0
 
 
-def halved(weight: Tensor, rows: int = 0) -> Product | None:
-    """Copy a float32 weight in float16, times a power of two; None where float16 does not hold every number exactly.
+def halved(weight: Tensor, rows: int = 0) -> tuple[Product, float] | None:
+    """Copy a float32 weight in float16, over a power of two; None where float16 does not hold every number exactly.
 
     fbgemm multiplies and sums up in float32, in an order that does not depend on the number of rows.
     """
@@ -190,7 +199,6 @@ def halved(weight: Tensor, rows: int = 0) -> Product | None:
     several: list[Any] = []  # for several threads, once there are
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        x = x * (1 / scale)
         if torch.get_num_threads() == 1:  # entered in one microsecond, not in ten
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x, one_thread, bias)
         if not several:
@@ -198,11 +206,11 @@ def halved(weight: Tensor, rows: int = 0) -> Product | None:
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, several[0])
         return out if bias is None else out.add_(bias)
 
-    return product
+    return product, 1 / scale
 
 
-_Copy = Callable[[Tensor, int], Product | None]
-LAYOUTS: dict[str, tuple[_Copy, float]] = {"halved": (halved, 0.5), "packed": (packed, 1)}
+_Layout = Callable[[Tensor, int], tuple[Product, float] | None]  # of a weight, for about a number of rows
+LAYOUTS: dict[str, tuple[_Layout, float]] = {"halved": (halved, 0.5), "packed": (packed, 1)}
 """Copies of weights by name, those that are tried first in front, and their size beside the weight's."""
 
 
@@ -240,8 +248,8 @@ def works(layout: str, dtype: torch.dtype) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's names of fbgemm's products are deprecated, each once
         try:
-            product = LAYOUTS[layout][0](torch.ones(64, 64, dtype=dtype), 8)
-            return product is not None and product(torch.ones(1, 64, dtype=dtype), None).shape == (1, 64)
+            copied = LAYOUTS[layout][0](torch.ones(64, 64, dtype=dtype), 8)
+            return copied is not None and copied[0](torch.ones(1, 64, dtype=dtype), None).shape == (1, 64)
         except (RuntimeError, AttributeError):
             return False
 
@@ -254,7 +262,9 @@ def _measure(layouts: Sequence[str], weight: Tensor, copies: int) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     like = torch.randn(weight.shape, generator=generator).bfloat16().to(weight.dtype)  # float16 holds it, too
     weights = [like.clone() for _ in range(copies)]
-    kinds: list[list[Any]] = [[LAYOUTS[layout][0](w, 8) for w in weights] for layout in layouts]
+    kinds: list[list[Any]] = [
+        [copied[0] for w in weights if (copied := LAYOUTS[layout][0](w, 8))] for layout in layouts
+    ]
     kinds.append([partial(_multiply, w) for w in weights])
     seconds = []
     with torch.inference_mode():
