@@ -32,7 +32,10 @@ def measure(kind: str, options: argparse.Namespace) -> None:
     sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 64)
     config = Qwen3_5TextConfig(**sizes, vocab_size=4096, layer_types=LAYERS[kind] * 2, num_hidden_layers=8)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
-    context, random = Context(Target(model, lean=not options.unpacked), 1), torch.Generator().manual_seed(0)
+    context, random = (
+        Context(Target(model, executor="stock" if options.unpacked else "lean"), 1),
+        torch.Generator().manual_seed(0),
+    )
     context.cache.reserve(0, options.prompt + 32 + 6 * options.rounds)
     context.load(0, Prompt(tuple(torch.randint(4096, (options.prompt,), generator=random).tolist())))
     spent: dict[str, list[float]] = {}

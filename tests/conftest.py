@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # or models would load on a GPU, beside references on the CPU
 os.environ.setdefault("SACCADE_CPU_BF16", "0")  # whatever this processor has; `make test` runs `formats` with 1, too
+os.environ.setdefault("SACCADE_EXECUTOR", "lean")  # `make test` runs `executors` with openvino, too
 sys.path.insert(0, str(Path(__file__).parent))  # so that every test can `from families import FAMILIES`
 
 import pytest

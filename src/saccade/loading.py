@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
+from saccade.options import STORED
 from saccade.target_model.adapter import Target
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
 
@@ -378,19 +379,26 @@ def share_every_layer(config: Any) -> None:
         text.kv_sharing_modes = property(modes)
 
 
-def adapt(model: Any, exact: bool = False, drafts: bool = False, base: Target | None = None) -> Target:
+def adapt(
+    model: Any,
+    exact: bool = False,
+    drafts: bool = False,
+    base: Target | None = None,
+    executor: str = "auto",
+    weights: str = STORED,
+) -> Target:
     """Return a loaded model behind the adapter, checked where the conformance suite does not cover it.
 
-    Assistants, which cannot run alone, are taken where they draft. ``base`` is as of `Target`.
+    Assistants, which cannot run alone, are taken where they draft. Other arguments are as of `Target`.
     """
     if not drafts:
         refuse_assistant(model.config, name_of(model))
-    target = Target(model, exact=exact, base=base)
+    target = Target(model, executor, exact, base, weights)
     if not target.traits.tested and not is_assistant(model.config):
         from saccade.target_model.selfcheck import self_check
 
         self_check(target)
-        target.use_lean()
+        target.use_fast()
     return target
 
 

@@ -89,7 +89,7 @@ class ModelSize:
         stored = config.dtype or config.get_text_config(decoder=True).dtype or torch.float32
         wanted = check_dtype(dtype)
         self.each = (wanted if isinstance(wanted, torch.dtype) else stored).itemsize
-        self.target = Target(empty_model(config), lean=False)
+        self.target = Target(empty_model(config), executor="stock")
         model = self.target.model
         self.weights: int = sum(weight.numel() for weight in model.parameters())
         self.lm_head: int = model.get_output_embeddings().weight.numel()

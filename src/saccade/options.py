@@ -12,6 +12,11 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from saccade.errors import MethodError, SaccadeError
 
+EXECUTORS = ("auto", "stock", "lean", "graphs", "openvino")
+"""What may run a model's decoder (`saccade.target_model.executor`); auto is the fastest of those that fit."""
+WEIGHTS = STORED, INT8 = "stored", "int8"
+"""What a target's weights may be: as they are, or rounded (`saccade.target_model.int8`)."""
+
 T = TypeVar("T")
 _WORDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),

@@ -54,10 +54,13 @@ from saccade.lora import adapted, refuse_apart, with_lora
 from saccade.methods import drafters
 from saccade.methods.compositions import Models
 from saccade.methods.drafters import Heads
+from saccade.options import STORED
 from saccade.output import Output
 from saccade.running_batch import Batch
 from saccade.stream import PromptOptions, Stream, split_options
 from saccade.target_model.adapter import Target
+from saccade.target_model.executor import check_executor
+from saccade.target_model.int8 import check_weights
 from saccade.target_model.linear import StepThreads
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
@@ -81,6 +84,8 @@ def load(
     device_map: Any = None,
     threads: int | None = None,
     exact: bool = False,
+    executor: str = "auto",
+    weights: str = STORED,
     **options: Any,
 ) -> VLM:
     """Load a target, the drafter that the method needs, and the method that joins them.
@@ -109,6 +114,10 @@ def load(
             small model as many as each step is fastest with.
         exact: whether greedy answers of all lossless methods are the tokens of plain decoding in exact mode, also in
             16-bit formats (`saccade.target_model.lean`); costs time.
+        executor: what runs the decoders (`saccade.target_model.executor`): ``stock`` (transformers' modules), ``lean``,
+            ``graphs`` (CUDA graphs), ``openvino`` (CPUs; ``pip install saccade[openvino]``), or ``auto``, the fastest.
+        weights: of the target's decoder: ``stored``, or ``int8``, rounded to steps of int8, with which answers are
+            other ones, but the same for all methods and executors.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
             ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 
@@ -120,7 +129,8 @@ def load(
     drafter = drafters.only(drafter, assistant_model)
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
     parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters}
-    return check(target, drafter, method, **parts, exact=exact, **placing, **options)()
+    running: dict[str, Any] = {"exact": exact, "executor": executor, "weights": weights}
+    return check(target, drafter, method, **parts, **running, **placing, **options)()
 
 
 def check(
@@ -136,14 +146,18 @@ def check(
     device_map: Any = None,
     threads: int | None = None,
     exact: bool = False,
-    weights: bool = True,
+    executor: str = "auto",
+    weights: str = STORED,
+    complete: bool = True,
     **options: Any,
 ) -> Callable[[], VLM]:
     """Report every mistake that shows before weights are read, and return the function that reads them.
 
-    Arguments as of `load`; ``weights``: whether they have to be there.
+    Arguments as of `load`; ``complete``: whether folders must have their weights.
     """
     cpu.check_threads(threads)
+    check_executor(executor)
+    check_weights(weights)
     if is_profile(target):
         from saccade.profile import read_profile
 
@@ -155,24 +169,24 @@ def check(
         drafter = profile.drafter if drafter is None else drafter
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
-    named = drafters.named(drafter, heads, weights)
+    named = drafters.named(drafter, heads, complete)
     options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
     target, drafter, all_heads = drafters.with_builtin(target, drafter, method, options, named)
     kinds = drafters.kinds_of(all_heads)
     for kind in (dtype, draft_dtype or "auto"):
         check_dtype(kind)
     check_device(device_map)
-    processor = None if method or drafter is not None or kinds else _processor(target, weights)
+    processor = None if method or drafter is not None or kinds else _processor(target, complete)
     name = method or drafters.default(drafter, kinds, head, options, processor and processor.config)
     draft = None if drafters.is_head(drafter) else drafter
     methods.fit(name, methods.options(name, options), draft is not None, kinds, head, has_drafter=drafter is not None)
-    processor = processor or _processor(target, weights)
+    processor = processor or _processor(target, complete)
     drafts = methods.options(name, options).get("draft_with")
     if drafts == "mtp":
         mtp_config(processor.config, name_of(target))
     elif drafts == "pard":
         mask_token(drafters.config_of(draft))
-    draft_processor = None if draft is None else _draft_processor(draft, processor, weights)
+    draft_processor = None if draft is None else _draft_processor(draft, processor, complete)
     check_processes(device_map, processor.config)
     if draft_processor is processor:
         from saccade.draft.assistant import check_assistant
@@ -195,7 +209,7 @@ def check(
             if draft_dtype is None:
                 draft_model = draft_model.to(best_draft_dtype(draft_model))
         parts: dict[str, Any] = {"drafter": draft_model, "draft_processor": draft_processor, "draft_dtype": draft_dtype}
-        parts |= {"heads": all_heads, "head": head, "adapters": adapters}
+        parts |= {"heads": all_heads, "head": head, "adapters": adapters, "executor": executor, "weights": weights}
         vlm = VLM(model, processor, **parts, method=name, exact=exact, **options)
         for each in (vlm.target, *vlm.adapters.values()):
             each.threads = StepThreads([] if exact else counts)
@@ -212,7 +226,7 @@ class VLM:
         processor: its `InputProcessor`; None: made from the model's own checkpoint.
         drafter: a loaded Hugging Face model of the same tokenizer, a `Head`, or the folder of one.
         draft_processor: the drafter's; None: made from its checkpoint.
-        heads, head, adapters, exact: as in `load`.
+        heads, head, adapters, exact, executor, weights: as in `load`.
         draft_dtype: of heads that are read from their folders, as in `load`.
         method: a name of `saccade methods`.
         options: override the method's defaults.
@@ -243,10 +257,12 @@ class VLM:
         draft_dtype: str | torch.dtype | None = None,
         method: str | None = None,
         exact: bool = False,
+        executor: str = "auto",
+        weights: str = STORED,
         **options: Any,
     ) -> None:
         self.processor = processor or InputProcessor.load(model.config._name_or_path)
-        self.target: Target = adapt(model, exact)
+        self.target: Target = adapt(model, exact, executor=executor, weights=check_weights(weights))
         self.adapters = adapted(self.target, adapters or {})
         self.adapter: str | None = None
         self._base = self.target
@@ -255,7 +271,7 @@ class VLM:
         vocabulary: int | None = None
         named = drafters.named(drafter, heads)
         if drafter is not None and not drafters.is_head(drafter):
-            self.draft_model = adapt(drafter, drafts=True)
+            self.draft_model = adapt(drafter, drafts=True, executor=executor)
             self.draft_processor = draft_processor or _draft_processor(drafter, self.processor)
             vocabulary = shared_vocabulary(
                 self.processor.tokenizer, self.draft_processor.tokenizer, (name_of(model), name_of(drafter))

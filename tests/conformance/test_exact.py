@@ -194,7 +194,7 @@ def test_products_or_attention_of_varying_shapes_are_noticed(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At load, by the bits of a tree; in float32, since bfloat16 rounds most differences of a tiny model away."""
-    if mistake is rows_as_they_come and 1 in target("llama")._lean._sizes:  # type: ignore[union-attr]
+    if mistake is rows_as_they_come and 1 in target("llama")._fast.decoder._sizes:  # type: ignore[union-attr]
         pytest.skip("this processor's products agree for every number of rows")
     mistake(monkeypatch)
     mistaken = FAMILIES["qwen3"].model()
@@ -222,11 +222,11 @@ def test_another_number_of_threads_is_tried_again(monkeypatch: pytest.MonkeyPatc
     own = Target(model("llama"), exact=True)
     monkeypatch.setattr(exact, "agreeing_sizes", lambda product: (1, 16))
     assert own.is_lean
-    assert own._lean is not None
-    assert own._lean._sizes != (1, 16)
+    assert own._fast is not None
+    assert own._fast.decoder._sizes != (1, 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert own.is_lean
-    assert own._lean._sizes == (1, 16)
+    assert own._fast.decoder._sizes == (1, 16)
 
 
 def test_a_context_that_float64_cannot_sum_is_refused() -> None:

@@ -164,9 +164,9 @@ def test_the_stock_modules_equal_generate_too(name: str) -> None:
     """Everywhere else in this suite a lean decoder runs these families' tree forwards."""
     case = FAMILIES[name]
     assert target(name).is_lean
-    stock = Target(case.model(), lean=False)
+    stock = Target(case.model(), executor="stock")
     assert not stock.is_lean
-    drafter = ModelDrafter(Target(case.draft_model(), lean=False), POLICIES["static"])
+    drafter = ModelDrafter(Target(case.draft_model(), executor="stock"), POLICIES["static"])
     outputs = assert_equals_generate(Engine(stock, drafter), name)
     assert_partly_accepted(outputs)
 

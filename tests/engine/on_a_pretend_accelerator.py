@@ -268,6 +268,7 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
 ) -> None:
     alone = run(engine(method, NAME), False, device, rows, new=14)
     monkeypatch.setitem(graphs.CAPTURES, NAME, _captured_on(device))
+    monkeypatch.setenv(graphs.SWITCH, "graphs")
     models = [Target(make().to(NAME)) for make in (CASE.model, CASE.draft_model)]
     under_test = build(method, Models(*models), **OPTIONS[method])
     first, again = (run(under_test, False, device, rows, new=14) for _ in range(2))

@@ -22,7 +22,7 @@ from saccade.methods.compositions import Models
 from saccade.target_model import graphs
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.graphs import GraphPool, StepGraphs, keys_for
+from saccade.target_model.graphs import GraphExecutor, StepGraphs, keys_for
 
 TREE = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
 DEPTH = torch.tensor([[0, 1, 1]])
@@ -36,6 +36,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sage": {},
     "lvspec": {"gamma": 4},
 }
+
+
+@pytest.fixture(autouse=True)
+def _graphs_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(graphs.SWITCH, "graphs")
 
 
 @pytest.fixture
@@ -77,8 +82,8 @@ def tokens(under_test: Engine, family: str, rows: int = 2, new: int = 16, **opti
 def caches(under_test: Engine) -> list[StepGraphs]:
     """Graphs of the caches that the last batch gave back."""
     model = getattr(under_test.drafter, "model", None)
-    pools = [t.graphs for t in (under_test.target, model) if isinstance(t, Target)]
-    spares = [pool.spare for pool in pools if pool is not None]
+    executors = [t.executor for t in (under_test.target, model) if isinstance(t, Target)]
+    spares = [executor.spare for executor in executors if isinstance(executor, GraphExecutor)]
     return [spare.graphs for spare in spares if spare is not None]
 
 
@@ -346,15 +351,15 @@ def test_a_capture_that_fails_is_reported_once_and_ordinary_steps_go_on(
 def test_graphs_are_captured_neither_on_a_cpu_nor_with_the_switch_off_nor_with_angles_that_depend_on_the_longest_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert Target(FAMILIES["llava"].model()).graphs is None
+    assert Target(FAMILIES["llava"].model()).executor.name == "lean"
     monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
     target = Target(FAMILIES["llava"].model())
-    assert target.graphs is not None
+    assert isinstance(target.executor, GraphExecutor)
     target.text_config.rope_parameters = {**target.text_config.rope_parameters, "rope_type": "dynamic"}
-    assert GraphPool.of(target, target._lean) is None
-    monkeypatch.setenv(graphs.SWITCH, "0")
+    assert GraphExecutor.of(target, target.executor.decoder) is None
+    monkeypatch.setenv(graphs.SWITCH, "lean")
     target = Target(FAMILIES["llava"].model())
-    assert target.graphs is None
+    assert target.executor.name == "lean"
     assert target.new_cache(1).graphs is None
 
 
@@ -367,7 +372,7 @@ def test_hidden_states_are_those_that_are_required(monkeypatch: pytest.MonkeyPat
         output = steps.context.forward([0], token)
         steps.context.cache.drop([0])
         assert set(output.hidden) == {1, 2}
-    monkeypatch.setattr(steps.target.graphs, "enabled", False)
+    monkeypatch.setattr(steps.target.executor, "enabled", False)
     plain = steps.context.forward([0], token)
     for layer, state in plain.hidden.items():
         torch.testing.assert_close(output.hidden[layer], state, rtol=1e-4, atol=1e-4)

@@ -180,7 +180,7 @@ def test_a_change_of_the_model_after_loading_counts(change: Callable[[Any], None
     torch.manual_seed(0)
     change(changed.model)
     ours = tree_logits(changed, "text", case)
-    theirs = tree_logits(Target(changed.model, lean=False), "text", case)
+    theirs = tree_logits(Target(changed.model, executor="stock"), "text", case)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # as above
     assert float((ours - before).abs().max()) > 0.1
 
@@ -197,7 +197,7 @@ def test_global_hooks_count_for_as_long_as_they_are_registered(kind: str) -> Non
     try:
         assert not model.is_lean
         ours = tree_logits(model, "text", case)
-        theirs = tree_logits(Target(model.model, lean=False), "text", case)
+        theirs = tree_logits(Target(model.model, executor="stock"), "text", case)
     finally:
         handle.remove()
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
@@ -245,7 +245,7 @@ def test_a_change_during_an_answer_counts_after_at_most_as_many_steps_as_the_eng
     case = FAMILIES["llama"]
 
     def changed_before(step: int, lean: bool) -> list[int]:
-        model = Target(case.model(), lean=lean)
+        model = Target(case.model(), executor="lean" if lean else "stock")
         prompts = split(model.config, case.inputs("text", rows=1))
         run = Engine(model).start([Request(prompts[0])], plan(model, prompts, max_new_tokens=30))
         for number, _ in enumerate(run.steps, 1):
@@ -267,7 +267,7 @@ def test_a_change_between_two_answers_counts_from_the_first_token_on() -> None:
     engine.generate([Request(prompt)], session, max_new_tokens=LOOK // 2)
     hook_the_model(model.model)
     ours = engine.generate([Request(prompt)], session, max_new_tokens=LOOK)[0].tokens
-    theirs = Engine(Target(model.model, lean=False)).generate([Request(prompt)], max_new_tokens=LOOK)[0].tokens
+    theirs = Engine(Target(model.model, executor="stock")).generate([Request(prompt)], max_new_tokens=LOOK)[0].tokens
     assert ours == theirs != case.reference("text", rows=1, n=LOOK)[0]
 
 
@@ -285,7 +285,7 @@ def test_a_model_that_is_cast_later_gives_what_a_new_adapter_of_it_gives(name: s
     cast = Target(case.model())
     cast.model.to(torch.float64)
     assert not cast.is_lean
-    ours, theirs = (tree_logits(t, "image", case) for t in (cast, Target(cast.model, lean=False)))
+    ours, theirs = (tree_logits(t, "image", case) for t in (cast, Target(cast.model, executor="stock")))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -304,7 +304,7 @@ def test_a_scaling_that_the_structure_does_not_show_is_noticed() -> None:
 @pytest.mark.parametrize(("name", "lean"), [("llava", True), ("llava", False), ("qwen2_5_vl", True), ("gemma3", False)])
 def test_what_enters_a_layer_is_the_same_without_the_layers_behind_it(name: str, lean: bool) -> None:
     case = FAMILIES[name]
-    model = Target(case.model(), lean=lean)
+    model = Target(case.model(), executor="lean" if lean else "stock")
     assert model.is_lean == lean
     layer, rows, tokens = len(model.layers) - 1, [0, 1, 2], drafted()
     context = loaded(model, "image", case, (layer,))

@@ -133,7 +133,7 @@ WORDS = "What is it? It is what it is."
 def test_packed_weights_draft_and_verify_plain_decoding_s_tokens(family: str, everywhere: None) -> None:
     """Also with weights that are changed in place later."""
     vlm = load(ready(family), ready(f"{family}-draft"), dtype="float32")
-    lean = vlm.target._lean
+    lean = vlm.target._fast.decoder
     assert lean is not None
     assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
     answers = []
@@ -157,7 +157,7 @@ def test_halved_weights_draft_and_verify_plain_decoding_s_tokens(monkeypatch: py
         expected = load("pocket", dtype="float32").using("plain").generate(question, max_new_tokens=40).tokens
     monkeypatch.setattr(linear, "faster_rows", lambda *_: {"halved": range(1, 1 << 20)})
     vlm = load("pocket", dtype="float32")
-    lean = vlm.target._lean
+    lean = vlm.target._fast.decoder
     assert lean is not None
     assert len(lean._copied) == 4 * len(vlm.target.layers) + 1
     for method in ("plain", "chain", "dynamic-tree"):
@@ -232,7 +232,7 @@ def test_stock_modules_run_on_packed_weights_in_forwards_alone(everywhere: None)
 
 def test_a_changed_row_of_one_of_the_fused_projections_is_noticed(everywhere: None) -> None:
     target = Target(FAMILIES["llava"].model())
-    layer, lean = target.layers[0], target._lean
+    layer, lean = target.layers[0], target._fast.decoder
     assert lean is not None
     with torch.no_grad():
         layer.self_attn.k_proj.weight[3].mul_(2.0)

@@ -122,4 +122,4 @@ def test_a_head_s_logits_are_those_of_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma3n"])  # which caps its logits at 30
 def test_other_models_have_no_map(name: str) -> None:
-    assert logit_map(Target(FAMILIES[name].model(), lean=False)) == LogitMap()
+    assert logit_map(Target(FAMILIES[name].model(), executor="stock")) == LogitMap()

@@ -96,7 +96,7 @@ def batch(
     with screen.waiting("Reading the items"):
         survey = preview(job, out, attempt.retry_failed)  # before models are loaded
     if plan:
-        models.check(weights=False)
+        models.check(complete=False)
         _plan(survey, out, f"{count(attempt.max_rows, 'answer')} at once, by {models.target}")
         return
     target = read_profile(models.named()).target if is_profile(models.named()) else place_of(models.named())

@@ -152,13 +152,15 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
     from transformers import CONFIG_MAPPING
 
     from saccade import cpu
+    from saccade.target_model.openvino_graph import missing
     from saccade.target_model.traits import TESTED
 
     extras = _extras()
     fast = [name for name in ("bfloat16", "float16") if cpu.computes_in(getattr(torch, name))]
     cores = f"{count(cpu.usable_cores(), 'core')}, {cpu.idle_cores()} idle"
     threads = f"{count(torch.get_num_threads(), 'thread')}, {torch.backends.cpu.get_cpu_capability()}"
-    devices = [f"cpu, {cores}, {threads}, fast in {' and '.join(['float32', *fast])}"]
+    by = "OpenVINO or lean torch" if not missing() else "lean torch"
+    devices = [f"cpu, {cores}, {threads}, fast in {' and '.join(['float32', *fast])}, decoders by {by}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")

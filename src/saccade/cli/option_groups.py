@@ -16,6 +16,7 @@ from typer.models import OptionInfo
 
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
+from saccade.options import EXECUTORS, STORED
 from saccade.wording import parse_value, renamed
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ class PairOptions(TargetOptions):
     head: list[str] | None = option(None, "Another trained head; may be repeated.", metavar="[NAME=]FOLDER")
     draft_dtype: str | None = option(None, "Of the drafter; by default as stored, or float32 on a CPU.")
     exact: bool = option(False, "Exact mode: plain decoding's tokens in every number format; slower.")
+    executor: str = option("auto", f"What runs the decoders: {', '.join(EXECUTORS)}.")
+    weights: str = option(STORED, "Of the target's decoder: stored, or int8, which changes answers.")
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `saccade.load`."""
@@ -164,12 +167,12 @@ class PairOptions(TargetOptions):
         arguments["device_map"] = arguments.pop("device")
         return arguments | settings(arguments.pop("set_", None), arguments.pop("suffix_store", None))
 
-    def check(self, weights: bool = True) -> None:
-        """Report every mistake that shows before weights are read; ``weights``: whether they have to be there."""
+    def check(self, complete: bool = True) -> None:
+        """Report every mistake that shows before weights are read; ``complete``: whether these have to be there."""
         from saccade.vlm import check
 
         screen.quiet_libraries()
-        check(**self.arguments(), weights=weights)
+        check(**self.arguments(), complete=complete)
 
     def load(self) -> VLM:
         """Load the models."""

@@ -79,7 +79,7 @@ def serve(
     configuration = read()
     screen.quiet_libraries()
     if plan:
-        configuration.check(weights=False)
+        configuration.check(complete=False)
         print(describe(configuration))
     elif chosen.ray is not None:
         from saccade.ray_cluster import check_address, load_ray

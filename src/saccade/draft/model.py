@@ -9,14 +9,29 @@ import torch
 from torch import Tensor
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.draft.trees.policy import Frontier, Proposer, Signals, Spliced, Traced, TreePolicy, grow
+from saccade.draft.trees.policy import (
+    ConfidentChain,
+    Frontier,
+    PacedProposer,
+    Proposer,
+    Signals,
+    Spliced,
+    TopProposer,
+    Traced,
+    TreePolicy,
+    grow,
+)
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult
+from saccade.target_model.executor import Ahead
 from saccade.target_model.forward import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
+
+_AHEAD, _MOST_AHEAD = 4, 16
+"""Draft tokens that a model makes in one pass where the chain may end before, and at most."""
 
 
 class ModelDrafter(Drafter):
@@ -45,7 +60,7 @@ class ModelDraftSession(DraftSession):
 
     def __init__(self, drafter: ModelDrafter, rows: int, target: Context) -> None:
         self._drafter, self._target = drafter, target
-        self._slack = drafter.policy.max_run + drafter.policy.max_nodes
+        self._slack = drafter.policy.max_run + drafter.policy.max_nodes + _AHEAD
         most = target.cache.max_slots * rows // target.rows  # as many for a row as the target has, each view a row
         self.context = Context(drafter.model, rows, target.media, most)
         self._numbers = self.context.cache.share_numbers(target.cache)
@@ -109,8 +124,36 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
+        if (tree := self._drafted_ahead(rows, new, proposer, limit)) is not None:
+            return tree
         logits = self.run(rows, new, self._target.numbers_of(rows))
         return self.draft(rows, new, logits, proposer, limit)
+
+    def _drafted_ahead(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree | None:
+        """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
+        policy, vocab = self._drafter.policy, self._drafter.vocab_size
+        if policy.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
+            return None
+        may_end = isinstance(proposer, PacedProposer) or isinstance(policy, ConfidentChain)
+        steps = min(policy.max_depth, _AHEAD if may_end else _MOST_AHEAD)
+        tokens = [self._embeddable(each) for each in new]
+        first = self.context.run_ahead(Ahead(rows, tokens, steps, vocab))
+        if first is None:
+            return None
+        levels = list(first[:, :, None])  # [A, 1, V]
+
+        def run(frontier: Frontier) -> Tensor:
+            if frontier.depth >= len(levels):
+                more = self.context.run_ahead(Ahead(rows, frontier.tokens.tolist(), steps, vocab))
+                assert more is not None
+                levels.extend(more[:, :, None])
+            logits: Tensor = levels[frontier.depth]
+            return logits
+
+        growth = self._shaping.begin(rows, self._numbers.get([each[-1] for each in new]), proposer)
+        tree = grow(policy, growth, levels[0], run, limit, rows)
+        self.context.commit(rows, [range(len(each)) for each in tokens], tokens)
+        return tree
 
     def run(
         self,

@@ -49,7 +49,7 @@ class PardDraftSession(ModelDraftSession):
         policy = self._drafter.policy
         depth = max(1, min(policy.max_depth, limit)) if policy.can_sample else policy.max_depth  # as `grow` has it
         masks = [self._drafter.mask] * (depth - 1)
-        every = self.context.target.graphs is not None  # which return the logits of all tokens or of one
+        every = self.context.target.executor.fixed_shapes
         logits = self.run(rows, new, self._target.numbers_of(rows), every=every, masks=masks)
         marginals = torch.stack([each[-depth:] for each in logits])  # [A, K, V]
 

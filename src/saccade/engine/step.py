@@ -393,7 +393,7 @@ class StepRunner:
         group = VerificationGroup(rows, tree, rule, judge, processing, uniforms, True, levels, host)
         if owns:
             return group.of_like_sizes()
-        if pacer is None or drafts is None or self._target.graphs is not None:  # captured graphs take rows of one size
+        if pacer is None or drafts is None or self._target.executor.fixed_shapes:
             return [group]
         places: dict[int, list[int]] = {}
         joined = pacer.joined([min(length, group.levels) for length in drafts.lengths], len(self._target.layer_devices))

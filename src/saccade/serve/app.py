@@ -233,6 +233,8 @@ def _about(model: ServedModel, limits: Limits) -> Json:
             "method": model.vlm.method,
             "lossless": model.vlm.lossless,
             "exact": model.vlm.target.exact,
+            "executor": model.vlm.target.executor.name,
+            "weights": model.vlm.target.weights,
             "caveat": caveat(model.vlm.target, model.vlm.lossless),
             "profiles": list(model.profiles),
             "methods": model.open_methods,

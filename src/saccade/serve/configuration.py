@@ -15,7 +15,7 @@ from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.costs import LONGEST_STEP
 from saccade.errors import SaccadeError
 from saccade.inputs.media import SERVER, MediaLimits
-from saccade.options import check_keys, make
+from saccade.options import STORED, check_keys, make
 from saccade.target_model.media_cache import MEDIA_BYTES
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class ModelEntry:
     device: str | None = None
     threads: int | None = None
     exact: bool = False
+    executor: str = "auto"
+    weights: str = STORED
     profiles: Mapping[str, Any] = field(default_factory=dict)  # further named settings that a request may choose
     open_methods: bool = True  # whether requests may choose any method that fits, with options of their own
 
@@ -95,10 +97,10 @@ class ModelEntry:
     def label(self) -> str:
         return self.name or self.target
 
-    def check(self, weights: bool = True) -> Callable[[], VLM]:
+    def check(self, complete: bool = True) -> Callable[[], VLM]:
         """Report every mistake that shows before weights are read, and return the function that loads the model.
 
-        ``weights``: whether they have to be there.
+        ``complete``: whether these have to be there.
         """
         from saccade.vlm import check
 
@@ -127,7 +129,9 @@ class ModelEntry:
             device_map=self.device,
             threads=self.threads,
             exact=self.exact,
-            weights=weights,
+            executor=self.executor,
+            weights=self.weights,
+            complete=complete,
             **self.options,
         )
 
@@ -172,12 +176,12 @@ class ServerConfig:
         """Names by which requests choose a model, each followed by those of its adapters."""
         return [name for model in self.models for name in (model.label, *model.adapters)]
 
-    def check(self, weights: bool = True) -> list[Callable[[], VLM]]:
+    def check(self, complete: bool = True) -> list[Callable[[], VLM]]:
         """Check every model as `ModelEntry.check` does, and return the functions that load them."""
         loaders = []
         for model in self.models:
             with _naming(f"{self.file}, model {model.label}: " if self.file else ""):
-                loaders.append(model.check(weights))
+                loaders.append(model.check(complete))
         return loaders
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,31 +14,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import arguments, visual_mask
+from saccade.inputs.families import arguments
 from saccade.inputs.families.family import Prompt
+from saccade.options import INT8, STORED
 from saccade.target_model.cache import Carried, RowCache, to_device
-from saccade.target_model.forward import (
-    ALL,
-    ForwardOutput,
-    Layout,
-    Requirements,
-    TokenBlock,
-    concat_outputs,
-    pack_deepstack,
-    split_outputs,
-)
-from saccade.target_model.graphs import GraphPool
-from saccade.target_model.lean import LeanDecoder, exact_decoder, gives_stock_logits, is_exact, lean_decoder
-from saccade.target_model.linear import PackedModules, StepThreads
-from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, UNMASKED_TYPES, wrap_functions
+from saccade.target_model.executor import Ahead, Executor, LeanExecutor, StockExecutor, chosen
+from saccade.target_model.forward import ForwardOutput, Layout, Requirements, TokenBlock, concat_outputs
+from saccade.target_model.graphs import GraphExecutor
+from saccade.target_model.int8 import round_weights
+from saccade.target_model.lean import exact_decoder, gives_stock_logits, is_exact, lean_decoder
+from saccade.target_model.linear import StepThreads
+from saccade.target_model.openvino import OpenVinoExecutor
+from saccade.target_model.recurrent import CHECKPOINTS, RECURRENT_TYPES, wrap_functions
 from saccade.target_model.sharding import HOLDER, Ranks, Shards
-from saccade.target_model.stock import (
-    can_switch_attention,
-    captured_states,
-    mask_labels,
-    packing,
-    replaced_embeddings,
-)
+from saccade.target_model.stock import captured_states
 from saccade.target_model.traits import (
     ModelTraits,
     check_generation,
@@ -46,33 +35,10 @@ from saccade.target_model.traits import (
     crossing_layers,
     entry_shapes,
     layer_types,
-    sharing_modes,
 )
 
 _STOCK_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Forward arguments that every model takes."""
-
-
-class _Reached(Exception):
-    """Raised right before a module runs."""
-
-
-@contextmanager
-def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
-    arguments: dict[str, Any] = {}
-
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
-        raise _Reached
-
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
-        yield arguments
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
 
 
 def decoder_and_head(model: Any) -> tuple[Any, Any]:
@@ -88,8 +54,16 @@ def decoder_and_head(model: Any) -> tuple[Any, Any]:
 class Target:
     """A loaded model with the forwards of speculative decoding."""
 
-    def __init__(self, model: Any, lean: bool = True, exact: bool = False, base: Target | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        executor: str = "auto",
+        exact: bool = False,
+        base: Target | None = None,
+        weights: str = STORED,
+    ) -> None:
         check_generation(model)
+        self.weights = weights  # one of `saccade.options.WEIGHTS`
         self._base = base  # whose weights the model shares, with adapters on top; None for a model of its own
         self.model = model.eval()
         self.config: Any = self.model.config
@@ -101,6 +75,8 @@ class Target:
                 f"{type(model).__name__} has no decoder layers; expected a causal language model or an "
                 "image-text-to-text model of transformers."
             )
+        if weights == INT8:
+            round_weights(self.decoder, self.output_embeddings)
         self.layers: nn.ModuleList = self.decoder.layers
         self.ranks = Ranks.of(self.model)  # processes over which the weights are split; None for a whole model
         self.shards: Shards | None = getattr(self.decoder, HOLDER, None)
@@ -122,24 +98,18 @@ class Target:
         self._reads_beside = any("Cross" in type(module).__name__ for module in self.decoder.modules())
         if self._recurrent:
             wrap_functions(self.decoder)
-        self._packs = self.traits.tested and can_switch_attention(self.decoder)
-        # Such a decoder may leave tokens out of its last layers where a number of logits is asked for.
-        self._shares_entries = "reuse" in sharing_modes(self.text_config)
-        if self._shares_entries:  # entries that another device attends to are copied row by row
-            self._packs &= len(set(map(str, self.layer_devices))) == 1
         self.threads = StepThreads(())  # of its forwards; none to choose from
         self._stock_contexts = 0
-        self._pinned: bool | None = None  # `is_lean` in the context `pinned`
-        self._found: bool | None = None  # `is_lean` as of the last look
-        self._lean: LeanDecoder | None = None
-        self.graphs: GraphPool | None = None
+        self._pinned: Executor | None = None  # `executor` in the context `pinned`
+        self._found: Executor | None = None  # `executor` as of the last look
         self.exact = exact
-        self._packed: PackedModules | None = None
-        if exact or (lean and self.traits.tested):
-            self.use_lean()
-        is_whole = self.ranks is None and self.shards is None
-        if lean and self._lean is None and is_whole and self._base is None:  # copies would be as large as the base
-            self._packed = PackedModules(dict.fromkeys([*self.decoder.modules(), self.output_embeddings]))
+        self.stock_modules = StockExecutor(self)
+        self._fast: LeanExecutor | None = None  # beside the stock modules, if anything is
+        self.chosen, self._is_named = chosen(executor), executor != "auto"
+        if exact or (self.chosen != "stock" and self.traits.tested):
+            self.use_fast()
+        if self.chosen != "stock" and self._fast is None and self._base is None:
+            self.stock_modules.pack()  # of an adapter, copies would be as large as the base
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,15 +117,29 @@ class Target:
         return self._embeddings.weight.dtype  # type: ignore[no-any-return]
 
     @property
-    def is_lean(self) -> bool:
-        """Whether forwards run on a lean decoder."""
-        if self._lean is None or self._stock_contexts:
-            return False
+    def executor(self) -> Executor:
+        """What runs forwards now."""
+        if self._fast is None or self._stock_contexts:
+            return self.stock_modules
         if self._pinned is not None:
             return self._pinned
-        if self.graphs is not None:
-            self.graphs.check_weights()
-        return self._lean.is_current
+        return self._fast if self._fast.is_current else self.stock_modules
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether forwards run on fused weights."""
+        return self.executor is not self.stock_modules
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the stock modules run since their hooks are read."""
+        return self._stock_contexts > 0
+
+    @property
+    def cache_shape(self) -> dict[str, Any]:
+        """Arguments of a `RowCache` that follow from the model."""
+        shape = {"layer_devices": self.layer_devices, "recurrent": self._recurrent, "shapes": self._shapes}
+        return shape | {"crossing": self._crossing}
 
     @property
     def entry_bytes(self) -> int:
@@ -196,9 +180,9 @@ class Target:
     def pinned(self, looks: bool = True) -> Iterator[None]:
         """Take the model as unchanged while the context is open, and unless it ``looks``, since the last look."""
         if looks or self.exact or self._found is None:
-            self._found = self.is_lean
-        elif self.graphs is not None:
-            self.graphs.check_weights()
+            self._found = self.executor
+        elif isinstance(self._fast, GraphExecutor):
+            self._fast.check_weights()
         self._pinned = self._found
         try:
             yield
@@ -215,18 +199,17 @@ class Target:
             self._stock_contexts -= 1
 
     @torch.inference_mode()
-    def use_lean(self) -> None:
-        """Install a lean decoder if the architecture fits and its logits equal the stock model's.
+    def use_fast(self) -> None:
+        """Take the fastest executor that fits the model and its device and gives the stock modules' logits.
 
-        In exact mode `ModelError` is raised where it does not.
+        In exact mode `ModelError` is raised where none does.
         """
-        if self._base is None:
-            self._lean = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
-        elif self._base._lean is not None:
-            self._lean = self._base._lean.adapted(self.model, self.decoder)
-        if self._lean is not None and not gives_stock_logits(self):
-            self._lean = None
-        if self.exact and self._lean is None:
+        for candidate in self._candidates():
+            self._fast = candidate
+            if gives_stock_logits(self):
+                break
+            self._fast = None
+        if self.exact and self._fast is None:
             raise ModelError(
                 "The decoder of exact mode gives other logits than the model's own modules, or cannot add an adapter "
                 "(DoRA) to its own; leave exact out."
@@ -236,13 +219,33 @@ class Target:
                 "Exact mode does not hold on this machine: a tree gives other bits than its tokens one by one; leave "
                 "exact out, and please report processor and version of torch."
             )
-        self.graphs = GraphPool.of(self, self._lean)
+
+    def _candidates(self) -> Iterator[LeanExecutor]:
+        """Executors that fit the model, the fastest first."""
+        if self._base is not None:
+            base = self._base._fast
+            decoder = None if base is None else base.decoder.adapted(self.model, self.decoder)
+        else:
+            decoder = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
+        if decoder is None:
+            return
+        for kind in (OpenVinoExecutor, GraphExecutor):
+            if self.chosen in ("auto", kind.name) and (made := kind.of(self, decoder, self._is_named)) is not None:
+                yield made
+        yield LeanExecutor(self, decoder)
 
     def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
-        if self.graphs is not None:
-            return self.graphs.cache(self.layer_devices, rows, max_slots)
-        return RowCache(self.layer_devices, rows, max_slots, self._recurrent, self._shapes, self._crossing)
+        return (self._fast or self.stock_modules).new_cache(rows, max_slots)
+
+    def keep(self, cache: RowCache) -> None:
+        """Take back a cache whose owner is gone."""
+        (self._fast or self.stock_modules).keep(cache)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """Embeddings ``[V, d]`` of ids."""
+        return self._embeddings.weight  # type: ignore[no-any-return]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embeddings ``[..., d]`` of ids."""
@@ -250,10 +253,7 @@ class Target:
 
     def lm_head(self, states: Tensor) -> Tensor:
         """Return the LM head's outputs ``[..., V]`` of states ``[..., d]`` after the final norm, in its dtype."""
-        if self.is_lean and not self.exact:
-            assert self._lean is not None
-            return self._lean.logits(states.flatten(0, -2)).view(*states.shape[:-1], -1)
-        return self.output_embeddings(states)  # type: ignore[no-any-return]
+        return self.executor.lm_head(states)
 
     def positions(self, ids: Tensor, prompt: Prompt) -> tuple[Tensor | None, int]:
         """M-RoPE positions ``[3, 1, S]`` of a prompt's ids ``[1, S]`` and its rope delta; (None, 0) without M-RoPE."""
@@ -294,15 +294,24 @@ class Target:
         Models that cannot run such a sequence run one row after the other, as do those with a longrope embedding, whose
         factors follow from the longest row of a pass.
         """
-        requirements = requirements or Requirements()
-        if self._rows_run_alone:
-            return [
-                concat_outputs([self._run(cache, [single], requirements)[0] for single in block.split_rows()])
-                for block in blocks
-            ]
-        if cache.graphs is None or len(blocks) > 1 or not self.is_lean:
-            return self._run(cache, blocks, requirements)
-        return [cache.graphs.run(blocks[0], requirements, partial(self._run, cache, blocks, requirements))]
+        requirements, executor = requirements or Requirements(), self._running
+        if not self._rows_run_alone:
+            return executor.forward(cache, blocks, requirements)
+        outputs = []
+        for block in blocks:
+            rows = [executor.forward(cache, [single], requirements)[0] for single in block.split_rows()]
+            outputs.append(concat_outputs(rows))
+        return outputs
+
+    @property
+    def _running(self) -> Executor:
+        executor = self.executor
+        if self.exact and executor is self.stock_modules and not self._stock_contexts:
+            raise ModelError(
+                "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
+                "decoder cannot follow; undo that, or load it again."
+            )
+        return executor
 
     @torch.inference_mode()
     def early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
@@ -310,17 +319,14 @@ class Target:
 
         Entries of later layers are not written, so these pending entries can only be dropped.
         """
-        is_lean = self.is_lean
-        if len(block.rows) > 1 and (self._rows_run_alone or not is_lean):
-            return torch.cat([self.early_exit(cache, single, layer) for single in block.split_rows()])
-        if not is_lean:
-            with ending_at(self.layers[layer]) as entering:
-                self._run_row(cache, block, Requirements())
-            return entering["hidden_states"].to(self.device)  # type: ignore[no-any-return]
-        assert self._lean is not None
-        layout, positions, _ = self._plan(cache, [block])
-        states, _ = self._lean(self._embedded([block]), positions, cache, layout, until=layer)
-        return states.view(*block.tokens.shape, -1)
+        if self._rows_run_alone:
+            return torch.cat([self.executor.early_exit(cache, single, layer) for single in block.split_rows()])
+        return self.executor.early_exit(cache, block, layer)
+
+    @torch.inference_mode()
+    def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
+        """As of `Executor`."""
+        return None if self._rows_run_alone else self._running.run_ahead(cache, first, ahead)
 
     @torch.inference_mode()
     def forward_prompt(self, cache: RowCache, row: int, prompt: Prompt, requirements: Requirements) -> ForwardOutput:
@@ -329,7 +335,7 @@ class Target:
         For families whose placeholders are unknown; `InputError` and `ModelError` as the model raises them.
         """
         ids = torch.tensor([prompt.ids], device=self.device)
-        self._plan(cache, [TokenBlock([row], ids, logits_from=len(prompt) - 1, chain=len(prompt))])
+        self.plan(cache, [TokenBlock([row], ids, logits_from=len(prompt) - 1, chain=len(prompt))])
         inputs = self.media_inputs(prompt)
         inputs.update(attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
         positions, _ = self.positions(ids, prompt)
@@ -362,49 +368,7 @@ class Target:
                 carried.fixed[name] = value
         return carried
 
-    def _run(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
-        if self.is_lean:
-            assert self._lean is not None
-            layout, positions, logit_indices = self._plan(cache, blocks)
-            deepstack = pack_deepstack(blocks)
-            normed, hidden = self._lean(self._embedded(blocks), positions, cache, layout, requirements, deepstack)
-            logits = self._lean.logits(normed if logit_indices is None else normed[logit_indices])
-            return split_outputs(blocks, logits, hidden)
-        if self.exact and not self._stock_contexts:
-            raise ModelError(
-                "The model was changed after it was loaded in exact mode (a hook, a cast, or other modules), which its "
-                "decoder cannot follow; undo that, or load it again."
-            )
-        with nullcontext() if self._packed is None else self._packed.running():
-            if self._packs and sum(len(block.rows) for block in blocks) > 1:
-                return self._run_packed(cache, blocks, requirements)
-            return [
-                concat_outputs([self._run_row(cache, single, requirements) for single in block.split_rows()])
-                for block in blocks
-            ]
-
-    def _run_packed(
-        self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
-    ) -> list[ForwardOutput]:
-        _, positions, logit_indices = self._plan(cache, blocks)
-        tokens = torch.cat([block.tokens.flatten() for block in blocks])[None]
-        x = self._embedded(blocks)[None]
-        labels = mask_labels(self.traits.masks.kinds, x)
-        inputs = self._stock_inputs(tokens, labels, positions, cache)
-        if logit_indices is not None:
-            inputs["logits_to_keep"] = logit_indices
-        elif self._shares_entries:
-            inputs["logits_to_keep"] = torch.arange(len(x[0]), device=self.device)
-        is_replaced = any(block.embeddings is not None for block in blocks)
-        replacing = self._replaced(tokens, x if is_replaced else None, labels, pack_deepstack(blocks))
-        capturing = captured_states(self, requirements.layers, requirements.final)
-        with packing(self.decoder, cache), capturing as hidden, replacing:
-            logits = self.model(**inputs).logits[0].to(self.device)
-        if logit_indices is not None and len(logits) == tokens.shape[1]:  # some models return all logits regardless
-            logits = logits[logit_indices]
-        return split_outputs(blocks, logits, {i: s[0] for i, s in hidden.items()})
-
-    def _embedded(self, blocks: Sequence[TokenBlock]) -> Tensor:
+    def embedded(self, blocks: Sequence[TokenBlock]) -> Tensor:
         """``[T, d]`` decoder inputs of a packed sequence."""
         parts = []
         for block in blocks:
@@ -414,10 +378,9 @@ class Target:
 
     # -- layout, masks and positions -----------------------------------------------------------------------
 
-    def _plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
+    def plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
-        positions = [self.place(cache, block).flatten(1) for block in blocks]
-        parts = []
+        positions, parts = self.positions_of(cache, blocks), []
         for block in blocks:
             lengths = [cache.lengths[row] for row in block.rows]
             pending = cache.pending[block.rows[0]]
@@ -430,18 +393,23 @@ class Target:
                 [(b.rows, b.count, b.attention_mask, b.chain, cache.pending[b.rows[0]] - b.count) for b in blocks],
                 self.device,
             )
-        if len({p.shape[0] for p in positions}) > 1:  # text beside a prompt with M-RoPE positions
-            positions = [p.expand(self.rope_axes, -1) for p in positions]
-        joint = cache.positions = positions[0] if len(positions) == 1 else torch.cat(positions, 1)
+        cache.positions = positions
         if not any(block.logits_from for block in blocks):
-            return layout, joint, None
+            return layout, positions, None
         indices, start = [], 0
         for block in blocks:
             stop = start + block.tokens.numel()
             each = torch.arange(start, stop, device=self.device).view(-1, block.count)
             indices.append(each[:, block.logits_from :].flatten())
             start = stop
-        return layout, joint, indices[0] if len(indices) == 1 else torch.cat(indices)
+        return layout, positions, indices[0] if len(indices) == 1 else torch.cat(indices)
+
+    def positions_of(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> Tensor:
+        """Position ids ``[3 or 1, T]`` of a packed sequence."""
+        parts = [self.place(cache, block).flatten(1) for block in blocks]
+        if len({part.shape[0] for part in parts}) > 1:  # text beside a prompt with M-RoPE positions
+            parts = [part.expand(self.rope_axes, -1) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def place(self, cache: RowCache, block: TokenBlock) -> Tensor:
         """Position ids ``[3 or 1, A, n]`` of a block's tokens."""
@@ -463,47 +431,3 @@ class Target:
         if max(deltas) > 0:
             ahead = cache.numbers.get(deltas).to(self.device)[:, None]
         return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
-
-    def _run_row(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
-        """Run a block of one row on the stock modules."""
-        layout, positions, _ = self._plan(cache, [block])
-        (span,) = layout.spans
-        unmasked = torch.zeros(1, 1, span.count, span.visible, dtype=self.dtype, device=self.device)
-        masks = {kind: unmasked if mask is None else span.mask(kind) for kind, mask in span.masks.items()}
-        masks.update(dict.fromkeys(UNMASKED_TYPES & masks.keys()))
-        mask: Any = masks if self.traits.masks.kinds else masks[ALL]
-        inputs = self._stock_inputs(block.tokens, mask, positions, cache)
-        if span.row in cache.carried:
-            inputs |= cache.carried[span.row].of(span.count)
-        if block.logits_from:
-            first = block.count - max(block.count - block.logits_from, 1)
-            needs_all = self._shares_entries and bool(requirements.any or self._stock_contexts)
-            inputs["logits_to_keep"] = block.count - first
-            if needs_all:  # a number would be taken as leave to skip what is not kept
-                inputs["logits_to_keep"] = torch.arange(first, block.count, device=self.device)
-        replacing = self._replaced(block.tokens, block.embeddings, mask, block.deepstack)
-        with captured_states(self, requirements.layers, requirements.final) as hidden, replacing:
-            logits: Tensor = self.model(**inputs).logits
-        first = logits.shape[1] - (block.count - block.logits_from)
-        return ForwardOutput(logits[:, first:].to(self.device), hidden)
-
-    def _replaced(
-        self, tokens: Tensor, embeddings: Tensor | None, mask: Any, deepstack: Sequence[Tensor]
-    ) -> AbstractContextManager[None]:
-        """Replace the decoder's inputs at the placeholders among the tokens while the context is open."""
-        if embeddings is None:
-            return nullcontext()
-        return replaced_embeddings(self.decoder, embeddings, visual_mask(self.config, tokens), mask, deepstack)
-
-    def _stock_inputs(self, tokens: Tensor, mask: Any, positions: Tensor, cache: RowCache) -> dict[str, Any]:
-        """Keyword arguments of a stock forward over positions ``[3 or 1, n]``."""
-        position_ids = positions
-        if self.has_rope_index:
-            position_ids = positions[:, None].expand(self.rope_axes, -1, -1)
-        return {
-            "input_ids": tokens,
-            "attention_mask": mask,
-            "position_ids": position_ids,
-            "past_key_values": cache,
-            "use_cache": True,
-        }

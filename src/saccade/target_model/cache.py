@@ -1,9 +1,11 @@
 """KV cache of rows that join and leave: one arena per device, one segment of it per row.
 
 Storage is ``[layers, H, N, D]``: the entries of a head are contiguous, and one gather and one scatter move accepted
-paths for all layers. A row owns ``capacity`` neighbouring slots of the N: committed entries first, then pending ones
-(written, neither committed nor dropped). Rows of different lengths therefore never pad each other, and a chain's
-accepted entries never move.
+paths for all layers. Where OpenVINO reads it, it is in blocks of B slots, ``[layers, N / B, H, B, D]``.
+
+A row owns ``capacity`` neighbouring slots of the N: committed entries first, then pending ones (written, neither
+committed nor dropped). Rows of different lengths therefore never pad each other, and a chain's accepted entries never
+move.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _MOST_NUMBERS = 256  # most tuples of host integers on a device at a time
 
 @dataclass(slots=True)
 class _Store:
-    """Keys and values of all layers that share a device and a shape, each ``[layers, H, N, D]``."""
+    """Keys and values of all layers that share a device and a shape, each ``[layers, H, N, D]`` or in blocks."""
 
     keys: Tensor
     values: Tensor
@@ -93,6 +95,11 @@ class RowLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(k[None], v[None])
         layout = self._owner.layout
+        if self._owner.block > 1:
+            places = self._owner.places(layout.slots)
+            for store, new in ((self.keys, k), (self.values, v)):
+                store[places[0], :, places[1]] = new.transpose(0, 1)
+            return self.entries()
         if isinstance(layout.slots, slice):
             self.keys[:, layout.slots] = k
             self.values[:, layout.slots] = v
@@ -112,6 +119,12 @@ class RowLayer(CacheLayerMixin):
             return key_states, value_states
         seen = slice(span.start, span.start + span.visible)
         return keys[None, :, seen], values[None, :, seen]
+
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[H, N, D]`` of all slots; copies where they are in blocks."""
+        if self._owner.block > 1:
+            return self.keys.transpose(0, 1).flatten(1, 2), self.values.transpose(0, 1).flatten(1, 2)
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.layout.spans[0].visible, 0
@@ -177,7 +190,10 @@ class RowCache(Cache):
         recurrent: Sequence[int] = (),
         shapes: Sequence[tuple[int, int, int] | None] = (),
         crossing: Sequence[int] = (),
+        block: int = 1,
     ) -> None:
+        self.block = block  # neighbouring slots whose entries are stored together; 1 for no blocks
+        self._axis = 1 if block > 1 else 2  # of the blocks or slots in the storage
         self.states = RecurrentStates(rows, len(recurrent)) if recurrent else None  # of recurrent layers
         layers: list[Any] = [RowLayer(self, i) for i in range(len(layer_devices))]
         for place, index in enumerate(recurrent):
@@ -266,11 +282,7 @@ class RowCache(Cache):
                 slots.append(torch.arange(first, first + count, device=device))
             for place, row in enumerate(rows):
                 start, visible = self.start(row), self.lengths[row] + self.pending[row] + count
-                if visible > self.capacity(row):
-                    raise ModelError(
-                        f"Row {row} of the KV cache has {self.capacity(row)} slots but {visible} are needed; "
-                        "the request was sized too small, which is a bug worth reporting."
-                    )
+                self.check_room(row, visible)
                 spans.append(Span(row, at, count, start, visible, _masks_of(masks, place)))
                 self.pending[row] += count
                 at += count
@@ -284,6 +296,14 @@ class RowCache(Cache):
             self.layout = Layout(spans, joint, self.slots)
         return self.layout
 
+    def check_room(self, row: int, needed: int) -> None:
+        """Raise `ModelError` if a row's segment has fewer slots than needed."""
+        if needed > self.capacity(row):
+            raise ModelError(
+                f"Row {row} of the KV cache has {self.capacity(row)} slots but {needed} are needed; "
+                "the request was sized too small, which is a bug worth reporting."
+            )
+
     def reserve(self, row: int, capacity: int) -> None:
         """Grow a row's segment to ``capacity`` slots; the arena grows only if all segments need more together."""
         if capacity <= self.capacity(row):
@@ -296,7 +316,7 @@ class RowCache(Cache):
             if start is None:
                 self._compact(segment)
                 larger = min(self.slots + self.slots // 2, self.max_slots)  # growing copies all entries
-                self._enlarge(max(segment.start + needed, larger))
+                self._enlarge(max(segment.start + needed, larger // self.block * self.block))
             else:
                 self._copy(segment.start, start, self.lengths[row] + self.pending[row])
                 self._clear(segment.start, segment.stop)
@@ -323,8 +343,13 @@ class RowCache(Cache):
         self._segments = [None] * self.rows
         self._clear(0, self.slots)
 
+    def places(self, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return the blocks of slots, and their places in these."""
+        each = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+        return each // self.block, each % self.block
+
     def _tensors(self) -> Iterator[Tensor]:
-        """Keys and values, each ``[layers, H, N, D]``."""
+        """Keys and values, each ``[layers, H, N, D]`` or in blocks."""
         for store in self._stores.values():
             yield store.keys
             yield store.values
@@ -332,7 +357,12 @@ class RowCache(Cache):
     @torch.inference_mode()  # here and below: forwards write inference tensors, which cannot change outside of it
     def _clear(self, start: int, stop: int) -> None:
         for tensor in self._tensors():
-            tensor[:, :, start:stop].zero_()
+            self._part(tensor, start, stop).zero_()
+
+    def _part(self, tensor: Tensor, start: int, stop: int, axis: int = 0) -> Tensor:
+        """View some slots of a store's tensor, or of a layer's with ``axis`` 1; whole blocks."""
+        first = start // self.block
+        return tensor.narrow(self._axis - axis, first, -(-stop // self.block) - first)
 
     @torch.inference_mode()
     def _compact(self, last: _Segment) -> None:
@@ -343,9 +373,10 @@ class RowCache(Cache):
         if not moving:
             return
         for layer in (layer for tensor in self._tensors() for layer in tensor):  # one at a time, for little memory
-            kept = torch.cat([layer[:, s.start : s.stop] for s in moving], 1)
-            layer[:, at : at + kept.shape[1]] = kept
-            layer[:, at + kept.shape[1] :].zero_()
+            kept = torch.cat([self._part(layer, s.start, s.stop, 1) for s in moving], self._axis - 1)
+            behind = at + kept.shape[self._axis - 1] * self.block
+            self._part(layer, at, behind, 1).copy_(kept)
+            self._part(layer, behind, self.slots, 1).zero_()
         for segment in moving:
             segment.start = at
             at = segment.stop
@@ -366,7 +397,8 @@ class RowCache(Cache):
         if slots <= self.slots:
             return
         for store in self._stores.values():
-            more = (0, 0, 0, slots - self.slots)
+            inner = store.keys.dim() - 1 - self._axis
+            more = *([0, 0] * inner), 0, (slots - self.slots) // self.block
             store.keys = pad(store.keys, more)
             store.values = pad(store.values, more)
         self.slots = slots
@@ -377,7 +409,7 @@ class RowCache(Cache):
     @torch.inference_mode()
     def _copy(self, source: int, target: int, count: int) -> None:
         for tensor in self._tensors():
-            tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
+            self._part(tensor, target, target + count).copy_(self._part(tensor, source, source + count))
 
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, in order, and drop their others."""
@@ -415,16 +447,19 @@ class RowCache(Cache):
         for store in self._stores.values():
             source, target = on_device(list(zip(*moves, strict=True)), store.keys.device)
             for tensor in (store.keys, store.values):
-                tensor.index_copy_(2, target, tensor.index_select(2, source))
+                if self.block > 1:
+                    (to, place), (since, before) = self.places(target), self.places(source)
+                    tensor[:, to, :, place] = tensor[:, since, :, before]
+                else:
+                    tensor.index_copy_(2, target, tensor.index_select(2, source))
 
     def export(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Copy a row's committed entries: per layer keys and values ``[1, H, S, D]``."""
         seen = slice(self.start(row), self.start(row) + self.lengths[row])
         entries = []
         for index in self._kv_layers:
-            layer = self.layers[index]
-            keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
-            entries.append((keys.clone(), values.clone()))
+            keys, values = self.layers[index].entries()
+            entries.append((keys[None, :, seen].clone(), values[None, :, seen].clone()))
         return entries
 
     def _allocate(self, index: int, k: Tensor, v: Tensor) -> _Store:
@@ -437,11 +472,10 @@ class RowCache(Cache):
             layers = [i for i in alike if self._devices[i] == k.device]
             if index not in layers or any(index in s.layers for s in self._stores.values()):
                 layers, key = [index], (*key, index)  # a layer unlike those of its kind gets a store of its own
-            store = _Store(
-                keys=k.new_zeros(len(layers), k.shape[1], self.slots, k.shape[3]),
-                values=v.new_zeros(len(layers), v.shape[1], self.slots, v.shape[3]),
-                layers=layers,
-            )
+            sizes: list[tuple[int, ...]] = [(k.shape[1], self.slots, k.shape[3]), (v.shape[1], self.slots, v.shape[3])]
+            if self.block > 1:
+                sizes = [(n // self.block, heads, self.block, dim) for heads, n, dim in sizes]
+            store = _Store(k.new_zeros(len(layers), *sizes[0]), v.new_zeros(len(layers), *sizes[1]), layers)
             self._stores[key] = store
             self.moves += 1
         return store

@@ -17,6 +17,7 @@ from saccade.inputs.families import family_of, media_spans, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache, on_device
+from saccade.target_model.executor import Ahead
 from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock
 from saccade.target_model.media_cache import MediaCache, MediaFeatures
 from saccade.target_model.stock import AttentionProbe
@@ -32,8 +33,7 @@ class Context:
     ) -> None:
         self.target, self.rows = target, rows
         self.cache: RowCache = target.new_cache(rows, max_slots)
-        if target.graphs is not None:  # the next context finds its graphs
-            weakref.finalize(self, setattr, target.graphs, "spare", self.cache).atexit = False
+        weakref.finalize(self, target.keep, self.cache).atexit = False
         self.requirements = Requirements()
         self.media = media or MediaCache()  # features of images and videos
         self.media.counted = self.media.counted or target  # the first context of a cache is the target's
@@ -156,6 +156,14 @@ class Context:
         """Build a block of tokens behind the rows' content."""
         deltas = [self._contents[row].rope_delta for row in rows]
         return TokenBlock(rows, tokens, attention_mask, depth, deltas, self._slot_shifts(rows))
+
+    def run_ahead(self, ahead: Ahead) -> Tensor | None:
+        """As of `Executor`, behind the rows' entries."""
+        if self._slot_shifts(ahead.rows) is not None:
+            return None
+        cache, deltas = self.cache, [self._contents[row].rope_delta for row in ahead.rows]
+        ends = [cache.lengths[row] + cache.pending[row] for row in ahead.rows]
+        return self.target.run_ahead(cache, [end + delta for end, delta in zip(ends, deltas, strict=True)], ahead)
 
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, whose token ids are ``ids``; drop their others."""

@@ -87,7 +87,7 @@ class SteadyLinear(Linear):
             self._wide = weight
         else:
             return
-        self._note_weight()
+        self.note_weight()
 
 
 def steady_silu(x: Tensor) -> Tensor:

@@ -15,13 +15,12 @@ logits differ, or capturing fails, no graphs are used any more.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, cast
 
@@ -30,10 +29,10 @@ from torch import Tensor
 
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
+from saccade.target_model.executor import SWITCH, LeanExecutor
 from saccade.target_model.forward import ForwardOutput, Layout, Requirements, RowGroup, TokenBlock, additive, run_end
 from saccade.target_model.lean import LeanDecoder, are_close
 
-SWITCH = "SACCADE_CUDA_GRAPHS"  # environment variable; 0 turns graphs off
 QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens per row of captured forwards
 FEWEST_KEYS = 256
 MOST_TOKENS = 256  # tokens of all rows beyond which a forward is not captured: the work outlasts the launches
@@ -104,11 +103,15 @@ def keys_for(slots: int) -> int:
     return keys
 
 
-class GraphPool:
-    """Graphs of one `Target`, and the cache that its last owner gave back, whose graphs the next one finds."""
+class GraphExecutor(LeanExecutor):
+    """A lean decoder with graphs, and the cache that its last owner gave back, whose graphs the next one finds."""
+
+    name = "graphs"
+    fixed_shapes = True
 
     def __init__(self, target: Any, decoder: LeanDecoder) -> None:
-        self.target, self.decoder, self.device = target, decoder, target.device
+        super().__init__(target, decoder)
+        self.device = target.device
         self.enabled = True
         self.moves = 0
         self.lock = Lock()
@@ -121,14 +124,26 @@ class GraphPool:
         self.spare: RowCache | None = None
 
     @classmethod
-    def of(cls, target: Any, decoder: LeanDecoder | None) -> GraphPool | None:
-        """Return the pool of a `Target`; None where its forwards are not captured."""
-        if decoder is None or target.device.type not in CAPTURES or os.environ.get(SWITCH) == "0":
+    def of(cls, target: Any, decoder: LeanDecoder, named: bool = False) -> GraphExecutor | None:
+        """Return the executor of a `Target`; None where its forwards are not captured."""
+        if target.device.type not in CAPTURES:
+            if named:
+                warnings.warn(
+                    f"There are no graphs on {target.device.type} devices, so the model runs on ordinary operations.",
+                    SaccadeWarning,
+                    stacklevel=2,
+                )
             return None
         # Angles of these depend on the longest sequence, which the host reads.
         rope = getattr(target.text_config, "rope_parameters", None) or {}
         changes = rope.get("rope_type") == "dynamic" or target.traits.limits.longrope_threshold is not None
         return None if changes else cls(target, decoder)
+
+    @property
+    def is_current(self) -> bool:
+        """As of `Executor`."""
+        self.check_weights()
+        return super().is_current
 
     def check_weights(self) -> None:
         """Drop all graphs if weights have moved."""
@@ -137,16 +152,27 @@ class GraphPool:
             self._addresses = addresses
             self.moves += 1
 
-    def cache(self, devices: Sequence[torch.device], rows: int, max_slots: int = sys.maxsize) -> RowCache:
-        """Return an empty cache, the one that was given back if it has so many rows and no more slots."""
+    def new_cache(self, rows: int, max_slots: int) -> RowCache:
+        """As of `Executor`; the one that was given back if it has so many rows and no more slots."""
         spare, self.spare = self.spare, None
         if spare is not None and spare.rows == rows and spare.slots <= max_slots:
             spare.reset()
             spare.max_slots = max_slots
             return spare
-        made = RowCache(devices, rows, max_slots)
+        made = super().new_cache(rows, max_slots)
         made.graphs = StepGraphs(self, made)
         return made
+
+    def keep(self, cache: RowCache) -> None:
+        """As of `Executor`."""
+        self.spare = cache
+
+    def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
+        """As of `Executor`."""
+        ordinary = partial(super().forward, cache, blocks, requirements)
+        if cache.graphs is None or len(blocks) > 1:
+            return ordinary()
+        return [cache.graphs.run(blocks[0], requirements, ordinary)]
 
     def capture(self, function: Callable[[], Any]) -> Captured:
         """Capture a function; what was allocated while it ran is shared with the other graphs, but for its outputs."""
@@ -167,8 +193,8 @@ class GraphPool:
         """Use no graphs from now on, and say so."""
         self.enabled = False
         warnings.warn(
-            f"Decoding runs without CUDA graphs, which is slower: {reason}. {SWITCH}=0 turns them off without this "
-            "message.",
+            f"Decoding runs without CUDA graphs, which is slower: {reason}. {SWITCH}=lean turns them off without "
+            "this message.",
             SaccadeWarning,
             stacklevel=2,
         )
@@ -177,8 +203,8 @@ class GraphPool:
 class StepGraphs:
     """Captured forwards of one cache."""
 
-    def __init__(self, pool: GraphPool, cache: RowCache) -> None:
-        self._pool: GraphPool = pool
+    def __init__(self, pool: GraphExecutor, cache: RowCache) -> None:
+        self._pool: GraphExecutor = pool
         self._cache = cast("RowCache", weakref.proxy(cache))  # which owns this
         self._steps: OrderedDict[Shape, _Step] = OrderedDict()
         self._seen: Counter[Shape] = Counter()

@@ -82,12 +82,13 @@ class LeanDecoder:
         self._layers = layers = [_fuse_layer(layer, product) for layer in decoder.layers]
         self._rotary = decoder.rotary_emb
         self._norm: Tensor = decoder.norm.weight
+        self.width: int = self._norm.shape[0]
         head = model.get_output_embeddings()
         self._exact = exact
         self.logits = product(head.weight, head.bias)  # `[n, V]` of normed states `[n, d]`
         self._eps: float = decoder.layers[0].input_layernorm.variance_epsilon
         self.head_dim: int = attention.head_dim
-        self._kv_heads = attention.k_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
         self._heads = attention.q_proj.out_features // self.head_dim
         self._scale: float = attention.scaling
         types = getattr(decoder.config, "layer_types", None) or ()
@@ -97,11 +98,13 @@ class LeanDecoder:
         self._guard = _guard_of(model, decoder)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         dtype, device = decoder.norm.weight.dtype, decoder.norm.weight.device
-        self._grids = None if exact is None else grids(self._heads, self._kv_heads, self._scale, dtype, device)
+        self._grids = None if exact is None else grids(self._heads, self.kv_heads, self._scale, dtype, device)
         self._steady = [p for p in (*products, self.logits) if isinstance(p, SteadyLinear)]
         self._sizes = make_steady(self._steady) if exact is not None else ()
         self._copied = pack_where_faster([*products, self.logits]) if exact is None else list[Linear](self._steady)
         self._threads = torch.get_num_threads()
+        self._watched: list[Linear] = []
+        self.is_adapted = False  # whether there are LoRAs on top
 
     def adapted(self, model: Any, decoder: Any) -> LeanDecoder | None:
         """Return the decoder of a copy of the model with LoRAs, on these very products; None for kinds such as DoRA."""
@@ -122,12 +125,43 @@ class LeanDecoder:
         other._layers = [_adapt_layer(weights, layer, product) for weights, layer in layers]
         other.logits = AdaptedLinear.of(self.logits, [head], product)
         other._rotary = decoder.rotary_emb
+        other.is_adapted = True
         other._guard = _guard_of(model, decoder)
         if self._exact is not None:
             other._steady = steady
             other._sizes = make_steady(steady)
             other._copied = list[Linear](steady)
         return other
+
+    @property
+    def size(self) -> str:
+        """Numbers of layers and of what these have, for measurements."""
+        inner = self._layers[0].gate_up.weight.shape[0] // 2
+        heads = f"{self._heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{len(self._layers)}x{self.width}x{inner} {heads} {self.logits.weight.shape[0]}"
+
+    def unpack(self) -> None:
+        """Drop packed copies of weights, for an executor with its own."""
+        for product in self._copied if self._exact is None else ():
+            product.unpack()
+        self._copied = self._copied if self._exact is not None else []
+
+    def watch(self) -> None:
+        """Note all weights for `take_changes`."""
+        parts = [self._norm, *(n for w in self._layers for n in (w.norm_in, w.norm_mlp, w.q_norm, w.k_norm))]
+        products = [p for w in self._layers for p in (w.qkv, w.out, w.gate_up, w.down)]
+        biases = [p.bias for p in products]
+        parts += [*biases, *(p.weight for p in products), self.logits.weight, self.logits.bias]
+        self._watched = [Linear(part) for part in parts if part is not None]
+        for part in self._watched:
+            part.note_weight()
+
+    def take_changes(self) -> bool:
+        """Whether weights were changed in place since the last call, or since `watch`."""
+        changed = [part for part in self._watched if part.has_changed]
+        for part in changed:
+            part.note_weight()
+        return bool(changed)
 
     @property
     def is_current(self) -> bool:
@@ -161,7 +195,7 @@ class LeanDecoder:
         if padding:
             x, positions = _pad(x, padding), F.pad(positions, (0, padding))
         cos, sin = self._angles(x, positions)
-        heads, kv, dim, half = self._heads, self._kv_heads, self.head_dim, self.head_dim // 2
+        heads, kv, dim, half = self._heads, self.kv_heads, self.head_dim, self.head_dim // 2
         each = zip(self._layers[:until], cache.layers[:until], self._kinds[:until], strict=True)
         for index, (weights, layer, kind) in enumerate(each):
             if index in wanted:

@@ -84,7 +84,7 @@ class Linear:
         """Copy the weight in the first of some `LAYOUTS` that holds it, for numbers of rows; return its bytes."""
         weight = self.weight.detach()
         self._layouts, self._copy, self._rows = layouts, None, range(0)
-        self._note_weight()
+        self.note_weight()
         for name, rows in layouts.items():
             layout, size = LAYOUTS[name]
             if copied := layout(weight, max(rows.start, 8)):
@@ -92,19 +92,28 @@ class Linear:
                 return int(size * weight.nbytes)
         return 0
 
+    def unpack(self) -> None:
+        """Drop the packed copy."""
+        self._copy, self._rows, self._view = None, range(0), None
+
     def refresh(self) -> None:
         """Copy the weight again if it was changed in place since."""
+        if self.has_changed:
+            self._copy_again()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the weight was changed in place since it was noted."""
         if self._view is None or self._sample is None:
-            return
+            return False
         moved = self._view.data_ptr() != self.weight.data_ptr()
         # Changes by way of ``.data``, which torch does not count, are seen by a few of the elements.
-        if moved or self._version != self._versions() or not torch.equal(self._view, self._sample):
-            self._copy_again()
+        return moved or self._version != self._versions() or not torch.equal(self._view, self._sample)
 
     def _copy_again(self) -> None:
         self.pack(self._layouts)
 
-    def _note_weight(self) -> None:
+    def note_weight(self) -> None:
         """Note what tells later whether the weight is still the one that was copied."""
         weight = self.weight.detach()
         self._view = weight.view(-1)[:: max(1, weight.numel() // _SAMPLES)]

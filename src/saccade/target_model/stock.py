@@ -91,14 +91,14 @@ def _packed(
             f"{type(module).__name__} changes its attention mask before it is used, so that rows cannot share a pass."
         )
     layer: Any = getattr(key, "saccade_layer", None) or cache.layers[module.layer_idx]
-    out = []
+    (all_keys, all_values), out = layer.entries(), []
     for span in cache.layout.spans:
         seen = slice(span.start, span.start + span.visible)
         part = query[:, :, span.first : span.first + span.count]
         mask = span.mask(kind)
         if mask is None:
             mask = query.new_zeros(1, 1, span.count, span.visible)
-        keys, values = layer.keys[None, :, seen], layer.values[None, :, seen]
+        keys, values = all_keys[None, :, seen], all_values[None, :, seen]
         mixed, *_ = attention(module, part, keys, values, mask, **options)
         out.append(mixed)
     return torch.cat(out, 1), None

@@ -67,7 +67,7 @@ class DraftVlmLearner:
         self._target, self._processor, self._recipe, self._source = target, processor, recipe, source
         self._parts = new_draft_vlm(target, processor, str(recipe.head["lm"]), recipe.seed)
         self.module = self._parts.model
-        self._own = Target(self.module, lean=False)
+        self._own = Target(self.module, executor="stock")
         if recipe.recompute:
             recompute_layers(self._own.layers)
         self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)

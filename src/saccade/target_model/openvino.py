@@ -1,0 +1,371 @@
+"""Forwards of a lean decoder as OpenVINO graphs on a CPU, on keys and values in memory of ours.
+
+A forward of few tokens spends half of its time around the matrix products; a graph fuses what is there, and keeps the
+weights packed. Lengths, commits and rollbacks stay the cache's (`RowCache`), whose entries are in blocks here. A mask
+covers new tokens only: where it hides pending ones, as in the levels of a draft tree, these run again with it.
+What the graphs do not take (windows that end, a layer's input alone) runs on the lean decoder, on copies of entries.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade import cpu
+from saccade.errors import SaccadeWarning
+from saccade.options import INT8
+from saccade.target_model.cache import RowCache
+from saccade.target_model.executor import Ahead, LeanExecutor
+from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
+from saccade.target_model.lean import LeanDecoder
+from saccade.target_model.linear import SHARE
+from saccade.target_model.openvino_graph import BLOCK, GraphBuilder, missing, runtime
+
+_GAIN = 0.95  # share of the lean decoder's time below which OpenVINO is the default
+_NO_MASK = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+
+
+def obstacle(target: Any, decoder: LeanDecoder) -> str:
+    """Why OpenVINO cannot run a `Target`'s lean decoder, as part of a sentence; empty if it can."""
+    if target.device.type != "cpu":
+        return f"it runs on CPUs alone, not on {target.device.type}"
+    if target.exact:
+        return "exact mode controls the order of sums, which OpenVINO does not tell"
+    if target.dtype not in (torch.float32, torch.bfloat16):
+        return f"it runs models in float32 and bfloat16, not in {target.dtype}"
+    if target.dtype == torch.bfloat16 and not cpu.has_instructions(torch.bfloat16):
+        return "this processor has no instructions for bfloat16"
+    size, free = sum(p.nbytes for p in target.decoder.parameters()), cpu.available_memory()
+    if free is not None and size > SHARE * free:
+        return "it holds the weights a second time, for which there is too little memory"
+    if decoder.is_adapted:
+        return "adapters run on the lean decoder"
+    return ""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A graph's request, the arrays that its tensors share, which OpenVINO does not keep, and the cache they are of."""
+
+    request: Any
+    held: dict[str, Any] = field(default_factory=dict)
+    cache: tuple[int, int] = (0, 0)
+
+    def give(self, name: str, array: Any) -> None:
+        """Share an array as an input or output."""
+        self.held[name] = array
+        self.request.set_tensor(name, runtime().Tensor(array, shared_memory=True))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What a forward's attention has of its rows."""
+
+    spans: list[tuple[int, int]]  # first slot and number of slots of every row's segment
+    past: list[int]  # entries before the tokens
+    counts: list[int]  # tokens
+    masks: list[Any]  # `[n, n]` of uint8; None for causal attention
+
+
+@dataclass(slots=True)
+class _Part:
+    """Pending tokens of a row, for a later forward that hides some of them."""
+
+    x: Tensor  # `[n, d]`
+    cos: Tensor  # `[n, D]`
+    sin: Tensor
+    mask: Tensor | None  # `[n, F + n]` bool
+
+
+class OpenVinoExecutor(LeanExecutor):
+    """A lean decoder as OpenVINO graphs, which are compiled when they are first needed."""
+
+    name = "openvino"
+
+    def __init__(self, target: Any, decoder: LeanDecoder) -> None:
+        super().__init__(target, decoder)
+        self._int8 = target.weights == INT8
+        self._bound: dict[Any, _Bound] = {}
+        self._pending: WeakKeyDictionary[RowCache, dict[int, list[_Part]]] = WeakKeyDictionary()
+        self._lock = Lock()
+        self._threads = torch.get_num_threads()
+        decoder.watch()
+
+    @classmethod
+    def of(cls, target: Any, decoder: LeanDecoder, named: bool = False) -> OpenVinoExecutor | None:
+        """Return the executor of a `Target`; None where it does not fit or, unless it was chosen, is not faster."""
+        if missing():
+            return None
+        if problem := obstacle(target, decoder):
+            if named:
+                warnings.warn(
+                    f"{target.model.config._name_or_path or 'The model'} runs without OpenVINO: {problem}.",
+                    SaccadeWarning,
+                    stacklevel=2,
+                )
+            return None
+        made = cls(target, decoder)
+        if target.chosen == "auto" and not made._is_faster():
+            return None
+        decoder.unpack()
+        return made
+
+    def _is_faster(self) -> bool:
+        """Whether one token and eight take less time than on the lean decoder, measured once per machine and shape."""
+        target, size = self.target, self.decoder.size
+        cache = self.new_cache(1, BLOCK)
+        cache.reserve(0, BLOCK)
+
+        def run(forward: Any, count: int) -> None:
+            forward(cache, [TokenBlock([0], torch.zeros(1, count, dtype=torch.long))], Requirements())
+            cache.drop([0])
+
+        def measure() -> list[float]:
+            ways = self.forward, LeanExecutor(target, self.decoder).forward
+            ours, theirs = zip(
+                *(cpu.shortest_times(*(partial(run, way, n) for way in ways)) for n in (1, 8)), strict=True
+            )
+            return [sum(ours) / sum(theirs)]
+
+        kind = str(target.dtype).removeprefix("torch.") + (" int8" if self._int8 else "")
+        name = f"OpenVINO {version('openvino')} over lean {size} {kind} {torch.get_num_threads()} threads"
+        return cpu.remember(name, measure)[0] < _GAIN
+
+    @property
+    def is_current(self) -> bool:
+        """As of `Executor`; graphs are compiled again if weights have changed, or the number of threads."""
+        threads = torch.get_num_threads()
+        if self.decoder.take_changes() or threads != self._threads:
+            self._bound.clear()
+            self._threads = threads
+        return super().is_current
+
+    def new_cache(self, rows: int, max_slots: int) -> RowCache:
+        """As of `Executor`."""
+        return RowCache(max_slots=max_slots, rows=rows, block=BLOCK, **self.target.cache_shape)
+
+    def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
+        """As of `Executor`."""
+        if not self._takes(cache, blocks):
+            return super().forward(cache, blocks, requirements)
+        target = self.target
+        x, deepstack = target.embedded(blocks), pack_deepstack(blocks)
+        cos, sin = self._angles(x, target.positions_of(cache, blocks))
+        rows, again = self._rows(cache, blocks)
+        wanted, kept = _wanted(blocks), None
+        if again:
+            x, cos, sin, kept = self._joined(cache, blocks, x, cos, sin, rows)
+            wanted = kept if wanted is None else kept[wanted]
+        elif any(block.attention_mask is not None for block in blocks):
+            self._remember(cache, blocks, x, cos, sin)
+        wanted = np.arange(len(x), dtype=np.int32) if wanted is None else wanted
+        layers = requirements.layers
+        logits = x.new_empty(len(wanted), target.vocab_size, dtype=torch.float32)
+        hidden = {layer: x.new_empty(x.shape, dtype=torch.float32) for layer in layers}
+        with self._lock:
+            bound = self._graph(cache, "forward", layers, requirements.final, len(deepstack))
+            bound.give("x", x.float().contiguous().numpy())
+            bound.give("cos", cos.float().contiguous().numpy())
+            bound.give("sin", sin.float().contiguous().numpy())
+            for index, features in enumerate(deepstack):
+                bound.give(f"deepstack.{index}", features.float().contiguous().numpy())
+            bound.give("wanted", wanted)
+            self._place(bound, rows)
+            bound.give("logits", logits.numpy())
+            for layer, state in hidden.items():
+                bound.give(f"hidden.{layer}", state.numpy())
+            bound.request.infer()
+        for block in blocks:
+            for row in block.rows:
+                cache.pending[row] += block.count
+        if kept is not None:
+            hidden = {layer: state[kept] for layer, state in hidden.items()}
+        dtype = target.dtype
+        return split_outputs(blocks, logits.to(dtype), {layer: state.to(dtype) for layer, state in hidden.items()})
+
+    def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
+        """As of `Executor`: in one graph."""
+        rows, tokens, steps, vocab = ahead
+        counts = [len(each) for each in tokens]
+        pasts = [cache.lengths[row] + cache.pending[row] for row in rows]
+        ends = [past + count + steps - 1 for past, count in zip(pasts, counts, strict=True)]
+        reach = self.target.traits.masks.reach
+        if (reach is not None and max(ends) > reach) or vocab > len(self.target.embedding_weight):
+            return None
+        for row, end in zip(rows, ends, strict=True):
+            cache.check_room(row, end)
+        places = [at + place for at, count in zip(first, counts, strict=True) for place in range(count)]
+        places += [at + count + step for step in range(steps - 1) for at, count in zip(first, counts, strict=True)]
+        positions = torch.tensor(places)
+        context = self.target.traits.limits.context
+        positions = positions if context is None else positions.clamp(max=context - 1)
+        cos, sin = self._angles(self.decoder._norm[None], positions[None])
+        segments = [(cache.start(row), cache.capacity(row)) for row in rows]
+        logits = torch.empty(steps, len(rows), vocab)
+        with self._lock:
+            bound = self._graph(cache, "ahead", steps, vocab)
+            bound.give("ids", np.fromiter((token for each in tokens for token in each), np.int32))
+            bound.give("last", np.cumsum(counts, dtype=np.int32) - 1)
+            bound.give("cos", cos.float().contiguous().numpy())
+            bound.give("sin", sin.float().contiguous().numpy())
+            self._place(bound, _Rows(segments, pasts, counts, []))
+            bound.give("logits", logits.numpy())
+            bound.request.infer()
+        for row, count in zip(rows, counts, strict=True):
+            cache.pending[row] += count + steps - 1
+        return logits
+
+    # -- what runs -----------------------------------------------------------------------------------------
+
+    def _takes(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> bool:
+        """Whether a graph runs these blocks: no window ends within their rows' entries."""
+        reach = self.target.traits.masks.reach
+        for block in blocks:
+            for row in block.rows:
+                seen = cache.lengths[row] + cache.pending[row] + block.count
+                if block.slot_shifts is not None or (reach is not None and seen > reach):
+                    return False
+                cache.check_room(row, seen)
+        return True
+
+    def _rows(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[_Rows, bool]:
+        """Places, lengths and masks of the rows, and whether some of their pending tokens have to run again."""
+        rows, again = _Rows([], [], [], []), False
+        for block in blocks:
+            before, mask = cache.pending[block.rows[0]], block.attention_mask
+            again |= bool(before and mask is not None and not mask[:, :, :before].all())
+            shown = None if mask is None or block.count == 1 else mask[:, :, before:].contiguous().view(torch.uint8)
+            for place, row in enumerate(block.rows):
+                rows.spans.append((cache.start(row), cache.capacity(row)))
+                rows.past.append(cache.lengths[row] + before)
+                rows.counts.append(block.count)
+                rows.masks.append(None if shown is None else shown[min(place, len(shown) - 1)].numpy())
+        return rows, again
+
+    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.decoder._angles(x, positions)
+        return cos[:, 0], sin[:, 0]
+
+    def _remember(
+        self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, cos: Tensor, sin: Tensor
+    ) -> dict[int, list[_Part]]:
+        """Keep pending tokens for forwards that hide some of them; return those of all rows."""
+        known, at = self._pending.setdefault(cache, {}), 0
+        for block in blocks:
+            for place, row in enumerate(block.rows):
+                part = slice(at, at + block.count)
+                mask = block.attention_mask
+                own = None if mask is None else mask[min(place, len(mask) - 1)]
+                if not cache.pending[row]:
+                    known[row] = []
+                known.setdefault(row, []).append(_Part(x[part], cos[part], sin[part], own))
+                at += block.count
+        return known
+
+    def _joined(
+        self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, cos: Tensor, sin: Tensor, rows: _Rows
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Put every row's pending tokens before its new ones; return all, and the places of the new ones."""
+        known, parts, kept, at = self._remember(cache, blocks, x, cos, sin), [], [], 0
+        each = (row for block in blocks for row in block.rows)
+        for place, row in enumerate(each):
+            own, count = known[row], rows.counts[place]
+            total = sum(len(part.x) for part in own)
+            mask, behind = np.zeros((total, total), np.uint8), 0
+            for part in own:
+                n = len(part.x)
+                shown = np.tri(n, behind + n, behind, np.uint8) if part.mask is None else part.mask.numpy()
+                mask[behind : behind + n, : behind + n] = shown
+                behind += n
+            rows.past[place] -= total - count
+            rows.counts[place], rows.masks[place] = total, mask
+            parts += own
+            kept.append(np.arange(at + total - count, at + total, dtype=np.int32))
+            at += total
+        joined = [torch.cat([getattr(part, name) for part in parts]) for name in ("x", "cos", "sin")]
+        return joined[0], joined[1], joined[2], np.concatenate(kept)
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def _graph(self, cache: RowCache, kind: str, *key: Any) -> _Bound:
+        """Return the request of a graph of some kind, bound to a cache's memory."""
+        low = self.target.dtype == torch.bfloat16
+        bound = self._bound.get((kind, *key))
+        if bound is None:
+            builder = GraphBuilder(self.decoder, self._int8, low)
+            if kind == "ahead":
+                compiled = builder.ahead(self.target.embedding_weight, *key)
+            else:
+                compiled = builder.forward(*key)
+            bound = self._bound[kind, *key] = _Bound(compiled.create_infer_request())
+        self._bind(bound, cache, low)
+        return bound
+
+    def _bind(self, bound: _Bound, cache: RowCache, low: bool) -> None:
+        layers = cache.layers
+        if not layers[0].is_initialized:
+            like = torch.zeros(1, self.decoder.kv_heads, 1, self.decoder.head_dim, dtype=self.target.dtype)
+            for layer in layers:
+                layer.lazy_initialization(like, like)
+        stamp = id(cache), layers[0].keys.data_ptr()
+        if bound.cache == stamp:
+            return
+        bound.cache = stamp
+        tensor = runtime().Tensor
+        for index, layer in enumerate(layers):
+            for name, entries in ((f"keys.{index}", layer.keys), (f"values.{index}", layer.values)):
+                if low:
+                    raw = entries.view(torch.int16).numpy()
+                    bound.held[name] = raw
+                    bound.request.set_tensor(name, tensor(raw, list(raw.shape), runtime().Type.bf16))
+                else:
+                    bound.give(name, entries.numpy())
+
+    def _place(self, bound: _Bound, rows: _Rows) -> None:
+        """Give where rows are, and what of each other their new tokens see."""
+        if rows.spans != bound.held.get("spans"):
+            bound.held["spans"] = rows.spans
+            numbers = [np.arange(start // BLOCK, (start + size) // BLOCK, dtype=np.int32) for start, size in rows.spans]
+            bound.give("block_indices", np.concatenate(numbers))
+            bound.give("block_indices_begins", _begins([len(each) for each in numbers]))
+        bound.give("past_lens", np.array(rows.past, np.int32))
+        bound.give("subsequence_begins", _begins(rows.counts))
+        longest = max(past + count for past, count in zip(rows.past, rows.counts, strict=True))
+        bound.give("max_context_len", np.array(longest, np.int32))
+        bias = _NO_MASK
+        if any(mask is not None for mask in rows.masks):
+            masks = [
+                np.tri(count, dtype=np.uint8) if mask is None else mask
+                for mask, count in zip(rows.masks, rows.counts, strict=True)
+            ]
+            bias = np.concatenate([mask.ravel() for mask in masks]), _begins([mask.size for mask in masks])
+        if rows.masks and (len(bias[0]) or len(bound.held.get("qq_bias", "?"))):
+            bound.give("qq_bias", bias[0])
+            bound.give("qq_bias_begins", bias[1])
+
+
+def _begins(sizes: Sequence[int]) -> Any:
+    return np.cumsum([0, *sizes], dtype=np.int32)
+
+
+def _wanted(blocks: Sequence[TokenBlock]) -> Any:
+    """Indices of the tokens whose logits are computed; None for all."""
+    if not any(block.logits_from for block in blocks):
+        return None
+    indices, start = [], 0
+    for block in blocks:
+        stop = start + block.tokens.numel()
+        each = np.arange(start, stop, dtype=np.int32).reshape(-1, block.count)
+        indices.append(each[:, block.logits_from :].ravel())
+        start = stop
+    return np.concatenate(indices)
