@@ -77,8 +77,8 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_138),
-    "serve": (("serve",), 6_027),
+    "cli": (("cli",), 2_150),
+    "serve": (("serve",), 6_035),
     "training": (("train", "distill"), 4_952),
     "measuring": (("bench", "theory", "memory_plan"), 3_968),
     "jobs": (("jobs", "data", "ray_cluster"), 2_437),
@@ -86,7 +86,7 @@ PARTS = {
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 26_900
+CORE = 27_300
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 53_900, 9_900
 """Most lines of the tests, and of tools and benchmarks together."""
