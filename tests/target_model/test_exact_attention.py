@@ -25,7 +25,7 @@ def vectors(dtype: torch.dtype, heads: int = 4, keys: int = 150, queries: int = 
 def rounded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries in float32, keys and values in their dtype, as a layer rounds them."""
     factors, steps = grids(1, 1, 1.0, value.dtype, value.device)
-    one, two, three = (on_grid(x, factors[i : i + 1], steps[i : i + 1]) for i, x in enumerate((query, key, value)))
+    one, two, three = (on_grid(x, factors[i], steps[i]) for i, x in enumerate((query, key, value)))
     return one, two.to(value.dtype), three.to(value.dtype)
 
 
@@ -100,10 +100,10 @@ def test_rounding_loses_nothing_but_the_smallest_elements() -> None:
 
 
 def test_queries_are_scaled_before_they_are_rounded() -> None:
-    both = torch.randn(5, 4, 32).bfloat16()
+    both = torch.randn(4, 5, 32).bfloat16()
     ours = on_grid(both, *grids(2, 1, 0.3, torch.bfloat16, both.device))
-    torch.testing.assert_close(ours[:, :2], both[:, :2].float() * 0.3, rtol=1e-5, atol=1e-5)
-    assert torch.equal(ours[:, 2].bfloat16(), both[:, 2])
+    torch.testing.assert_close(ours[:2], both[:2].float() * 0.3, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours[2].bfloat16(), both[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -177,17 +177,17 @@ MAX_KEYS = 2**20  # most keys for which two sums have the digits of bfloat16 and
 
 
 def grids(heads: int, kv_heads: int, scale: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the second and third argument of `on_grid` for a layer's queries, keys and values, ``[H + 2 H_kv, 1]``."""
+    """Return ``factors`` and ``steps`` of `on_grid` for a layer's queries, keys and values, ``[H + 2 H_kv, 1, 1]``."""
     counts = torch.tensor([heads, kv_heads, kv_heads])
     steps = torch.tensor([_QUERY_GRID, _QUERY_GRID, 1.5 * 2.0 ** (23 - VALUE_BITS[dtype])])
     factors = torch.tensor([scale, 1.0, 1.0])  # queries are not kept, and need not be rounded to the dtype
     both = torch.stack([factors, steps]).repeat_interleave(counts, 1)
-    one, other = both[..., None].to(device)
+    one, other = both[..., None, None].to(device)
     return one, other
 
 
 def on_grid(vectors: Tensor, factors: Tensor, steps: Tensor) -> Tensor:
-    """Round vectors ``[T, H, D]`` times ``factors`` ``[H, 1]`` for exact sums, in float32; steps ``[H, 1]``."""
+    """Round vectors ``[H, T, D]`` times ``factors`` ``[H, 1, 1]`` for exact sums, in float32; steps ``[H, 1, 1]``."""
     wide = vectors * factors
     far = power_of_two(wide.abs().amax(-1, keepdim=True)).mul_(steps)
     return wide.add_(far).sub_(far)

@@ -303,8 +303,11 @@ class Layout:
         times = query.shape[0] // keys.shape[0]
         out = []
         for group in self._groups:
-            part = query[:, group.first : group.first + group.rows * group.count]
-            part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
+            part = query[:, group.first : group.first + group.rows * group.count] if len(self._groups) > 1 else query
+            if group.rows > 1:
+                part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
+            else:
+                part = part[None]
             own_keys, own_values = group.of(keys), group.of(values)
             if times > 1 and kernel is None and query.is_cuda and group.count <= MAX_FOLDED:
                 folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
@@ -312,7 +315,7 @@ class Layout:
                 mixed = mixed.unflatten(2, (times, group.count)).flatten(1, 2)
             else:
                 mixed = (kernel or attend)(part, own_keys, own_values, group.masks[kind], scale, times > 1)
-            out.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
+            out.append(mixed.transpose(1, 2).reshape(group.rows * group.count, -1))
         return out[0] if len(out) == 1 else torch.cat(out)
 
 

@@ -201,24 +201,21 @@ class LeanDecoder:
             if index in wanted:
                 states[index] = x[:count]
             h = rms_norm(x, weights.norm_in, self._eps, weights.qkv.factor(rows))
-            qkv = weights.qkv.product(h).view(-1, heads + 2 * kv, dim)
+            qkv = weights.qkv.product(h).view(-1, heads + 2 * kv, dim).transpose(0, 1)
+            turning, new = qkv.split_with_sizes((heads + kv, kv))
             if weights.q_norm is not None and weights.k_norm is not None:
-                q = rms_norm(qkv[:, :heads], weights.q_norm, self._eps)
-                k = rms_norm(qkv[:, heads : heads + kv], weights.k_norm, self._eps)
-                turning = torch.cat([q, k], 1)
-            else:
-                turning = qkv[:, : heads + kv]
+                q = rms_norm(turning[:heads], weights.q_norm, self._eps)
+                k = rms_norm(turning[heads:], weights.k_norm, self._eps)
+                turning = torch.cat([q, k])
             turned = (turning * cos).addcmul_(turning.roll(half, -1), sin)
-            new = qkv[:, heads + kv :]
             if self._grids is None:
-                query, key, scale = turned[:, :heads], turned[:, heads:], self._scale
+                (query, key), scale = turned.split_with_sizes((heads, kv)), self._scale
             else:
-                rounded = on_grid(torch.cat([turned, new], 1)[:count], *self._grids)
-                query, scale = rounded[:, :heads], 1.0
-                entries = rounded[:, heads:].to(x.dtype)
-                key, new = entries[:, :kv], entries[:, kv:]
-            keys, values = layer.write(key.transpose(0, 1), new.transpose(0, 1))
-            mixed = layout.attend(query.transpose(0, 1), keys, values, scale, kind, kernel=self._exact)
+                rounded = on_grid(torch.cat([turned, new])[:, :count], *self._grids)
+                query, scale = rounded[:heads], 1.0
+                key, new = rounded[heads:].to(x.dtype).split_with_sizes((kv, kv))
+            keys, values = layer.write(key, new)
+            mixed = layout.attend(query, keys, values, scale, kind, kernel=self._exact)
             x = torch.add(x, weights.out.product(_pad(mixed, padding)), alpha=weights.out.factor(rows))
             h = rms_norm(x, weights.norm_mlp, self._eps, weights.gate_up.factor(rows))
             gate, up = weights.gate_up.product(h).chunk(2, -1)
@@ -234,7 +231,7 @@ class LeanDecoder:
         return normed[:count], states
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[T, 1, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
+        """Cosines and signed sines ``[T, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
         axes = max(len(self._sections), positions.shape[0])
         if axes > 1:  # all of them also where they are equal, as transformers 5.17 needs them
             positions = positions.expand(axes, -1)[:, None]
@@ -243,7 +240,7 @@ class LeanDecoder:
             cos, sin = (self._mixed(t) for t in (cos, sin))
         half = self.head_dim // 2
         signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
-        return cos[0, :, None], signed[:, None]
+        return cos[0], signed
 
     def _mixed(self, angles: Tensor) -> Tensor:
         """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from another position axis."""
