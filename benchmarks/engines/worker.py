@@ -1,0 +1,31 @@
+"""The side of an engine's process: requests and answers as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+Answer = Callable[[int, str, int], tuple[list[int], int]]
+"""Answer a prompt by number in a way, with at most so many tokens: new token ids, and passes of the target.
+
+An answer of one token is made without the draft model, whose reading of the prompt counts as drafting."""
+
+
+def serve(answer: Answer, about: str) -> None:
+    """Say what engine this is, then answer requests until there are no more."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines print
+
+    def reply(value: object) -> None:
+        print(json.dumps(value), file=replies, flush=True)
+
+    reply(about)
+    for line in sys.stdin:
+        request = json.loads(line)
+        processor, wall = time.process_time(), time.perf_counter()
+        tokens, passes = answer(**request)
+        processor, wall = time.process_time() - processor, time.perf_counter() - wall
+        reply({"tokens": tokens, "passes": passes, "processor": processor, "wall": wall})
