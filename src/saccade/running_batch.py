@@ -67,8 +67,11 @@ class Ticket:
         Raises:
             Exception: the error that the request failed with.
         """
-        for _ in self:
-            pass
+        while not self._row.done:
+            self._batch.step_once()
+        self._row.steps.clear()
+        if self._row.error is not None:
+            raise self._row.error
         return self.output
 
     def _next(self) -> TicketChunk:

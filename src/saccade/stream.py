@@ -110,6 +110,12 @@ class Stream:
             if self._streamer is not None:
                 self._streamer.end()  # or its reader in another thread would wait without end
 
+    def finish(self) -> list[Output]:
+        """Run to the end, without the text of single steps, and return the outputs."""
+        for _ in self._run.steps if self._streamer is None else self:
+            pass
+        return self.outputs
+
     def cancel(self) -> None:
         """End the generation; the tokens so far remain."""
         self._run.cancel()

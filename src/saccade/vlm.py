@@ -358,9 +358,8 @@ class VLM:
         """
         rest: dict[str, Any] = {"session": session, "streamer": streamer, **options}
         stream = self.stream(prompt, images, videos, prediction=prediction, seed=seed, **rest)
-        for _ in stream:
-            pass
-        return stream.outputs if stream.is_batch else stream.outputs[0]
+        outputs = stream.finish()
+        return outputs if stream.is_batch else outputs[0]
 
     def stream(
         self,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import NaiveTree, draft_tree, judged, trees
 
+from pretend_device import PretendDevice
+from saccade.engine.step import VerificationGroup, pack, to_host
+from saccade.target_model.forward import ForwardOutput
 from saccade.verify.rule import Greedy, path_to
 
 VOCAB = 3  # few tokens, so that guesses are often right
@@ -48,6 +54,32 @@ def test_greedy_accepts_exactly_what_plain_decoding_would_emit(rows: list[NaiveT
         assert path in naive_greedy(naive, choice)
         assert int(verdict.token[row]) == choice[path[-1]]
         assert verdict.path[row, count + 1 :].tolist() == [0] * (verdict.path.shape[1] - count - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(rows=2, vocab=VOCAB), st.integers(0, 999), st.integers(1, 6))
+def test_a_device_and_the_host_give_the_same_verdict(rows: list[NaiveTree], seed: int, remaining: int) -> None:
+    """What the host decides at once, a device packs: paths, tokens, drafted nodes, and logits that are not finite."""
+    tree = draft_tree(rows)
+    scores = torch.randn(2, tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
+    scores[1, -1, 0] = torch.inf
+    read = []
+    for place in ("cpu", "pretend"):
+        with PretendDevice():
+            there, there_scores = tree.to(torch.device(place)), scores.to(place)
+            verdict = judged(Greedy(), there, there_scores)
+            assert (verdict.host is None) == (place == "pretend")
+            two = [SimpleNamespace(remaining=remaining, slot=slot) for slot in range(2)]
+            group: Any = SimpleNamespace(rows=two, tree=there, output=ForwardOutput(there_scores))
+            if verdict.host is not None:
+                decided: Any = VerificationGroup._on_host(group, verdict.host)
+            else:
+                decided = pack(there, verdict, there_scores, None)
+            read.append(to_host([decided], [[remaining] * 2])[0])
+    for ours, theirs in zip(*read, strict=True):
+        assert (ours.token, ours.drafted, ours.unsound) == (theirs.token, theirs.drafted, theirs.unsound)
+        assert ours.tokens == theirs.tokens  # of siblings that repeat a token, any will do
+    assert [each.unsound for each in read[0]] == [False, True]
 
 
 def test_greedy_takes_the_longest_of_two_paths_with_the_same_tokens() -> None:

@@ -180,7 +180,8 @@ class RunningBatch:
         active = list(state.active)
         active_before = len(active)
         try:
-            self._admit(active)  # also rows whose admission fails
+            if self._waiting:
+                self._admit(active)  # also rows whose admission fails
             if not active:
                 return []
             looks = len(active) > active_before or self.steps % LOOK == 0
@@ -296,6 +297,9 @@ class Engine:
         return Run(batch, rows, self.lossless, trace)
 
 
+_NONE = TicketChunk((), (), True)
+
+
 class Run:
     """One generation: iterate `steps`, then read `outputs` (complete up to the last step).
 
@@ -326,23 +330,23 @@ class Run:
                 for row in self.rows:
                     if row.error is not None:
                         raise row.error
-                if any(row.steps for row in self.rows):
+                if [row for row in self.rows if row.steps]:
                     yield self._oldest()
-                elif all(row.done for row in self.rows):
-                    return
-                else:
+                elif [row for row in self.rows if not row.done]:
                     self.batch.step()
+                else:
+                    return
         finally:
             self.batch.drop(self.rows)
 
     def _oldest(self) -> Chunk:
         """Remove and return these rows' oldest steps."""
-        none = TicketChunk((), (), True)
-        steps = [row.steps.pop(0) if row.steps else none for row in self.rows]
-        return Chunk(
-            text="",
-            tokens=tuple(step.tokens for step in steps),
-            marks=tuple(step.marks for step in steps),
-            trees=tuple(step.tree for step in steps) if self.trace else (),
-            finished=tuple(row.done and not row.steps for row in self.rows),
+        steps = [row.steps.pop(0) if row.steps else _NONE for row in self.rows]
+        tokens, marks, trees, finished = zip(
+            *[
+                (step.tokens, step.marks, step.tree, row.done and not row.steps)
+                for step, row in zip(steps, self.rows, strict=True)
+            ],
+            strict=True,
         )
+        return Chunk(text="", tokens=tokens, marks=marks, trees=trees if self.trace else (), finished=finished)

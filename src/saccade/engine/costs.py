@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf, sqrt
@@ -60,22 +59,24 @@ class Clock:
         self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
         self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage, as of the last `read`
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._open: list[str] = []  # stages under way, each within the one before
+        self._open: list[tuple[str, Any]] = []  # stages under way with their begin, each within the one before
         # since the last `read`, 1 for a stage's time or -1 for another one's within it, with their begin and end
         self._spans: list[tuple[str, int, Any, Any]] = []
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time until the context closes to stage ``name``, and to no stage around it."""
-        start = self._now()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._open.pop()
-            stop = self._now()
-            self._spans.append((name, 1, start, stop))
-            self._spans += [(around, -1, start, stop) for around in self._open[-1:]]
+    def stage(self, name: str) -> Clock:
+        """A context whose time is added to stage ``name``, and to no stage around it."""
+        self._open.append((name, self._now()))
+        return self
+
+    def __enter__(self) -> None:
+        """The stage has begun."""
+
+    def __exit__(self, *_: object) -> None:
+        name, start = self._open.pop()
+        stop = self._now()
+        self._spans.append((name, 1, start, stop))
+        if self._open:
+            self._spans.append((self._open[-1][0], -1, start, stop))
 
     def _now(self) -> Any:
         """An event on a GPU, else the wall time and the cost so far."""
@@ -441,7 +442,7 @@ class ChunkSizes:
     def __init__(self, most: int, longest: float = LONGEST_STEP) -> None:
         self.most = most  # tokens of a chunk, where nobody waits for it or it takes no time
         self._extra = longest * _SAFE - 1
-        self._steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
+        self.steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))  # seconds by rows
         self._costs: deque[float] = deque(maxlen=3)  # they grow with the position in the prompt
         self._last = self._offered = 0
 
@@ -462,7 +463,7 @@ class ChunkSizes:
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """Record a step of decoding rows alone."""
-        self._steps[rows].append(seconds)
+        self.steps[rows].append(seconds)
 
     def observe_chunk(self, tokens: int, seconds: float, rows: int = 0) -> None:
         """Record a chunk; ``seconds`` are those of the whole step where it had decoding rows.
@@ -477,8 +478,8 @@ class ChunkSizes:
 
     def _step(self, rows: int) -> float | None:
         """Seconds of a step of so many rows, or of the most that were measured; None where only more were."""
-        known = max((n for n in self._steps if n <= rows), default=None)
-        return None if known is None else median(self._steps[known])
+        known = max((n for n in self.steps if n <= rows), default=None)
+        return None if known is None else median(self.steps[known])
 
 
 class StepSizes:
@@ -488,3 +489,4 @@ class StepSizes:
         self.prompts = ChunkSizes(prefill_chunk, longest)
         self.media = ChunkSizes(DRAFT_CHUNK, longest)
         self.drafts = ChunkSizes(DRAFT_CHUNK, longest)
+        self.media.steps = self.drafts.steps = self.prompts.steps

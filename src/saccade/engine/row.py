@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
@@ -296,16 +296,12 @@ class Row:
         self.drafts: bool | None = None  # whether the drafter drafts for the row at all; None until that is decided
         self.trials = Trials()  # acceptance of the row's draft tokens, where a pacer chooses their number
         self._device = device
+        self.done = False  # whether it has ended, for any reason
         self._reason: FinishReason | None = None
         self._num_proposed = 0
         self.submitted = time.perf_counter()
         self._begun = self._ended = 0.0
         self._seconds: dict[str, float] = {}
-
-    @property
-    def done(self) -> bool:
-        """Whether the row has ended, for any reason."""
-        return self._reason is not None
 
     @property
     def remaining(self) -> int:
@@ -364,7 +360,13 @@ class Row:
             emitted.append(token)
             self.stats.accepted_tokens += mark != "target"
             self.stats.loosened_tokens += mark in ("loose", "shifted")
-            reason = self._ending(token)
+            reason: FinishReason | None = None
+            if token in self.plan.eos:
+                reason = "eos"
+            elif self.plan.criteria and self._is_stopped():
+                reason = "stop"
+            elif len(self.output) >= self.plan.max_new_tokens:
+                reason = "length"
             if reason is not None:
                 self.end(reason)
                 break
@@ -373,19 +375,13 @@ class Row:
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """Record the row's end."""
-        self._reason, self.error = reason, error
+        self.done, self._reason, self.error = True, reason, error
         self._ended = time.perf_counter()
 
-    def _ending(self, token: int) -> FinishReason | None:
-        plan = self.plan
-        if token in plan.eos:
-            return "eos"
-        if plan.criteria:
-            ids = torch.tensor([self.ids], device=self._device)
-            scores: Any = None
-            if any(bool(torch.as_tensor(c(ids, scores)).any()) for c in plan.criteria):
-                return "stop"
-        return "length" if len(self.output) >= plan.max_new_tokens else None
+    def _is_stopped(self) -> bool:
+        """Whether a stopping criterion ends the row behind its last token."""
+        ids, scores = torch.tensor([self.ids], device=self._device), cast("Any", None)
+        return any(bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self.plan.criteria)
 
     def finish(self, lossless: bool = True) -> Output:
         """Return the output so far."""

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -267,10 +267,14 @@ class PromptRunner:
         self._sizes = sizes
         self._rows, self._tokens, self._media_tokens = len(state.decoding), 0, 0
         state.context.media.timed = partial(clock.stage, "vision")
-        budgets = [each.size(self._rows, len(state.prefills)) for each in (sizes.prompts, sizes.media, sizes.drafts)]
-        if self._target.ranks is not None:  # times differ from rank to rank
-            budgets = self._target.ranks.numbers(budgets)
-        self._budget, self._media_budget, self._draft_budget = budgets
+
+    @cached_property
+    def _budgets(self) -> list[int]:
+        """Tokens of prompts, of media, and of draft prompts that this step has time for."""
+        kinds = self._sizes.prompts, self._sizes.media, self._sizes.drafts
+        budgets = [each.size(self._rows, len(self._state.prefills)) for each in kinds]
+        ranks = self._target.ranks
+        return budgets if ranks is None else ranks.numbers(budgets)  # times differ from rank to rank
 
     def chunks(self) -> list[PrefillChunk]:
         """This step's parts of prompts, each with its block of the joint forward.
@@ -280,18 +284,21 @@ class PromptRunner:
         """
         chunks: list[PrefillChunk] = []
         left = 1.0  # share of the time by which this step may be longer
-        waiting = self._in_order() if self._budget else []
+        if not self._state.prefills and self._target.ranks is None:
+            return chunks
+        most = self._budgets[0]
+        waiting = self._in_order() if most else []
         for row, prefill in waiting:
             row.overtaken += 1
-            budget = self._allowance(prefill, int(left * self._budget), chunks, row is waiting[-1][0])
-            if budget < min(self._budget, FEWEST):
+            budget = self._allowance(prefill, int(left * most), chunks, row is waiting[-1][0])
+            if budget < min(most, FEWEST):
                 continue
             chunk = PrefillChunk(row, prefill, prefill.chunk_end(budget))
             if len(prefill.prompt) - chunk.stop <= self._sizes.prompts.most // 32:
                 chunk.stop = len(prefill.prompt)
             size = chunk.stop - prefill.num_computed
             media, draft = self._costs(chunk)
-            parts = size / self._budget, media, draft
+            parts = size / most, media, draft
             if self._rows:
                 cost = sum(parts)
             else:  # no answer waits for the step, in which each kind may have its whole size
@@ -355,7 +362,7 @@ class PromptRunner:
         if self._rows or is_whole:
             return tokens
         if any(chunk.is_last for chunk in chunks):
-            most = max(self._tokens, self._budget // SHARE)
+            most = max(self._tokens, self._budgets[0] // SHARE)
             return min(tokens, most)
         return tokens
 
@@ -365,7 +372,7 @@ class PromptRunner:
         if chunk.is_last and not row.drafter_prefilled and self._drafts_early(row):
             tokens = len(row.request.drafter_prompt)
         media = chunk.prefill.num_unencoded(chunk.stop)
-        return media / self._media_budget, tokens / self._draft_budget
+        return media / self._budgets[1], tokens / self._budgets[2]
 
     def _run_ahead(self, chunk: PrefillChunk, media: bool, draft: bool) -> bool:
         """Run the media or the draft prompt, where one is the larger part, before a chunk's own step."""
@@ -385,7 +392,6 @@ class PromptRunner:
 
     def observe(self, seconds: float) -> None:
         """Record the time of the whole step."""
-        self._clock.read()
         media, draft = self._clock.costs["vision"], self._clock.costs["draft_prefill"]
         if self._media_tokens:
             self._sizes.media.observe_chunk(self._media_tokens, media)
@@ -394,8 +400,7 @@ class PromptRunner:
         if self._tokens:
             self._sizes.prompts.observe_chunk(self._tokens, seconds - media - draft, self._rows)
         elif not media and not draft:
-            for sizes in (self._sizes.prompts, self._sizes.media, self._sizes.drafts):
-                sizes.observe_step(self._rows, seconds)
+            self._sizes.prompts.observe_step(self._rows, seconds)
 
     def _drafts_early(self, row: Row) -> bool:
         """Whether a row's first tree is verified in the pass that ends its prompt."""
@@ -440,7 +445,7 @@ class PromptRunner:
 
     def _load_part(self, row: Row) -> bool:
         """Prefill a part of the drafter's prompt ahead of the target's, or the last; whether all of it is done."""
-        drafting, budget, prompt = self._state.drafting, self._draft_budget, row.request.drafter_prompt
+        drafting, budget, prompt = self._state.drafting, self._budgets[2], row.request.drafter_prompt
         row.drafter_begun = True
         if not budget:
             return False

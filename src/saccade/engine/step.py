@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, product
+from math import isfinite
+from operator import and_, itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.draft.drafter import DraftSession
 from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, alike, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
 from saccade.engine.costs import Clock, StepSizes, sampled_length
@@ -22,7 +27,7 @@ from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.target_model.sharding import Ranks
 from saccade.tree import DraftTree
-from saccade.verify.rule import Judge, Processing, Rule, Uniforms, Verdict
+from saccade.verify.rule import STRICT, Judge, Processing, Rule, Uniforms, Verdict
 
 
 def pack(tree: DraftTree, verdict: Verdict, logits: Tensor, sampled: Tensor | None) -> Tensor:
@@ -51,14 +56,37 @@ def _not_finite(values: Tensor) -> Tensor:
     return (values - values != 0).long()
 
 
-def to_host(packed: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Move the rows of several packed tensors to the host in one transfer."""
-    if len(packed) == 1:
-        return [packed[0].tolist()]
-    widest = max(part.shape[1] for part in packed)
-    joint = torch.cat([pad(part, (0, widest - part.shape[1])) for part in packed]).tolist()
-    rows = iter(joint)
-    return [[next(rows)[: part.shape[1]] for _ in range(len(part))] for part in packed]
+class RowVerdict(NamedTuple):
+    """A row's verdict on the host."""
+
+    token: int  # the target's own behind the path
+    path: list[int]  # accepted nodes, the root first
+    tokens: list[int]  # of the path
+    marks: list[int]  # of the path; empty where all are strict
+    drafted: int  # nodes that could be emitted, the root not counted
+    unsound: bool  # whether logits are not finite
+    barred: bool  # whether the token was sampled from scores without a finite maximum
+
+    @classmethod
+    def of(cls, numbers: list[int], remaining: int) -> RowVerdict:
+        """Read a row of `pack`; ``remaining``: its tokens that may still be emitted."""
+        count, token, unsound, barred, *rest = numbers
+        width = len(rest) // 4
+        path, tokens, marks = (rest[at : at + count + 1] for at in (0, width, 3 * width))
+        drafted = rest[2 * width + min(remaining, width - 1)] - 1  # deeper nodes serve longer rows
+        return cls(token, path, tokens, marks, drafted, bool(unsound), bool(barred))
+
+
+def to_host(decided: Sequence[Tensor | list[RowVerdict]], remaining: Sequence[list[int]]) -> list[list[RowVerdict]]:
+    """Return the verdicts of several groups' rows, those that are packed by one transfer."""
+    packed = [part for part in decided if isinstance(part, Tensor)]
+    widest = max((part.shape[1] for part in packed), default=0)
+    padded = [pad(part, (0, widest - part.shape[1])) if part.shape[1] < widest else part for part in packed]
+    rows = iter((padded[0] if len(padded) == 1 else torch.cat(padded)).tolist() if packed else ())
+    return [
+        [RowVerdict.of(next(rows)[: part.shape[1]], left) for left in lefts] if isinstance(part, Tensor) else part
+        for part, lefts in zip(decided, remaining, strict=True)
+    ]
 
 
 def traces(
@@ -124,19 +152,33 @@ class VerificationGroup:
             groups.append(replace(self, rows=rows, tree=tree, processing=processing, host=host, failed={}))
         return groups
 
-    def decide(self, ranks: Ranks | None = None) -> Tensor:
-        """Process the logits and judge the trees; return the packed verdict (`pack`), that of rank 0."""
+    def decide(self, ranks: Ranks | None = None) -> Tensor | list[RowVerdict]:
+        """Process the logits and judge the trees; return the verdicts, packed unless they are on the host: rank 0's."""
         assert self.output is not None
         self.scores = self._processed(self.output.logits)
         numbers = None if self.uniforms is None else self.uniforms.judging
         self.verdict = self.judge.judge(self.slots, self.tree, self.scores, numbers, self.output)
+        if ranks is None and self.verdict.host is not None:
+            return self._on_host(self.verdict.host)
         if ranks is not None:
             ours = self.verdict
             marks = [] if ours.marks is None else [ours.marks]
-            _, shared = ranks.tensors([], [ours.path, ours.count, ours.token, *marks])
-            self.verdict = Verdict(*shared)
+            _, (path, count, token, *marks) = ranks.tensors([], [ours.path, ours.count, ours.token, *marks])
+            self.verdict = Verdict(path, count, token, marks[0] if marks else None)
         sampled = self.scores if self.rule.samples else None
         return pack(self.tree, self.verdict, self.output.logits, sampled)
+
+    def _on_host(self, decided: Sequence[tuple[list[int], int]]) -> list[RowVerdict]:
+        """What `pack` and `RowVerdict.of` make of paths and tokens that were chosen, not sampled, on the host."""
+        assert self.output is not None
+        tree, verdicts = self.tree, list[RowVerdict]()
+        trees = zip(tree.tokens.tolist(), cycle(tree.valid.tolist()), cycle(tree.depth.tolist()), strict=False)
+        peaks = self.output.logits.amax((1, 2)).tolist()
+        for row, (path, token), peak, (tokens, valid, depth) in zip(self.rows, decided, peaks, trees, strict=True):
+            drafted = sum(map(and_, valid, map(row.remaining.__ge__, depth))) - 1
+            on_path = [tokens[node] for node in path]
+            verdicts.append(RowVerdict(token, path, on_path, [], drafted, not isfinite(peak), False))
+        return verdicts
 
     def _processed(self, logits: Tensor) -> Tensor:
         prefixes, remaining = [row.ids for row in self.rows], [row.remaining for row in self.rows]
@@ -213,44 +255,56 @@ class StepRunner:
 
     def run(self) -> None:
         """Run the step; rows that fail on their own end with their errors."""
-        started = self._clock.timer()
+        clock, ranks = self._clock, self._target.ranks
+        started = clock.timer()
         parts = self._prompts.chunks()
         chunks = [chunk for chunk in parts if chunk.block is not None]
         prefilled = [chunk for chunk in parts if chunk.block is None and chunk.prefill.done]
         groups = self._propose(chunks)
         blocks = self._blocks(chunks, groups)
-        decoding = any(not self._state.is_prefilling(row) for group in groups for row in group.rows)
-        tokens = sum(block.tokens.numel() for block, _ in blocks)
-        with self._clock.stage("verify" if decoding else "prefill"), self._target.threads.on("forward", tokens):
-            outputs = self._context.run([block for block, _ in blocks]) if blocks else []
+        with clock.stage("verify" if len(self._state.prefills) < len(self._state.active) else "prefill"):
+            outputs = self._forward(blocks)
+            self._assign_outputs(groups, blocks, outputs)
+            ran = list(groups)
+            prefilled += [c for c in chunks if c.is_last and not c.has_tree]
+            groups += self._first_token_groups(prefilled)
+            decided = [group.decide(ranks) for group in groups]
+        if self._state.drafting is not None and ran:
+            with clock.stage("draft"):
+                self._observe(ran, self._state.drafting)
+        if self._meanwhile is not None:
+            self._meanwhile()
+        remaining = [[row.remaining for row in group.rows] for group in groups]
+        verdicts = to_host(decided, remaining)  # the step's one synchronisation
+        self._count_seconds(parts, groups)
+        with_tree = {id(c.row): c for c in chunks if c.has_tree}
+        emitted = sum([self._emit(group, each, with_tree) for group, each in zip(groups, verdicts, strict=True)])
+        seconds = clock.timer() - started
+        self._observe_costs(groups, parts, emitted, seconds)
+        self._prompts.observe(seconds)
+
+    def _forward(self, blocks: Sequence[tuple[TokenBlock, Owner]]) -> list[ForwardOutput]:
+        """Run the target's forward."""
+        if not blocks:
+            return []
+        tokens = sum([block.tokens.numel() for block, _ in blocks])
+        with self._target.threads.on("forward", tokens):
+            outputs = self._context.run([block for block, _ in blocks])
             for (_, owner), output in zip(blocks, outputs, strict=True):
                 if isinstance(owner, PrefillChunk):
                     self._record(owner, output)
-        self._assign_outputs(groups, blocks, outputs)
-        ran = list(groups)
-        prefilled += [c for c in chunks if c.is_last and not c.has_tree]
-        groups += self._first_token_groups(prefilled)
-        with self._clock.stage("verify" if decoding else "prefill"):
-            packed = [group.decide(self._target.ranks) for group in groups]
-        for group in ran if self._state.drafting is not None else ():
-            assert self._state.drafting is not None
+        return outputs
+
+    def _observe(self, groups: Sequence[VerificationGroup], drafting: DraftSession) -> None:
+        """Let the drafter take in the outcome."""
+        for group in groups:
             assert group.scores is not None
             assert group.verdict is not None
             assert group.output is not None
-            with self._clock.stage("draft"):
-                if group.drafted:
-                    self._state.drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
-                else:  # a drafter that reads the target's states takes in steps that it does not draft for
-                    self._state.drafting.follow(group.slots, group.output, group.verdict)
-        if self._meanwhile is not None:
-            self._meanwhile()
-        host = to_host(packed) if packed else []  # the step's one synchronisation
-        self._count_seconds(parts, groups)
-        with_tree = {id(c.row): c for c in chunks if c.has_tree}
-        emitted = sum(self._emit(group, numbers, with_tree) for group, numbers in zip(groups, host, strict=True))
-        seconds = self._clock.timer() - started
-        self._observe_costs(groups, parts, emitted, seconds)
-        self._prompts.observe(seconds)
+            if group.drafted:
+                drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
+            else:  # a drafter that reads the target's states takes in steps that it does not draft for
+                drafting.follow(group.slots, group.output, group.verdict)
 
     # -- trees ---------------------------------------------------------------------------------------------
 
@@ -267,35 +321,42 @@ class StepRunner:
 
     def _propose(self, chunks: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Trees of decoding rows and of rows whose prompts end in this step, greedy and sampling rows apart."""
-        rows = self._state.decoding
-        starting = [c.row for c in chunks if c.has_tree and c.row.drafts]
-        self._prompts.prefill_drafters([row for row in starting if not row.drafter_prefilled])
-        beginning = [chunk.row for chunk in chunks if chunk.has_tree and not chunk.row.done]
+        drafter, pacer, rows = self._state.drafter, self._state.pacer, self._state.decoding
+        beginning: list[Row] = []
+        if chunks:
+            starting = [c.row for c in chunks if c.has_tree and c.row.drafts]
+            self._prompts.prefill_drafters([row for row in starting if not row.drafter_prefilled])
+            beginning = [chunk.row for chunk in chunks if chunk.has_tree]
         for row in rows:
             if row.drafts is False:
                 self._prompts.start_late(row)
-        for row in (*rows, *beginning):
+        rows += beginning
+        for row in rows:
             if row.own is not None and not row.done:
                 try:
                     row.own.begin(row.ids, row.remaining)
                 except Exception as error:
                     self._state.fail(row, error)
-        groups = []
-        least = min(1, self._state.drafter.max_depth) if self._state.drafter is not None else 0
+        groups = list[VerificationGroup]()
         for do_sample in (False, True):
-            decoding = [row for row in rows if row.do_sample == do_sample and not row.done]
-            new = [row for row in beginning if row.do_sample == do_sample and not row.done]
-            joined = [row for row in (*decoding, *new) if row.drafts is not False]
-            lengths = self._draft_lengths(joined, do_sample, len(decoding) + len(new) - len(joined))
-            lengths |= {id(row): max(least, lengths[id(row)]) for row in new if row.drafts}
-            is_measured = self._state.pacer is not None and not do_sample and self._state.pacer.measures
+            same = [row for row in rows if row.do_sample == do_sample and not row.done]
+            if not same:
+                continue
+            joined = [row for row in same if row.drafts is not False]
+            lengths = self._draft_lengths(joined, do_sample, len(same) - len(joined))
+            for row in beginning:
+                if row.drafts and id(row) in lengths and drafter is not None:
+                    lengths[id(row)] = max(min(1, drafter.max_depth), lengths[id(row)])
+            is_measured = pacer is not None and not do_sample and pacer.measures
             for has_own in (False, True):
-                own = [row for row in (*decoding, *new) if (row.own is not None) == has_own]
-                drafting = [row for row in own if lengths.get(id(row)) and not (row.own and row.own.suffices)]
-                plain = [row for row in own if row not in drafting]
+                drafting, plain = list[Row](), list[Row]()
+                for row in same:
+                    if (row.own is not None) == has_own:
+                        drafts = lengths.get(id(row)) and not (row.own is not None and row.own.suffices)
+                        (drafting if drafts else plain).append(row)
                 if drafting:
-                    planned, others = [lengths[id(row)] for row in drafting], len(decoding) + len(new) - len(drafting)
-                    groups += self._propose_groups(drafting, do_sample, planned, others)
+                    planned = [lengths[id(row)] for row in drafting]
+                    groups += self._propose_groups(drafting, do_sample, planned, len(same) - len(drafting))
                 if plain:
                     group = self._root_group(plain, do_sample, has_own and not is_measured)
                     groups += group.of_like_sizes()
@@ -362,7 +423,7 @@ class StepRunner:
         slots = [row.slot for row in rows if row.slot is not None]
         owns = {slot: row.own for slot, row in zip(slots, rows, strict=True) if row.own is not None}
         guide = None
-        if any(own.place is not None for own in owns.values()):
+        if owns and any(own.place is not None for own in owns.values()):
             guide = GrammarGuide(owns, self._context.rows, early=drafter.early, splices=drafting.splices)
         proposer: Proposer = TopProposer(guide)
         if draws:
@@ -375,7 +436,7 @@ class StepRunner:
             longest, add = pacer.max_length, drafts.add
             proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]), guide)
         # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
-        remaining = max(row.remaining for row in rows)
+        remaining = max([row.remaining for row in rows])
         limit = min(remaining, longest) if rule.lossless else drafter.max_depth
         new = [row.pop_new_tokens(row.own.run if row.own is not None and drafter.early else ()) for row in rows]
         with self._clock.stage("draft"), self._target.threads.on("draft", len(rows)):
@@ -424,7 +485,7 @@ class StepRunner:
         if drafter is not None:
             nodes, depth, children = drafter.max_nodes, drafter.max_depth, drafter.max_children
         draws = bool(drafter and drafter.draws and rule.samples)
-        if any(row.own is not None for row in rows):  # of all of them
+        if [row for row in rows if row.own is not None]:  # of all of them
             depth, children = depth + MOST, max(children, WIDEST)
         judging = rule.uniforms(depth, children)
         if not all(judging):
@@ -437,9 +498,8 @@ class StepRunner:
     ) -> list[tuple[TokenBlock, Owner]]:
         """Blocks of the target's forward, each with its chunk or group."""
         blocks: list[tuple[TokenBlock, Owner]] = []
-        places = {id(row): (group, i) for group in groups for i, row in enumerate(group.rows)}
         for group in groups:
-            slots = [r.slot for r in group.rows if r.slot is not None and not self._state.is_prefilling(r)]
+            slots = [row.slot for row in group.rows if row.slot is not None and row.slot not in self._state.prefills]
             if slots:
                 blocks.append((tree_block(self._context, slots, group.tree), group))
         for chunk in chunks:
@@ -448,7 +508,7 @@ class StepRunner:
             block = chunk.block
             assert block is not None
             if chunk.has_tree:
-                group, index = places[id(chunk.row)]
+                group, index = next((g, i) for g in groups for i, row in enumerate(g.rows) if row is chunk.row)
                 block = append_tree(self._context, block, len(chunk.prefill.prompt), group.tree, index)
             blocks.append((block, chunk))
         return blocks
@@ -460,21 +520,21 @@ class StepRunner:
         outputs: Sequence[ForwardOutput],
     ) -> None:
         """Join the outputs of every group's trees."""
+        joined = defaultdict[int, list[tuple[int, ForwardOutput, int]]](list)  # row, output, first token of the tree
+        for (block, owner), output in zip(blocks, outputs, strict=True):
+            if isinstance(owner, VerificationGroup):
+                joined[id(owner)].append((-1, output, 0))
+            elif owner.has_tree:
+                group, index = next((g, i) for g in groups for i, row in enumerate(g.rows) if row is owner.row)
+                joined[id(group)].append((index, output, block.logits_from))
         for group in groups:
-            order = {id(row): index for index, row in enumerate(group.rows)}
-            parts: list[tuple[int, ForwardOutput, int]] = []  # index of the first row, output, first token of the tree
-            for (block, owner), output in zip(blocks, outputs, strict=True):
-                if owner is group:
-                    parts.append((-1, output, 0))
-                elif isinstance(owner, PrefillChunk) and owner.has_tree and id(owner.row) in order:
-                    parts.append((order[id(owner.row)], output, block.logits_from))
-            parts.sort(key=lambda part: part[0])
-            group.output = concat_outputs([output for _, output, _ in parts], [start for *_, start in parts])
+            _, parts, starts = zip(*sorted(joined[id(group)], key=itemgetter(0)), strict=True)
+            group.output = concat_outputs(parts, starts)
 
     def _first_token_groups(self, prefilled: Sequence[PrefillChunk]) -> list[VerificationGroup]:
         """Groups for the first tokens of rows whose prompts ended without a tree behind them."""
         groups = []
-        for do_sample, has_own in itertools.product((False, True), repeat=2):
+        for do_sample, has_own in product((False, True), repeat=2):
             rows, logits = [], []
             for chunk in prefilled:
                 row, result = chunk.row, chunk.prefill.result
@@ -500,13 +560,13 @@ class StepRunner:
     # -- on the host ---------------------------------------------------------------------------------------
 
     def _emit(
-        self, group: VerificationGroup, numbers: Sequence[Sequence[int]], with_tree: dict[int, PrefillChunk]
+        self, group: VerificationGroup, verdicts: Sequence[RowVerdict], with_tree: dict[int, PrefillChunk]
     ) -> int:
         """Emit every row's tokens up to its end, commit their entries, and return the number of emitted tokens."""
-        before = sum(len(row.output) for row in group.rows)
+        before = sum([len(row.output) for row in group.rows])
         paths: list[list[int]] = []
         commits: list[Commit] = []
-        for index, (row, verdict) in enumerate(zip(group.rows, numbers, strict=True)):
+        for index, (row, verdict) in enumerate(zip(group.rows, verdicts, strict=True)):
             try:
                 if index in group.failed:
                     raise group.failed[index]
@@ -532,12 +592,12 @@ class StepRunner:
                 self._state.leave(row, empty=False)
         for path, joint in zip(paths, group.host or (), strict=group.host is not None):
             group.own_emitted += max(0, len(path) - 1 - joint.accepted(path))
-        return sum(len(row.output) for row in group.rows) - before
+        return sum([len(row.output) for row in group.rows]) - before
 
     def _emit_row(
         self,
         row: Row,
-        numbers: Sequence[int],
+        verdict: RowVerdict,
         chunk: PrefillChunk | None,
         commits: list[Commit],
         tree: OwnTree | None = None,
@@ -547,17 +607,13 @@ class StepRunner:
         ``tree``: where the row's own drafts are in it.
         """
         assert row.slot is not None
-        count, token, unsound, barred, *rest = numbers
-        if unsound:
+        path, count, drafted = verdict.path, len(verdict.path) - 1, verdict.drafted
+        if verdict.unsound:
             raise ModelError(
                 f"The target's logits are not finite at step {self._number} (after {len(row.output)} new "
                 "tokens); check the weights and the dtype (float16 overflows in some models, use bfloat16)."
             )
-        width = len(rest) // 4
-        path, path_tokens, codes = (rest[at : at + count + 1] for at in (0, width, 3 * width))
-        first = self._state.is_prefilling(row)
-        # Deeper nodes serve longer rows.
-        drafted = rest[2 * width + min(row.remaining, width - 1)] - 1
+        first = row.slot in self._state.prefills
         row.stats.drafted_tokens += drafted
         row.stats.draft_passes += drafted > 0
         if not first:
@@ -567,9 +623,9 @@ class StepRunner:
             drafted, accepted = tree.drafted, tree.accepted(path)
         if self._state.pacer is not None and drafted:
             self._state.pacer.observe_acceptance(row.trials, drafted, accepted)
-        marks = [DRAFTED[code] for code in codes[1:]]
-        emitted = row.emit([*path_tokens[1:], token], [*marks, "target"])
-        if barred and len(emitted) > count:
+        marks = [DRAFTED[code] for code in verdict.marks[1:]] if verdict.marks else [DRAFTED[STRICT]] * count
+        emitted = row.emit([*verdict.tokens[1:], verdict.token], [*marks, "target"])
+        if verdict.barred and len(emitted) > count:
             names = ", ".join(name_of(processor) for processor in row.plan.processors) or "none"
             raise InputError(
                 f"The logits processors of the row ({names}) leave nothing to sample from after "
@@ -588,9 +644,9 @@ class StepRunner:
             assert chunk.block is not None
             prompt = chunk.block.count
             entries = [*range(prompt), *(prompt - 1 + node for node in nodes[1:])]
-            commits.append((row.slot, entries, path_tokens[1 : len(emitted)]))
+            commits.append((row.slot, entries, verdict.tokens[1 : len(emitted)]))
         elif not first:
-            commits.append((row.slot, nodes, path_tokens[: len(emitted)]))
+            commits.append((row.slot, nodes, verdict.tokens[: len(emitted)]))
         self._state.prefills.pop(row.slot, None)
         return path[: len(emitted) + 1]  # with a draft token that ended the row, which is not committed
 
@@ -599,13 +655,11 @@ class StepRunner:
     def _count_seconds(self, prefilled: Sequence[PrefillChunk], groups: Sequence[VerificationGroup]) -> None:
         """Add the stages' times to the rows that took part in them; rows of one step share them."""
         seconds = self._clock.read()
-        forward = seconds.get("verify", 0.0) + seconds.get("prefill", 0.0)
-        rest = {name: spent for name, spent in seconds.items() if name not in ("verify", "prefill", "draft")}
-        drafting = seconds.get("draft", 0.0)
+        forward, drafting = seconds.pop("verify", 0.0) + seconds.pop("prefill", 0.0), seconds.pop("draft", 0.0)
         counted = set[int]()
         for chunk in prefilled:
             if id(chunk.row) not in counted:  # a last chunk without a tree is also one of the joint forward's
-                chunk.row.add_seconds({**rest, "prefill": forward, "draft": drafting * chunk.has_tree})
+                chunk.row.add_seconds({**seconds, "prefill": forward, "draft": drafting * chunk.has_tree})
                 counted.add(id(chunk.row))
         for group in groups:
             for row in group.rows:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Protocol, Self
 
 import torch
@@ -33,12 +34,21 @@ class Verdict:
         token: ``[B]`` the target's own token after the path (correction or bonus).
         marks: ``[B, D + 1]`` how each node of the path was accepted (`STRICT`, `LOOSE`, `SHIFTED`); None when all
             are strict.
+        host: per row the path and the token, where they were decided on the host; else None.
     """
 
     path: Tensor
     count: Tensor
     token: Tensor
     marks: Tensor | None = None
+    host: Sequence[tuple[list[int], int]] | None = None
+
+    @classmethod
+    def on_host(cls, decided: Sequence[tuple[list[int], int]], max_depth: int) -> Verdict:
+        """The verdict of every row's path and token, in CPU tensors as well."""
+        rows = [[token, len(path) - 1, *path, *[0] * (max_depth + 1 - len(path))] for path, token in decided]
+        numbers = torch.tensor(rows)
+        return cls(numbers[:, 2:], numbers[:, 1], numbers[:, 0], host=decided)
 
     @classmethod
     def without_draft(cls, choice: Tensor) -> Verdict:
@@ -135,6 +145,33 @@ def deepest(tree: DraftTree, accepted: Tensor) -> tuple[Tensor, Tensor]:
     return count, node
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """Tokens ``[B, N]`` of the largest scores ``[B, N, V]``, the first of equal ones."""
+    if scores.is_cpu and scores.dtype.itemsize <= 4:  # numpy's is several times as fast, in float32
+        return torch.from_numpy(scores.detach().float().numpy().argmax(-1))
+    return scores.max(-1).indices
+
+
+def _on_host(tree: DraftTree) -> tuple[Iterable[list[int]], ...]:
+    """Tokens, parents and validity of every row's nodes."""
+    return tree.tokens.tolist(), cycle(tree.parents.tolist()), cycle(tree.valid.tolist())
+
+
+def _accepted(tokens: list[int], parents: list[int], valid: list[bool], choice: list[int]) -> tuple[list[int], int]:
+    """The longest path of a row's tree on which each node is what the target chose behind its parent, and its token."""
+    depth, last = [0, *[-1] * (len(tokens) - 1)], 0  # -1: not accepted
+    for node in range(1, len(tokens)):
+        parent = parents[node]
+        if depth[parent] >= 0 and tokens[node] == choice[parent] and valid[node]:
+            depth[node] = depth[parent] + 1
+            if depth[node] > depth[last]:
+                last = node
+    path = [last]
+    while path[0]:
+        path.insert(0, parents[path[0]])
+    return path, choice[last]
+
+
 class Greedy(StatelessRule):
     """Lossless for greedy decoding: the output is the target's own, token for token."""
 
@@ -144,7 +181,9 @@ class Greedy(StatelessRule):
     def judge(
         self, rows: Rows, tree: DraftTree, scores: Tensor, uniforms: Tensor | None, output: ForwardOutput
     ) -> Verdict:
-        choice = scores.max(-1).indices  # [B, N]; argmax is slow in bfloat16 on CPUs
+        choice = likeliest(scores)
+        if choice.is_cpu:
+            return Verdict.on_host([*map(_accepted, *_on_host(tree), choice.tolist())], tree.max_depth)
         if tree.size == 1:
             return Verdict.without_draft(choice)
         wanted = choice.gather(1, tree.parents.expand_as(choice))
@@ -380,11 +419,15 @@ class Processing:
 
     def __init__(self, rows: Sequence[RowProcessing]) -> None:
         self._rows = rows
-        self.needs_prefix = any(row.needs_prefix for row in rows)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(row.settings, []).append(index)
         self._groups = list(groups.values())
+
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether scores of a row depend on the tokens before them."""
+        return any(row.needs_prefix for row in self._rows)
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply the prefix-free processors alone, as a drafter does to its own logits ``[R, V]``: equally many for
@@ -414,7 +457,7 @@ class Processing:
         have no answer to others (a constraint that nothing can continue). Nodes behind a forbidden token, behind one
         that ends the row, or beyond the row's room keep their logits: no lossless rule reaches them.
         """
-        if not any(row.processors for row in self._rows):
+        if not [row for row in self._rows if row.processors]:
             return logits
         if not self.needs_prefix:
             return self.warp(logits.flatten(0, 1)).view_as(logits)
