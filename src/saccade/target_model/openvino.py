@@ -160,7 +160,7 @@ class OpenVinoExecutor(LeanExecutor):
             return super().forward(cache, blocks, requirements)
         target = self.target
         x, deepstack = target.embedded(blocks), pack_deepstack(blocks)
-        cos, sin = self._angles(x, target.positions_of(cache, blocks))
+        cos, sin = self.decoder._angles(x, target.positions_of(cache, blocks))
         rows, again = self._rows(cache, blocks)
         wanted, kept = _wanted(blocks), None
         if again:
@@ -209,7 +209,7 @@ class OpenVinoExecutor(LeanExecutor):
         positions = torch.tensor(places)
         context = self.target.traits.limits.context
         positions = positions if context is None else positions.clamp(max=context - 1)
-        cos, sin = self._angles(self.decoder._norm[None], positions[None])
+        cos, sin = self.decoder._angles(self.decoder._norm[None], positions[None])
         segments = [(cache.start(row), cache.capacity(row)) for row in rows]
         logits = torch.empty(steps, len(rows), vocab)
         with self._lock:
@@ -251,10 +251,6 @@ class OpenVinoExecutor(LeanExecutor):
                 rows.counts.append(block.count)
                 rows.masks.append(None if shown is None else shown[min(place, len(shown) - 1)].numpy())
         return rows, again
-
-    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.decoder._angles(x, positions)
-        return cos[:, 0], sin[:, 0]
 
     def _remember(
         self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, cos: Tensor, sin: Tensor
