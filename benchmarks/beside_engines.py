@@ -35,6 +35,7 @@ from benchmarks.engines.pair import END, Decoder
 from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, stock_inputs, table
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
+from saccade.target_model.openvino_graph import missing
 from tools.pocket.inflate import inflate
 from tools.pocket.world.reasoning import FIRST_TASKS
 from tools.results.catalogue import SHAPE
@@ -57,21 +58,23 @@ class Engine:
     is_peer: bool = True
 
 
-def ours(name: str, kind: str, **options: Any) -> Engine:
-    return Engine(name, kind, "here", ("saccade", json.dumps(options)), tuple(WAYS), is_peer=False)
+def ours(executor: str, kind: str, **options: Any) -> Engine:
+    options |= {"dtype": "float32", "executor": executor}
+    return Engine(f"Saccade ({executor})", kind, "here", ("saccade", json.dumps(options)), tuple(WAYS), is_peer=False)
 
 
+EXECUTORS = ("lean",) if missing() else ("lean", "openvino")
 BASELINE = Engine("transformers", "float32", "here", ("transformers",), ("plain",))
 ENGINES = (
     BASELINE,
-    ours("Saccade", "float32", dtype="float32"),
+    *(ours(executor, "float32") for executor in EXECUTORS),
+    *(ours(executor, "int8", weights="int8") for executor in EXECUTORS),
     Engine("OpenVINO GenAI", "float32", "genai", ("f32",)),
     Engine("OpenVINO GenAI", "int8", "genai", ("int8",)),
     Engine("llama.cpp", "float32", "llama", ("f32",)),
     Engine("llama.cpp", "float16", "llama", ("f16",)),
     Engine("llama.cpp", "int8", "llama", ("q8_0",)),
 )
-"""All engines; ours once per executor."""
 
 
 class Process:

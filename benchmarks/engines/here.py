@@ -37,6 +37,8 @@ def stock(target: Path, questions: list[Any]) -> Answer:
 def ours(target: Path, questions: list[Any], threads: int, options: dict[str, Any]) -> Answer:
     """Answers of Saccade."""
     loaded = saccade.load(target, draft_path(), threads=threads, **options)
+    if (name := loaded.target.executor.name) != options["executor"]:
+        raise SystemExit(f"The target runs on {name}, not on {options['executor']}.")
 
     @cache
     def using(way: str) -> saccade.VLM:
