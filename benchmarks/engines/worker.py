@@ -18,14 +18,10 @@ def serve(answer: Answer, about: str) -> None:
     """Say what engine this is, then answer requests until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print
-
-    def reply(value: object) -> None:
-        print(json.dumps(value), file=replies, flush=True)
-
-    reply(about)
+    print(json.dumps(about), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         processor, wall = time.process_time(), time.perf_counter()
         tokens, passes = answer(**request)
-        processor, wall = time.process_time() - processor, time.perf_counter() - wall
-        reply({"tokens": tokens, "passes": passes, "processor": processor, "wall": wall})
+        spent = {"processor": time.process_time() - processor, "wall": time.perf_counter() - wall}
+        print(json.dumps({"tokens": tokens, "passes": passes, **spent}), file=replies, flush=True)

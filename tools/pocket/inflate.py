@@ -227,7 +227,7 @@ class Widening:
         query, key, value = self.fill(queries, wide), self.fill(keys, wide), self.fill(keys, wide)
         output = torch.zeros(wide, queries)
         gate, up, down = self.fill(shape.mlp, wide), self.fill(shape.mlp, wide), self.fill(wide, shape.mlp)
-        first_norm = second_norm = torch.ones(wide)
+        first_norm, second_norm = torch.ones(wide), torch.ones(wide)  # of one tensor one name would be stored
         if small is None:
             down.zero_()
         else:

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import (
-    AutoModelForImageTextToText,
     AutoTokenizer,
 )
 
@@ -16,6 +15,7 @@ from saccade.draft.heads.head import HeadConfig, Placement, build_head
 from saccade.draft.heads.registry import head_class
 from saccade.draft.heads.store import WEIGHTS, read_config, read_weights, save_head
 from saccade.errors import ModelError
+from saccade.loading import load_model
 from saccade.pocket import draw
 from tools.pocket.__main__ import inflate_model
 from tools.pocket.accuracy import write_checkpoint
@@ -54,7 +54,7 @@ def inputs(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _logits(folder: Path, inputs: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    model = load_model(folder, dtype=dtype).eval()  # refuses a folder that lacks weights
     given = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
     logits: torch.Tensor = model(**given).logits.float()
     return logits
