@@ -40,9 +40,10 @@ heads: $(READY) ## train every head that the suites compare; resumes
 results: $(READY) ## measure every suite on this revision and write docs/results; resumes
 	$(BIN)/python -m tools.results $(PAIR) --models $(MODELS) --out $(RESULTS) $(ONLY_PAGES)
 
-test: $(READY) ## the tests, slow ones left out; those marked `formats` twice, without and with bfloat16
+test: $(READY) ## the tests, slow ones left out; those marked `formats` also with bfloat16, `executors` also on OpenVINO
 	$(PYTEST) -m 'not slow and not browser and not ray'
 	SACCADE_CPU_BF16=1 $(PYTEST) -m 'formats and not slow' $$(grep -rl mark.formats tests --include='*.py')
+	SACCADE_EXECUTOR=openvino $(PYTEST) -m 'executors and not slow' $$(grep -rl mark.executors tests --include='*.py')
 
 test-all: $(READY) ## every test but those in a browser and on Ray
 	$(PYTEST) -m 'not browser and not ray'

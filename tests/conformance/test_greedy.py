@@ -31,6 +31,8 @@ from saccade.inputs.families.family import Prompt
 from saccade.options import SuffixOptions
 from saccade.target_model.adapter import Target
 
+pytestmark = pytest.mark.executors
+
 # Every family's first kind (an image, or text) for one row and for three; of the other kinds one row is slow.
 CASES = [
     pytest.param(name, kind, rows, marks=[pytest.mark.slow] if rows == 1 and kind != case.kinds[0] else [])

@@ -19,6 +19,8 @@ from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.target_model.context import Context, PrefillResult
 
+pytestmark = pytest.mark.executors
+
 NAMES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 NEW = 24
 POLICIES: dict[str, Any] = {"chain": Chain(4), "sage": SageTree()}

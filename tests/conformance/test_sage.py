@@ -13,6 +13,8 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.sage import SageSession, SageTree
 from saccade.engine import Engine
 
+pytestmark = pytest.mark.executors
+
 SWITCHES: dict[str, SageTree] = {
     "as published": SageTree(),
     "own probabilities": SageTree(probability="own", threshold=0.2),

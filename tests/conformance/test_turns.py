@@ -9,6 +9,8 @@ from harness import METHODS, POLICIES, answer, engine, prompt, prompts, requests
 from saccade.engine import Request, RunningBatch
 from saccade.output import Output
 
+pytestmark = pytest.mark.executors
+
 FIRST, SECOND = 18, 24
 
 # LLaVA-OneVision cuts a lone image into tiles but not one of several, so that a second image would change how

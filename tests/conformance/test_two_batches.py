@@ -9,6 +9,8 @@ import pytest
 from saccade import load
 from saccade.pocket import draw
 
+pytestmark = pytest.mark.executors
+
 TASKS = ("chart", "scene", "difference", "caption")
 
 

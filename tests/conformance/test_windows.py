@@ -17,6 +17,8 @@ from saccade.inputs.families import split
 from saccade.loading import adapt
 from saccade.target_model.adapter import Target
 
+pytestmark = pytest.mark.executors
+
 NEW = 20
 TYPES = {"S": "sliding_attention", "F": "full_attention"}
 WINDOWED = ("mistral", "ministral3", "llava_pixtral", "mistral3", "mistral3_ministral3")

@@ -21,6 +21,8 @@ from saccade.target_model.context import Context, Prefill
 from saccade.target_model.forward import TokenBlock
 from saccade.verify.loose import LVSpec
 
+pytestmark = pytest.mark.executors
+
 NEW = 8
 
 

@@ -17,6 +17,8 @@ from saccade.processors import stateless
 from saccade.running_batch import Batch, Ticket
 from saccade.target_model.forward import Span
 
+pytestmark = pytest.mark.executors
+
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
 METHODS = (
     *("plain", "chain", "static-tree", "dynamic-tree", "prompt-lookup", "suffix", "lookup-merge"),

@@ -22,6 +22,8 @@ from saccade.target_model.context import Context
 from saccade.target_model.forward import TokenBlock
 from saccade.target_model.traits import Thresholds
 
+pytestmark = pytest.mark.executors
+
 LEAN = sorted(set(FAMILIES) - {"qwen3_vl_moe", "gemma3", "ministral3", "mistral3_ministral3", *STOCK})
 # experts, norms on both sides of each block, and queries that are scaled by position
 TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()

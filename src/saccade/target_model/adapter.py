@@ -207,6 +207,8 @@ class Target:
         for candidate in self._candidates():
             self._fast = candidate
             if gives_stock_logits(self):
+                if isinstance(candidate, OpenVinoExecutor):  # which packs weights itself
+                    candidate.decoder.unpack()
                 break
             self._fast = None
         if self.exact and self._fast is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ from saccade.target_model.linear import SHARE
 from saccade.target_model.openvino_graph import BLOCK, GraphBuilder, missing, runtime
 
 _GAIN = 0.95  # share of the lean decoder's time below which OpenVINO is the default
+_KEPT = 256  # most tokens of a row's block that are kept for later ones, which may hide some
 _NO_MASK = np.zeros(0, np.uint8), np.zeros(0, np.int32)
 
 
@@ -55,11 +56,11 @@ def obstacle(target: Any, decoder: LeanDecoder) -> str:
 
 @dataclass(slots=True)
 class _Bound:
-    """A graph's request, the arrays that its tensors share, which OpenVINO does not keep, and the cache they are of."""
+    """A graph's request, and the arrays that its tensors share, which OpenVINO does not keep."""
 
     request: Any
     held: dict[str, Any] = field(default_factory=dict)
-    cache: tuple[int, int] = (0, 0)
+    memory: Any = None  # identifies the cache's
 
     def give(self, name: str, array: Any) -> None:
         """Share an array as an input or output."""
@@ -97,8 +98,7 @@ class OpenVinoExecutor(LeanExecutor):
         self._int8 = target.weights == INT8
         self._bound: dict[Any, _Bound] = {}
         self._pending: WeakKeyDictionary[RowCache, dict[int, list[_Part]]] = WeakKeyDictionary()
-        self._lock = Lock()
-        self._threads = torch.get_num_threads()
+        self._lock = RLock()  # taken again where a cache is given back in between
         decoder.watch()
 
     @classmethod
@@ -117,7 +117,6 @@ class OpenVinoExecutor(LeanExecutor):
         made = cls(target, decoder)
         if target.chosen == "auto" and not made._is_faster():
             return None
-        decoder.unpack()
         return made
 
     def _is_faster(self) -> bool:
@@ -143,16 +142,22 @@ class OpenVinoExecutor(LeanExecutor):
 
     @property
     def is_current(self) -> bool:
-        """As of `Executor`; graphs are compiled again if weights have changed, or the number of threads."""
-        threads = torch.get_num_threads()
-        if self.decoder.take_changes() or threads != self._threads:
+        """As of `Executor`; graphs are compiled again if weights have changed."""
+        if self.decoder.take_changes():
             self._bound.clear()
-            self._threads = threads
         return super().is_current
 
     def new_cache(self, rows: int, max_slots: int) -> RowCache:
         """As of `Executor`."""
         return RowCache(max_slots=max_slots, rows=rows, block=BLOCK, **self.target.cache_shape)
+
+    def keep(self, cache: RowCache) -> None:
+        """As of `Executor`: none; its memory is given up."""
+        with self._lock:
+            for bound in self._bound.values():
+                if bound.memory and bound.memory[0] == id(cache):
+                    bound.memory = None
+                    bound.held = {name: array for name, array in bound.held.items() if "." not in name}
 
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """As of `Executor`."""
@@ -162,12 +167,10 @@ class OpenVinoExecutor(LeanExecutor):
         x, deepstack = target.embedded(blocks), pack_deepstack(blocks)
         cos, sin = self.decoder._angles(x, target.positions_of(cache, blocks))
         rows, again = self._rows(cache, blocks)
-        wanted, kept = _wanted(blocks), None
+        wanted, kept, known = _wanted(blocks), None, self._remember(cache, blocks, x, cos, sin)
         if again:
-            x, cos, sin, kept = self._joined(cache, blocks, x, cos, sin, rows)
+            x, cos, sin, kept = _joined(known, rows)
             wanted = kept if wanted is None else kept[wanted]
-        elif any(block.attention_mask is not None for block in blocks):
-            self._remember(cache, blocks, x, cos, sin)
         wanted = np.arange(len(x), dtype=np.int32) if wanted is None else wanted
         layers = requirements.layers
         logits = x.new_empty(len(wanted), target.vocab_size, dtype=torch.float32)
@@ -229,11 +232,15 @@ class OpenVinoExecutor(LeanExecutor):
 
     def _takes(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> bool:
         """Whether a graph runs these blocks: no window ends within their rows' entries."""
-        reach = self.target.traits.masks.reach
+        reach, known = self.target.traits.masks.reach, self._pending.get(cache, {})
         for block in blocks:
+            before = cache.pending[block.rows[0]]
+            hides = _hides(block, before)
             for row in block.rows:
                 seen = cache.lengths[row] + cache.pending[row] + block.count
                 if block.slot_shifts is not None or (reach is not None and seen > reach):
+                    return False
+                if hides and (block.deepstack or sum(len(part.x) for part in known.get(row, ())) != before):
                     return False
                 cache.check_room(row, seen)
         return True
@@ -243,7 +250,7 @@ class OpenVinoExecutor(LeanExecutor):
         rows, again = _Rows([], [], [], []), False
         for block in blocks:
             before, mask = cache.pending[block.rows[0]], block.attention_mask
-            again |= bool(before and mask is not None and not mask[:, :, :before].all())
+            again |= _hides(block, before)
             shown = None if mask is None or block.count == 1 else mask[:, :, before:].contiguous().view(torch.uint8)
             for place, row in enumerate(block.rows):
                 rows.spans.append((cache.start(row), cache.capacity(row)))
@@ -254,56 +261,34 @@ class OpenVinoExecutor(LeanExecutor):
 
     def _remember(
         self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, cos: Tensor, sin: Tensor
-    ) -> dict[int, list[_Part]]:
-        """Keep pending tokens for forwards that hide some of them; return those of all rows."""
-        known, at = self._pending.setdefault(cache, {}), 0
+    ) -> list[list[_Part]]:
+        """Keep pending tokens for forwards that hide some of them; return those of every row."""
+        known, at, parts = self._pending.setdefault(cache, {}), 0, []
         for block in blocks:
+            mask = block.attention_mask
             for place, row in enumerate(block.rows):
                 part = slice(at, at + block.count)
-                mask = block.attention_mask
                 own = None if mask is None else mask[min(place, len(mask) - 1)]
-                if not cache.pending[row]:
-                    known[row] = []
-                known.setdefault(row, []).append(_Part(x[part], cos[part], sin[part], own))
+                before = known.get(row, []) if cache.pending[row] else []
+                known[row] = [*before, _Part(x[part], cos[part], sin[part], own)] if block.count <= _KEPT else []
+                parts.append(known[row])
                 at += block.count
-        return known
-
-    def _joined(
-        self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, cos: Tensor, sin: Tensor, rows: _Rows
-    ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Put every row's pending tokens before its new ones; return all, and the places of the new ones."""
-        known, parts, kept, at = self._remember(cache, blocks, x, cos, sin), [], [], 0
-        each = (row for block in blocks for row in block.rows)
-        for place, row in enumerate(each):
-            own, count = known[row], rows.counts[place]
-            total = sum(len(part.x) for part in own)
-            mask, behind = np.zeros((total, total), np.uint8), 0
-            for part in own:
-                n = len(part.x)
-                shown = np.tri(n, behind + n, behind, np.uint8) if part.mask is None else part.mask.numpy()
-                mask[behind : behind + n, : behind + n] = shown
-                behind += n
-            rows.past[place] -= total - count
-            rows.counts[place], rows.masks[place] = total, mask
-            parts += own
-            kept.append(np.arange(at + total - count, at + total, dtype=np.int32))
-            at += total
-        joined = [torch.cat([getattr(part, name) for part in parts]) for name in ("x", "cos", "sin")]
-        return joined[0], joined[1], joined[2], np.concatenate(kept)
+        return parts
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def _graph(self, cache: RowCache, kind: str, *key: Any) -> _Bound:
         """Return the request of a graph of some kind, bound to a cache's memory."""
         low = self.target.dtype == torch.bfloat16
-        bound = self._bound.get((kind, *key))
+        key = (torch.get_num_threads(), kind, *key)
+        bound = self._bound.get(key)
         if bound is None:
             builder = GraphBuilder(self.decoder, self._int8, low)
             if kind == "ahead":
-                compiled = builder.ahead(self.target.embedding_weight, *key)
+                compiled = builder.ahead(self.target.embedding_weight, *key[2:])
             else:
-                compiled = builder.forward(*key)
-            bound = self._bound[kind, *key] = _Bound(compiled.create_infer_request())
+                compiled = builder.forward(*key[2:])
+            bound = self._bound[key] = _Bound(compiled.create_infer_request())
         self._bind(bound, cache, low)
         return bound
 
@@ -313,10 +298,10 @@ class OpenVinoExecutor(LeanExecutor):
             like = torch.zeros(1, self.decoder.kv_heads, 1, self.decoder.head_dim, dtype=self.target.dtype)
             for layer in layers:
                 layer.lazy_initialization(like, like)
-        stamp = id(cache), layers[0].keys.data_ptr()
-        if bound.cache == stamp:
+        memory = id(cache), layers[0].keys.data_ptr(), layers[0].keys.shape
+        if bound.memory == memory:
             return
-        bound.cache = stamp
+        bound.memory = memory
         tensor = runtime().Tensor
         for index, layer in enumerate(layers):
             for name, entries in ((f"keys.{index}", layer.keys), (f"values.{index}", layer.values)):
@@ -348,6 +333,32 @@ class OpenVinoExecutor(LeanExecutor):
         if rows.masks and (len(bias[0]) or len(bound.held.get("qq_bias", "?"))):
             bound.give("qq_bias", bias[0])
             bound.give("qq_bias_begins", bias[1])
+
+
+def _hides(block: TokenBlock, before: int) -> bool:
+    """Whether some of the entries that were pending before are hidden from a block's tokens."""
+    mask = block.attention_mask
+    return bool(before) and mask is not None and not bool(mask[:, :, :before].all())
+
+
+def _joined(known: Sequence[Sequence[_Part]], rows: _Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Put every row's pending tokens before its new ones; return all, and the places of the new ones."""
+    parts, kept, at = list[_Part](), [], 0
+    for place, own in enumerate(known):
+        count, total = rows.counts[place], sum(len(part.x) for part in own)
+        mask, behind = np.zeros((total, total), np.uint8), 0
+        for part in own:
+            n = len(part.x)
+            shown = np.tri(n, behind + n, behind, np.uint8) if part.mask is None else part.mask.numpy()
+            mask[behind : behind + n, : behind + n] = shown
+            behind += n
+        rows.past[place] -= total - count
+        rows.counts[place], rows.masks[place] = total, mask
+        parts += own
+        kept.append(np.arange(at + total - count, at + total, dtype=np.int32))
+        at += total
+    x, cos, sin = (torch.cat([getattr(part, name) for part in parts]) for name in ("x", "cos", "sin"))
+    return x, cos, sin, np.concatenate(kept)
 
 
 def _begins(sizes: Sequence[int]) -> Any:

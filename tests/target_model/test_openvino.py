@@ -1,0 +1,217 @@
+"""OpenVINO graphs: what is theirs alone. The tests marked `executors` run on them as on the other executors."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, FamilyCase
+from saccade import cpu, vlm
+from saccade.errors import InputError, ModelError, SaccadeWarning
+from saccade.inputs.families import split
+from saccade.loading import adapt
+from saccade.options import INT8
+from saccade.target_model import executor as executors
+from saccade.target_model import openvino, openvino_graph
+from saccade.target_model.adapter import Target
+from saccade.target_model.context import Context
+from saccade.target_model.executor import Ahead
+from saccade.target_model.forward import TokenBlock
+from saccade.target_model.int8 import int8_of
+from saccade.tree import ancestors_of
+
+pytest.importorskip("openvino", reason="needs openvino: pip install saccade[openvino]")
+
+EXECUTORS = ("openvino", "lean")
+
+
+def targets(family: str = "llama", **options: Any) -> tuple[Target, Target]:
+    """The same model on OpenVINO and on the lean decoder."""
+    made = tuple(Target(FAMILIES[family].model(), name, **options) for name in EXECUTORS)
+    assert tuple(each.executor.name for each in made) == EXECUTORS
+    return made  # type: ignore[return-value]
+
+
+def context(model: Target, case: FamilyCase, rows: int = 3) -> Context:
+    made = Context(model, rows)
+    kind = "image" if "image" in case.kinds else "text"
+    for row, prompt in enumerate(split(model.config, case.inputs(kind, rows=rows))):
+        made.cache.reserve(row, len(prompt) + 40)
+        made.load(row, prompt)
+    return made
+
+
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "qwen3_vl", "mistral3"])
+def test_levels_of_a_tree_of_which_later_ones_hide_earlier_nodes_run_as_on_the_lean_decoder(family: str) -> None:
+    case, levels = FAMILIES[family], ([0], [0, 0], [1, 2, 2], [3, 4, 5])  # parents, of which 0 is the root
+    parents = torch.tensor([[0, *(parent for level in levels for parent in level)]])
+    above, tokens = ancestors_of(parents, len(levels)), torch.arange(7, 7 + parents.shape[1])
+    contexts = [context(model, case) for model in targets(family)]
+    ran = 1
+    for number, level in enumerate(levels):
+        nodes = slice(ran, ran + len(level))
+        ran += len(level)
+        depth = torch.tensor([[number for number, each in enumerate(levels[: number + 1]) for _ in each]])
+        mask = None if number == 0 else above[:, nodes, 1:ran]
+        new = tokens[nodes].expand(3, -1) + torch.arange(3)[:, None]
+        equal(*(each.forward([0, 1, 2], new, mask, depth).logits for each in contexts))
+    for each in contexts:
+        each.commit([0, 1, 2], [[0, 2, 5], [0], []], [[7, 9, 12], [8], []])
+    for row in range(3):
+        for ours, theirs in zip(*(each.cache.export(row) for each in contexts), strict=True):
+            equal(ours[0], theirs[0])
+            equal(ours[1], theirs[1])
+
+
+def test_several_rows_run_ahead_in_one_graph_as_token_by_token() -> None:
+    ours, theirs = (context(model, FAMILIES["llama"]) for model in targets())
+    tokens, steps, vocab = [[5], [6, 7, 8], [9, 10]], 4, 90
+    first = ours.run_ahead(Ahead([0, 1, 2], tokens, steps, vocab))
+    assert first is not None
+    again = ours.run_ahead(Ahead([0, 1, 2], first[-1].argmax(-1)[:, None].tolist(), 2, vocab))
+    assert again is not None
+    assert theirs.run_ahead(Ahead([0], [[5]], 1, vocab)) is None
+    for row, own in enumerate(tokens):
+        new = own
+        for logits in (*first[:, row], *again[:, row]):
+            expected = theirs.forward([row], torch.tensor([new])).logits[0, -1, :vocab]
+            equal(logits, expected)
+            new = [int(expected.argmax())]
+    assert ours.cache.pending == theirs.cache.pending
+
+
+def test_a_cache_that_moves_grows_and_is_replaced_keeps_its_entries() -> None:
+    contexts = [context(model, FAMILIES["llama"], rows=2) for model in targets()]
+    token = torch.tensor([[5]])
+    for each in contexts:
+        each.forget(0)  # a gap, which the growing row closes
+        each.cache.reserve(1, 500)
+    equal(*(each.forward([1], token).logits for each in contexts))
+    first = contexts[0].target
+    other = context(first, FAMILIES["llama"], rows=1)  # another cache on the same graphs
+    other.forward([0], token)
+    del other
+    gc.collect()
+    equal(*(each.forward([1], token).logits for each in contexts))
+
+
+def test_entries_beyond_a_sliding_window_run_on_the_lean_decoder() -> None:
+    ours, theirs = targets("mistral")
+    assert ours.traits.masks.window is not None
+    prompt = TokenBlock([0], torch.arange(5, 5 + ours.traits.masks.window + 9)[None] % 90)
+    logits = []
+    for model in (ours, theirs):
+        cache = model.new_cache(1)
+        cache.reserve(0, 200)
+        logits.append(model.forward(cache, [prompt])[0].logits)
+    equal(*logits)
+
+
+def test_weights_that_are_set_in_place_count() -> None:
+    ours, theirs = targets()
+    block = TokenBlock([0], torch.tensor([[5, 6, 7]]))
+
+    def logits(model: Target) -> torch.Tensor:
+        cache = model.new_cache(1)
+        cache.reserve(0, 3)
+        return model.forward(cache, [block])[0].logits
+
+    before = logits(ours)
+    for model in (ours, theirs):
+        for name in ("norm", "layers.1.mlp.down_proj", "layers.0.self_attn.q_proj"):
+            with torch.no_grad():
+                model.decoder.get_submodule(name).weight.mul_(1.5)
+    equal(logits(ours), logits(theirs))
+    assert float((logits(ours) - before).abs().max()) > 0.1
+
+
+def test_int8_weights_give_the_same_answers_on_every_executor_and_other_ones_than_stored_weights() -> None:
+    case = FAMILIES["qwen2"]
+    models = [Target(case.model(), name, weights=INT8) for name in ("openvino", "lean", "stock")]
+    logits = [context(each, case).forward([0, 1, 2], torch.full((3, 2), 7)).logits for each in models]
+    equal(logits[0], logits[2])
+    equal(logits[1], logits[2])
+    stored = context(Target(case.model(), "lean"), case).forward([0, 1, 2], torch.full((3, 2), 7)).logits
+    assert float((logits[0] - stored).abs().max()) > 1e-3
+    for weight in (module.weight for module in models[0].decoder.modules() if isinstance(module, torch.nn.Linear)):
+        steps, scale = int8_of(weight)
+        assert steps.abs().amax() == 127
+        torch.testing.assert_close(steps * scale, weight.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("ratio", "name"), [(0.5, "openvino"), (2.0, "lean")])
+def test_by_default_the_faster_one_as_measured_runs(monkeypatch: pytest.MonkeyPatch, ratio: float, name: str) -> None:
+    monkeypatch.delenv(executors.SWITCH, raising=False)
+    monkeypatch.setattr(cpu, "remember", lambda what, measure: [ratio] if "OpenVINO" in what else measure())
+    assert Target(FAMILIES["llama"].model()).executor.name == name
+
+
+def test_the_default_is_measured_on_forwards_that_leave_no_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(executors.SWITCH, raising=False)
+    ratios: dict[str, float] = {}
+
+    def remember(what: str, measure: Any) -> list[float]:
+        values = [float(value) for value in measure()]
+        ratios[what] = values[0]
+        return values
+
+    monkeypatch.setattr(cpu, "remember", remember)
+    chosen = Target(FAMILIES["llama"].model()).executor.name
+    (ratio,) = (value for what, value in ratios.items() if "OpenVINO" in what)
+    assert chosen == ("openvino" if ratio < openvino._GAIN else "lean")
+
+
+def test_what_openvino_does_not_run_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = FAMILIES["llama"]
+    with pytest.warns(SaccadeWarning, match="runs without OpenVINO: it runs models in float32 and bfloat16") as seen:
+        assert Target(case.model().half(), "openvino").executor.name == "lean"
+    assert len(seen) == 1
+    with pytest.warns(SaccadeWarning, match="exact mode controls the order of sums"):
+        Target(case.model(), "openvino", exact=True)
+    monkeypatch.setattr(cpu, "available_memory", lambda: 1000)
+    with pytest.warns(SaccadeWarning, match="too little memory"):
+        Target(case.model(), "openvino")
+
+
+def test_a_version_that_is_missing_or_unknown_is_refused_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino_graph, "version", lambda _: "2031.1.0")
+    assert Target(FAMILIES["llama"].model(), "openvino").executor.name == "lean"
+    with pytest.raises(ModelError, match=r"its version is 2031.1.0, not 2026.4"):
+        vlm.check("pocket", executor="openvino")
+    monkeypatch.setattr(openvino_graph, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match="it is not installed; run"):
+        vlm.check("pocket", executor="openvino")
+
+
+def test_names_that_are_no_executor_or_no_kind_of_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="executor must be one of auto, stock, lean, graphs, openvino, not 'fast'"):
+        vlm.check("pocket", executor="fast")
+    with pytest.raises(InputError, match="weights must be one of stored, int8, not 'int4'"):
+        vlm.check("pocket", weights="int4")
+    monkeypatch.setenv(executors.SWITCH, "quick")
+    with pytest.raises(InputError, match=f"{executors.SWITCH} must be one of"):
+        adapt(FAMILIES["llama"].model())
+
+
+def test_weights_that_are_quantised_already_are_not_rounded() -> None:
+    model = FAMILIES["llama"].model()
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ModelError, match="cannot be rounded to int8"):
+        Target(model, weights=INT8)
+
+
+def test_importing_openvino_brings_no_telemetry() -> None:
+    code = "import sys; from saccade.target_model.openvino_graph import runtime; runtime(); "
+    code += "print(sorted(name for name in sys.modules if name.startswith('openvino_telemetry')), 'openvino' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[] True"
