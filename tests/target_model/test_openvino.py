@@ -212,6 +212,6 @@ def test_weights_that_are_quantised_already_are_not_rounded() -> None:
 
 def test_importing_openvino_brings_no_telemetry() -> None:
     code = "import sys; from saccade.target_model.openvino_graph import runtime; runtime(); "
-    code += "print([name for name in sys.modules if 'telemetry' in name and '.ovc' not in name], 'openvino' in sys.modules)"
+    code += "print('openvino' in sys.modules, 'openvino_telemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[] True"
+    assert done.stdout.strip() == "True False"
