@@ -132,7 +132,7 @@ class ModelDraftSession(DraftSession):
     def _drafted_ahead(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree | None:
         """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
         policy, vocab = self._drafter.policy, self._drafter.vocab_size
-        if policy.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
+        if self._drafter.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
             return None
         may_end = isinstance(proposer, PacedProposer) or isinstance(policy, ConfidentChain)
         steps = min(policy.max_depth, _AHEAD if may_end else _MOST_AHEAD)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf, sqrt
 from operator import mul
 from statistics import median, median_low
@@ -139,7 +139,10 @@ class CostsByTokens:
 
     def __call__(self, tokens: int) -> float:
         if tokens not in self._costs:
-            near = min(self._measured, key=lambda number: abs(number - tokens), default=0)
+            near, distance = 0, inf
+            for number in self._measured:
+                if abs(number - tokens) < distance:
+                    near, distance = number, abs(number - tokens)
             scale = self._measured[near].value / self._guess(near) if near else 1.0
             # More tokens take no less, once measured values outnumber the expected one.
             more = [each.value for n, each in self._measured.items() if n > tokens and len(each.values) > 2]
@@ -159,10 +162,9 @@ class Trials:
 
     def add(self, accepted: bool, confidence: float) -> None:
         """Count a verified token."""
-        self.fade()
-        self.accepted += accepted
-        self.count += 1
-        self.surplus += accepted - confidence
+        self.accepted = self.accepted * MEMORY + accepted
+        self.count = self.count * MEMORY + 1
+        self.surplus = self.surplus * MEMORY + (accepted - confidence)
 
     def fade(self) -> None:
         """Count earlier tokens for less: what they say about the next ones is getting old."""
@@ -207,8 +209,10 @@ class Drafts:
         """Whether another level is worth drafting."""
         if not self.rates:
             return False
-        chances: Iterator[float] = map(mul, self.chances, self.expected)
-        return sum(max(chance - self.token, 0.0) for chance in chances) > self.level
+        gained = 0.0
+        for chance, rate in zip(self.chances, self.expected, strict=True):
+            gained += max(chance * rate - self.token, 0.0)
+        return gained > self.level
 
     def take(self, rates: Sequence[float]) -> None:
         """Add a level whose tokens are accepted at these rates."""
@@ -256,6 +260,7 @@ class Pacer:
         self.extra = CostsByTokens(lambda tokens: SLOPE * tokens)  # that draft tokens add
         self.draft = CostsByTokens(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # of one level by rows
         self._plain: deque[tuple[int, float]] = deque(maxlen=9)  # rows and seconds of the last of these steps
+        self._unit = 0.0  # seconds of a unit, by these
         self._depths = [Trials() for _ in range(max_length)]
         self._steps: defaultdict[int, int] = defaultdict(int)
         self._speed = 1.0  # of the last steps over plain decoding's, and by rows
@@ -290,7 +295,7 @@ class Pacer:
             drafts.take(drafts.expected)
             taken = [chance for chance in drafts.chances if chance > drafts.token]
             gained += sum(taken)
-            spread += sum(chance * (1 - chance) for chance in taken)
+            spread += sum([chance * (1 - chance) for chance in taken])
             cost = self.extra(sum(drafts.lengths)) + min(max(drafts.lengths), self._passes) * self.draft(len(rows))
             if cost - plain * max(0.0, gained - 2 * sqrt(spread)) <= risk:
                 lengths, speed = drafts.lengths, (whole + plain * gained) / (whole + cost)
@@ -304,7 +309,7 @@ class Pacer:
         for row in rows:
             row.last.clear()
         token, level = worth * self.extra(count) / count, worth * self.draft(len(rows)) * (self._passes > 1)
-        known = sum(trials.surplus for trials in self._depths), sum(trials.count for trials in self._depths)
+        known = sum([trials.surplus for trials in self._depths]), sum([trials.count for trials in self._depths])
         return Drafts(rows, self._by_depth()[:levels], token, level, *known, [0] * len(rows), [1.0] * len(rows))
 
     def joined(self, lengths: Sequence[int], layers: int) -> list[int]:
@@ -344,15 +349,13 @@ class Pacer:
         """Whether the acceptance rate rests on verified draft tokens."""
         return self._depths[0].count > PRIOR_TRIALS
 
-    @property
-    def _unit(self) -> float:
-        """Seconds of a unit."""
-        return median_low(spent / self.plain(rows) for rows, spent in self._plain)
-
     def _by_depth(self) -> list[float]:
         """Rates at which tokens of each depth are accepted behind accepted ones."""
-        deeper = accumulate(self._depths[1:], lambda rate, trials: trials.rate(rate, ROW_TRIALS), initial=PRIOR)
-        return [self._depths[0].rate(), *list(deeper)[1:]]  # deeper ones are of better rows
+        rates, deeper = [self._depths[0].rate()], PRIOR
+        for trials in self._depths[1:]:  # these are of better rows
+            deeper = (trials.accepted + deeper * ROW_TRIALS) / (trials.count + ROW_TRIALS)
+            rates.append(deeper)
+        return rates
 
     def _may_pay(self, rows: int) -> bool:
         """Whether drafting pays if every token is accepted."""
@@ -385,11 +388,12 @@ class Pacer:
         """
         whole, drafts = self.plain(rows), tokens - rows
         gain = EXPLORED * emitted * whole / rows
-        others = [spent / self.plain(n) for n, spent in self._plain if n != rows]
         if not drafts:
+            others = [spent / self.plain(n) for n, spent in self._plain if n != rows]
             if others or not self._plain:  # the first one's units are as guessed
                 self.plain.add(rows, forward / median(others) if others else whole)
             self._plain.append((rows, forward))
+            self._unit = median_low([spent / self.plain(n) for n, spent in self._plain])
             self.measures = False
         elif self._plain:
             self.extra.add(drafts, max(0.0, forward / self._unit - whole))

@@ -387,9 +387,9 @@ class StepRunner:
     ) -> None:
         """Let the pacer take in the time of a step with these chunks of prompts."""
         pacer, draft = self._state.pacer, self._clock.costs["draft"]
-        rows = sum(len(group.rows) for group in groups)
         if pacer is None or not groups:
             return
+        rows = sum([len(group.rows) for group in groups])
         if chunks:
             spent = self._clock.costs["prefill"] + self._clock.costs["vision"]
             pacer.observe_prefill_step(spent, rows)
@@ -397,13 +397,13 @@ class StepRunner:
         drafted = [group for group in groups if group.drafted]
         own = [tree.own for group in groups for tree in group.host or ()]
         pacer.observe_step(
-            tokens=sum(len(group.rows) * group.tree.size for group in groups),
+            tokens=sum([len(group.rows) * group.tree.size for group in groups]),
             forward=seconds - draft,
             rows=rows,
-            emitted=emitted - sum(group.own_emitted for group in groups),
+            emitted=emitted - sum([group.own_emitted for group in groups]),
             own=sum(own),
-            drafting=sum(len(group.rows) for group in drafted),
-            length=max((group.levels for group in drafted), default=0),
+            drafting=sum([len(group.rows) for group in drafted]),
+            length=max([group.levels for group in drafted], default=0),
             draft=draft,
         )
 
@@ -433,8 +433,8 @@ class StepRunner:
         # Elsewhere every level would wait for its confidences: all rows draft the longest planned length.
         if pacer is not None and not do_sample and self._target.device.type == "cpu":
             drafts = pacer.begin([row.trials for row in rows], others, None if longest > 1 else 1)
-            longest, add = pacer.max_length, drafts.add
-            proposer = PacedProposer(lambda confidences: bool(self._agreed([add(confidences)])[0]), guide)
+            longest, add, alone = pacer.max_length, drafts.add, self._target.ranks is None
+            proposer = PacedProposer(add if alone else lambda each: bool(self._agreed([add(each)])[0]), guide)
         # Deeper nodes can never be emitted by any row; a row's own depth is no less than it is alone.
         remaining = max([row.remaining for row in rows])
         limit = min(remaining, longest) if rule.lossless else drafter.max_depth

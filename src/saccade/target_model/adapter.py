@@ -396,7 +396,7 @@ class Target:
                 self.device,
             )
         cache.positions = positions
-        if not any(block.logits_from for block in blocks):
+        if not [block for block in blocks if block.logits_from]:
             return layout, positions, None
         indices, start = [], 0
         for block in blocks:
@@ -418,15 +418,17 @@ class Target:
         if block.positions is not None:
             return block.positions
         count, rows, depth = block.count, block.rows, block.depth
-        if depth is None:
-            pending = cache.pending[rows[0]]
-            depth = torch.arange(pending, pending + count, device=self.device)[None]
         deltas = block.rope_deltas or [0] * len(rows)
         lengths = [cache.lengths[row] for row in rows]
         first = [n + d for n, d in zip(lengths, deltas, strict=True)]
-        depth = depth[:, depth.shape[1] - count :]
-        if min(first) == max(first):
-            positions = (depth + first[0]).expand(len(rows), -1)
+        is_even, pending = min(first) == max(first), cache.pending[rows[0]]
+        if depth is None:
+            begin = pending + first[0] * is_even
+            depth = torch.arange(begin, begin + count, device=self.device)[None]
+        else:
+            depth = depth[:, depth.shape[1] - count :] + first[0] * is_even
+        if is_even:
+            positions = depth.expand(len(rows), -1)
         else:
             positions = depth + cache.numbers.get(first).to(self.device)[:, None]
         ahead = None

@@ -131,7 +131,9 @@ def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[
 
 def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
     """Deepstack features of the packed sequence, ``[T, d]`` per layer; empty without any."""
-    depth = max(len(block.deepstack) for block in blocks)
+    depth = max([len(block.deepstack) for block in blocks])
+    if not depth:
+        return []
     like = next((block.deepstack[0] for block in blocks if block.deepstack), torch.empty(0, 0))
     parts = []
     for block in blocks:
@@ -152,7 +154,9 @@ class MaskPlan:
     @property
     def reach(self) -> int | None:
         """Longest sequence that all layers attend to in full; None without a bound."""
-        return min((n for n in (self.window, self.chunk) if n is not None), default=None)
+        if self.window is None or self.chunk is None:
+            return self.chunk if self.window is None else self.window
+        return min(self.window, self.chunk)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,8 +273,6 @@ class RowGroup:
 
     def of(self, tensor: Tensor) -> Tensor:
         """View ``[A, H, K, D]`` of a layer's keys or values ``[H, N, D]``."""
-        if self.rows == 1:
-            return tensor[None, :, self.start : self.start + self.visible]
         heads, slot, one = tensor.stride()
         size = self.rows, tensor.shape[0], self.visible, tensor.shape[2]
         offset = tensor.storage_offset() + self.start * slot
@@ -306,9 +308,10 @@ class Layout:
             part = query[:, group.first : group.first + group.rows * group.count] if len(self._groups) > 1 else query
             if group.rows > 1:
                 part = part.unflatten(1, (group.rows, group.count)).transpose(0, 1)  # [A, H, n, D]
+                own_keys, own_values = group.of(keys), group.of(values)
             else:
-                part = part[None]
-            own_keys, own_values = group.of(keys), group.of(values)
+                seen = slice(group.start, group.start + group.visible)
+                part, own_keys, own_values = part[None], keys[None, :, seen], values[None, :, seen]
             if times > 1 and kernel is None and query.is_cuda and group.count <= MAX_FOLDED:
                 folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
                 mixed = attend(folded, own_keys, own_values, group.folded_mask(kind, times), scale, grouped=False)
@@ -358,6 +361,10 @@ def _is_faster_wide(dtype: torch.dtype) -> bool:
 
 def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGroup]:
     """Group runs of spans at equal distances with equally many tokens and little padding; other spans stay alone."""
+    if len(spans) == 1:
+        span = spans[0]
+        masks = {kind: span.mask(kind) for kind in span.masks}
+        return [RowGroup(span.first, 1, span.count, span.start, 0, span.visible, masks)]
     groups, at = [], 0
     starts = [span.start for span in spans]
     while at < len(spans):
