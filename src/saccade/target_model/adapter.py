@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import add
 from typing import Any
 
 import torch
@@ -384,11 +385,11 @@ class Target:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
         positions, parts = self.positions_of(cache, blocks), []
         for block in blocks:
-            lengths = [cache.lengths[row] for row in block.rows]
+            lengths, count = [cache.lengths[row] for row in block.rows], block.count
             pending = cache.pending[block.rows[0]]
-            entries = block.attention_mask, lengths, block.count, pending, block.depth
+            entries = block.attention_mask, lengths, count, pending, block.depth
             masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
-            parts.append((block.rows, block.count, masks))
+            parts.append((block.rows, count, masks))
         layout = cache.plan_layout(parts)
         if cache.states is not None:
             cache.states.plan(
@@ -408,10 +409,12 @@ class Target:
 
     def positions_of(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> Tensor:
         """Position ids ``[3 or 1, T]`` of a packed sequence."""
+        if len(blocks) == 1:
+            return self.place(cache, blocks[0]).flatten(1)
         parts = [self.place(cache, block).flatten(1) for block in blocks]
         if len({part.shape[0] for part in parts}) > 1:  # text beside a prompt with M-RoPE positions
             parts = [part.expand(self.rope_axes, -1) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return torch.cat(parts, 1)
 
     def place(self, cache: RowCache, block: TokenBlock) -> Tensor:
         """Position ids ``[3 or 1, A, n]`` of a block's tokens."""
@@ -420,7 +423,7 @@ class Target:
         count, rows, depth = block.count, block.rows, block.depth
         deltas = block.rope_deltas or [0] * len(rows)
         lengths = [cache.lengths[row] for row in rows]
-        first = [n + d for n, d in zip(lengths, deltas, strict=True)]
+        first = list(map(add, lengths, deltas))
         is_even, pending = min(first) == max(first), cache.pending[rows[0]]
         if depth is None:
             begin = pending + first[0] * is_even

@@ -270,7 +270,7 @@ class RowCache(Cache):
         spans: list[Span] = []
         slots: list[Tensor] = []
         at, device = 0, self.numbers.device
-        is_single = sum([len(rows) for rows, _, _ in parts]) == 1
+        is_single = len(parts) == len(parts[0][0]) == 1
         for rows, count, masks in parts:
             pending = self.pending[rows[0]]
             if len(rows) > 1:

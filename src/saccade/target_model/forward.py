@@ -120,7 +120,9 @@ def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[
     for block in blocks:
         rows, count = block.tokens.shape
         tokens = slice(token, token + rows * count)
-        states = {layer: state[tokens].view(rows, count, -1) for layer, state in hidden.items()}
+        states: dict[int, Tensor] = {}
+        if hidden:
+            states = {layer: state[tokens].view(rows, count, -1) for layer, state in hidden.items()}
         size = count - block.logits_from
         part = logits[logit : logit + rows * size].view(rows, size, logits.shape[-1])
         outputs.append(ForwardOutput(part, states))
@@ -131,9 +133,9 @@ def split_outputs(blocks: Sequence[TokenBlock], logits: Tensor, hidden: Mapping[
 
 def pack_deepstack(blocks: Sequence[TokenBlock]) -> list[Tensor]:
     """Deepstack features of the packed sequence, ``[T, d]`` per layer; empty without any."""
-    depth = max([len(block.deepstack) for block in blocks])
-    if not depth:
-        return []
+    if len(blocks) == 1:
+        return list(blocks[0].deepstack)
+    depth = max(len(block.deepstack) for block in blocks)
     like = next((block.deepstack[0] for block in blocks if block.deepstack), torch.empty(0, 0))
     parts = []
     for block in blocks:
