@@ -21,7 +21,7 @@ import tempfile
 import venv
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -99,13 +99,15 @@ class Process:
         """An answer, with its processor and wall time."""
         assert self.process.stdin is not None
         self.process.send_signal(signal.SIGCONT)
-        print(json.dumps({"prompt": prompt, "way": way, "limit": limit}), file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # reported below
+            print(json.dumps({"prompt": prompt, "way": way, "limit": limit}), file=self.process.stdin, flush=True)
         return self._read()
 
     def _read(self) -> Any:
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise SystemExit(f"{' '.join(self.process.args)} has ended:\n{self.log.read_text()[-2000:]}")  # type: ignore
+            log, code = self.log.read_text()[-2000:], self.process.wait()
+            raise SystemExit(f"{' '.join(self.process.args)} has ended with {code}:\n{log}")  # type: ignore
         self.process.send_signal(signal.SIGSTOP)
         return json.loads(line)
 
@@ -238,13 +240,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="longest answer (default: 128)")
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2), help="CPU threads (default: 1 2)")
     parser.add_argument("--ways", nargs="+", default=tuple(WAYS), choices=WAYS, help="transformers' plain always runs")
+    kinds = tuple(dict.fromkeys(engine.kind for engine in ENGINES))
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="number formats of weights")
     parser.add_argument("--pair", default="pocket", choices=("pocket", "inflated"), help=f"inflated: target of {SHAPE}")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if options.peers:
         installed(options.peers)
-    engines = [engine for engine in ENGINES if options.peers or engine.module == "here"]
+    engines = [
+        engine
+        for engine in ENGINES
+        if engine == BASELINE or (engine.kind in options.kinds and (options.peers or not engine.is_peer))
+    ]
     results: Results = {}
     with tempfile.TemporaryDirectory() as name:
         folder, target = Path(name), target_path()

@@ -113,10 +113,11 @@ class Graph:
         return ov.Model([logits], self.sinks, [ids, mask, positions, order], "decoder")
 
 
-def write(folder: Path, decoder: Decoder, kind: str) -> Path:
+def write(folder: Path, name: str, kind: str, threads: int) -> Path:
     """Write a model, and a tokenizer that pipelines with a draft compare, though they are given token ids."""
+    graph, folder = Graph(Decoder.read(folder, name), kind), folder / f"{name}-{kind}-{threads}"
     folder.mkdir()
-    ov.save_model(Graph(decoder, kind).model(), folder / "openvino_model.xml", compress_to_fp16=False)
+    ov.save_model(graph.model(), folder / "openvino_model.xml", compress_to_fp16=False)
     results = [result(ints(1), name) for name in ("input_ids", "attention_mask")]
     tokenizer = ov.Model(results, [parameter("text", 1, ov.Type.string)], "tokenizer")
     ov.save_model(tokenizer, folder / "openvino_tokenizer.xml", compress_to_fp16=False)
@@ -125,11 +126,10 @@ def write(folder: Path, decoder: Decoder, kind: str) -> Path:
 
 def main() -> None:
     folder, threads, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    decoders = {name: Decoder.read(folder, name) for name in ("target", "draft")}
-    target, draft = (write(folder / f"{name}-{kind}-{threads}", one, kind) for name, one in decoders.items())
+    asked = [ov.Tensor(ids[None]) for ids in Decoder.read(folder, "target").ids]
+    target, draft = (write(folder, name, kind, threads) for name in ("target", "draft"))
     properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     properties |= {"NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False}
-    asked = [ov.Tensor(ids[None]) for ids in decoders["target"].ids]
 
     @cache
     def pipeline(drafts: bool) -> Any:

@@ -115,6 +115,7 @@ def main() -> None:
     for name in ("target", "draft"):
         decoder, path = Decoder.read(folder, name), folder / f"{name}-{kind}.gguf"
         write(decoder, path, kind)
+        decoder.weights.clear()  # they need no memory any more
         model = llama_cpp.llama_model_load_from_file(bytes(path), llama_cpp.llama_model_default_params())
         made.append([Context(model, decoder, threads, *setting) for setting in settings])
 
