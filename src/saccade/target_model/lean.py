@@ -40,6 +40,7 @@ from saccade.target_model.linear import AdaptedLinear, Linear, pack_where_faster
 from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 
+_FEWEST_ANGLES, _MOST_ANGLES = 1 << 10, 1 << 15  # positions whose angles are kept on a CPU
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a logit attributed to rounding, in standard deviations of the logits: a few hundred
 roundings of each dtype. A structural difference moves logits by about one standard deviation."""
@@ -94,6 +95,8 @@ class LeanDecoder:
         types = getattr(decoder.config, "layer_types", None) or ()
         self._kinds = types if len(set(types)) > 1 else [ALL] * len(layers)
         rope = getattr(decoder.config, "rope_parameters", None) or {}
+        self._changes_angles = rope.get("rope_type") in ("dynamic", "longrope")  # with the longest sequence
+        self._table: Tensor | None = None  # `[P, 2 * D]` angles of the first positions
         self._sections: list[int] = list(rope.get("mrope_section", ()))
         self._guard = _guard_of(model, decoder)
         products = [p for layer in layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
@@ -124,7 +127,7 @@ class LeanDecoder:
         layers = zip(self._layers, decoder.layers, strict=True)
         other._layers = [_adapt_layer(weights, layer, product) for weights, layer in layers]
         other.logits = AdaptedLinear.of(self.logits, [head], product)
-        other._rotary = decoder.rotary_emb
+        other._rotary, other._table = decoder.rotary_emb, None
         other.is_adapted = True
         other._guard = _guard_of(model, decoder)
         if self._exact is not None:
@@ -194,7 +197,7 @@ class LeanDecoder:
         rows = count + padding
         if padding:
             x, positions = _pad(x, padding), F.pad(positions, (0, padding))
-        cos, sin = self._angles(x, positions)
+        cos, sin = self.angles(x, positions).chunk(2, -1)
         heads, kv, dim, half = self._heads, self.kv_heads, self.head_dim, self.head_dim // 2
         each = zip(self._layers[:until], cache.layers[:until], self._kinds[:until], strict=True)
         for index, (weights, layer, kind) in enumerate(each):
@@ -230,8 +233,19 @@ class LeanDecoder:
             states[len(self._layers)] = (normed if requirements.final == "post" else x)[:count]
         return normed[:count], states
 
-    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines ``[T, D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
+    def angles(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Cosines and signed sines ``[T, 2 * D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
+        if positions.shape[0] > 1 or x.device.type != "cpu" or self._changes_angles:
+            return self._angles(x, positions)
+        last = int(positions.max())
+        if last >= _MOST_ANGLES:
+            return self._angles(x, positions)
+        if self._table is None or last >= len(self._table) or self._table.dtype != x.dtype:
+            size = max(1 << last.bit_length(), _FEWEST_ANGLES)
+            self._table = self._angles(x, torch.arange(size)[None])
+        return self._table[positions[0]]
+
+    def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
         axes = max(len(self._sections), positions.shape[0])
         if axes > 1:  # all of them also where they are equal, as transformers 5.17 needs them
             positions = positions.expand(axes, -1)[:, None]
@@ -239,8 +253,7 @@ class LeanDecoder:
         if cos.dim() == 4:  # M-RoPE: one angle per position axis
             cos, sin = (self._mixed(t) for t in (cos, sin))
         half = self.head_dim // 2
-        signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
-        return cos[0], signed
+        return torch.cat([cos[0], -sin[0, :, :half], sin[0, :, half:]], -1)
 
     def _mixed(self, angles: Tensor) -> Tensor:
         """Mix ``[3, 1, T, D]`` to ``[1, T, D]``: each section of the head's dimensions from another position axis."""

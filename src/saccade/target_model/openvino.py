@@ -62,6 +62,14 @@ class _Bound:
     held: dict[str, Any] = field(default_factory=dict)
     memory: Any = None  # identifies the cache's
 
+    def put(self, name: str, values: Any) -> None:
+        """Write values to an input's own array, which OpenVINO reads without being told."""
+        held = self.held.get(name)
+        if held is not None and held.shape == values.shape:
+            held[...] = values
+        else:
+            self.give(name, np.array(values))
+
     def give(self, name: str, array: Any) -> None:
         """Share an array as an input or output."""
         self.held[name] = array
@@ -83,8 +91,7 @@ class _Part:
     """Pending tokens of a row, for a later forward that hides some of them."""
 
     x: Tensor  # `[n, d]`
-    cos: Tensor  # `[n, D]`
-    sin: Tensor
+    angles: Tensor  # `[n, 2 * D]`
     mask: Tensor | None  # `[n, F + n]` bool
 
 
@@ -165,11 +172,11 @@ class OpenVinoExecutor(LeanExecutor):
             return super().forward(cache, blocks, requirements)
         target = self.target
         x, deepstack = target.embedded(blocks), pack_deepstack(blocks)
-        cos, sin = self.decoder._angles(x, target.positions_of(cache, blocks))
+        angles = self.decoder.angles(x, target.positions_of(cache, blocks))
         rows, again = self._rows(cache, blocks)
-        wanted, kept, known = _wanted(blocks), None, self._remember(cache, blocks, x, cos, sin)
+        wanted, kept, known = _wanted(blocks), None, self._remember(cache, blocks, x, angles)
         if again:
-            x, cos, sin, kept = _joined(known, rows)
+            x, angles, kept = _joined(known, rows)
             wanted = kept if wanted is None else kept[wanted]
         wanted = np.arange(len(x), dtype=np.int32) if wanted is None else wanted
         layers = requirements.layers
@@ -177,12 +184,11 @@ class OpenVinoExecutor(LeanExecutor):
         hidden = {layer: x.new_empty(x.shape, dtype=torch.float32) for layer in layers}
         with self._lock:
             bound = self._graph(cache, "forward", layers, requirements.final, len(deepstack))
-            bound.give("x", x.float().contiguous().numpy())
-            bound.give("cos", cos.float().contiguous().numpy())
-            bound.give("sin", sin.float().contiguous().numpy())
+            bound.put("x", x.float().numpy())
+            bound.put("angles", angles.float().numpy())
             for index, features in enumerate(deepstack):
-                bound.give(f"deepstack.{index}", features.float().contiguous().numpy())
-            bound.give("wanted", wanted)
+                bound.put(f"deepstack.{index}", features.float().numpy())
+            bound.put("wanted", wanted)
             self._place(bound, rows)
             bound.give("logits", logits.numpy())
             for layer, state in hidden.items():
@@ -212,15 +218,13 @@ class OpenVinoExecutor(LeanExecutor):
         positions = torch.tensor(places)
         context = self.target.traits.limits.context
         positions = positions if context is None else positions.clamp(max=context - 1)
-        cos, sin = self.decoder._angles(self.decoder._norm[None], positions[None])
+        angles = self.decoder.angles(self.decoder._norm[None], positions[None])
         segments = [(cache.start(row), cache.capacity(row)) for row in rows]
         logits = torch.empty(steps, len(rows), vocab)
         with self._lock:
             bound = self._graph(cache, "ahead", steps, vocab)
-            bound.give("ids", np.fromiter((token for each in tokens for token in each), np.int32))
-            bound.give("last", np.cumsum(counts, dtype=np.int32) - 1)
-            bound.give("cos", cos.float().contiguous().numpy())
-            bound.give("sin", sin.float().contiguous().numpy())
+            bound.put("ids", np.array([token for each in tokens for token in each], np.int32))
+            bound.put("angles", angles.float().numpy())
             self._place(bound, _Rows(segments, pasts, counts, []))
             bound.give("logits", logits.numpy())
             bound.request.infer()
@@ -259,9 +263,7 @@ class OpenVinoExecutor(LeanExecutor):
                 rows.masks.append(None if shown is None else shown[min(place, len(shown) - 1)].numpy())
         return rows, again
 
-    def _remember(
-        self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, cos: Tensor, sin: Tensor
-    ) -> list[list[_Part]]:
+    def _remember(self, cache: RowCache, blocks: Sequence[TokenBlock], x: Tensor, angles: Tensor) -> list[list[_Part]]:
         """Keep pending tokens for forwards that hide some of them; return those of every row."""
         known, at, parts = self._pending.setdefault(cache, {}), 0, []
         for block in blocks:
@@ -270,7 +272,7 @@ class OpenVinoExecutor(LeanExecutor):
                 part = slice(at, at + block.count)
                 own = None if mask is None else mask[min(place, len(mask) - 1)]
                 before = known.get(row, []) if cache.pending[row] else []
-                known[row] = [*before, _Part(x[part], cos[part], sin[part], own)] if block.count <= _KEPT else []
+                known[row] = [*before, _Part(x[part], angles[part], own)] if block.count <= _KEPT else []
                 parts.append(known[row])
                 at += block.count
         return parts
@@ -317,12 +319,12 @@ class OpenVinoExecutor(LeanExecutor):
         if rows.spans != bound.held.get("spans"):
             bound.held["spans"] = rows.spans
             numbers = [np.arange(start // BLOCK, (start + size) // BLOCK, dtype=np.int32) for start, size in rows.spans]
-            bound.give("block_indices", np.concatenate(numbers))
-            bound.give("block_indices_begins", _begins([len(each) for each in numbers]))
-        bound.give("past_lens", np.array(rows.past, np.int32))
-        bound.give("subsequence_begins", _begins(rows.counts))
+            bound.put("block_indices", np.concatenate(numbers))
+            bound.put("block_indices_begins", _begins([len(each) for each in numbers]))
+        bound.put("past_lens", np.array(rows.past, np.int32))
+        bound.put("subsequence_begins", _begins(rows.counts))
         longest = max(past + count for past, count in zip(rows.past, rows.counts, strict=True))
-        bound.give("max_context_len", np.array(longest, np.int32))
+        bound.put("max_context_len", np.array(longest, np.int32))
         bias = _NO_MASK
         if any(mask is not None for mask in rows.masks):
             masks = [
@@ -331,8 +333,8 @@ class OpenVinoExecutor(LeanExecutor):
             ]
             bias = np.concatenate([mask.ravel() for mask in masks]), _begins([mask.size for mask in masks])
         if rows.masks and (len(bias[0]) or len(bound.held.get("qq_bias", "?"))):
-            bound.give("qq_bias", bias[0])
-            bound.give("qq_bias_begins", bias[1])
+            bound.put("qq_bias", bias[0])
+            bound.put("qq_bias_begins", bias[1])
 
 
 def _hides(block: TokenBlock, before: int) -> bool:
@@ -341,7 +343,7 @@ def _hides(block: TokenBlock, before: int) -> bool:
     return bool(before) and mask is not None and not bool(mask[:, :, :before].all())
 
 
-def _joined(known: Sequence[Sequence[_Part]], rows: _Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
+def _joined(known: Sequence[Sequence[_Part]], rows: _Rows) -> tuple[Tensor, Tensor, Any]:
     """Put every row's pending tokens before its new ones; return all, and the places of the new ones."""
     parts, kept, at = list[_Part](), [], 0
     for place, own in enumerate(known):
@@ -357,8 +359,8 @@ def _joined(known: Sequence[Sequence[_Part]], rows: _Rows) -> tuple[Tensor, Tens
         parts += own
         kept.append(np.arange(at + total - count, at + total, dtype=np.int32))
         at += total
-    x, cos, sin = (torch.cat([getattr(part, name) for part in parts]) for name in ("x", "cos", "sin"))
-    return x, cos, sin, np.concatenate(kept)
+    x, angles = torch.cat([part.x for part in parts]), torch.cat([part.angles for part in parts])
+    return x, angles, np.concatenate(kept)
 
 
 def _begins(sizes: Sequence[int]) -> Any:

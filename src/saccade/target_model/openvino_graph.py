@@ -85,7 +85,7 @@ class GraphBuilder:
         self._inputs, op, lean = [], self._op, self._lean
         width, layers_of = lean.width, len(lean._layers)
         x_in, wanted = self._input("x", [-1, width]), self._input("wanted", [-1], "i32")
-        angles = self._angles(self._input("cos", [-1, lean.head_dim]), self._input("sin", [-1, lean.head_dim]))
+        angles = self._angles(self._input("angles", [-1, 2 * lean.head_dim]))
         features = [self._input(f"deepstack.{i}", [-1, width]) for i in range(deepstack)]
         places = [self._input(name, [-1], "i32") for name in PLACES]
         places.append(self._input("max_context_len", [], "i32"))
@@ -107,11 +107,10 @@ class GraphBuilder:
     def ahead(self, embeddings: Tensor, steps: int, vocab: int) -> Any:
         """Compile the tokens ``ids [T]`` of A rows -> ``logits [steps, A, vocab]`` behind them and behind greedy ones.
 
-        ``cos`` and ``sin`` are of the ids and then of the tokens of each step, ``[T + (steps - 1) * A, D]``.
+        ``angles`` are of the ids and then of the tokens of each step, ``[T + (steps - 1) * A, 2 * D]``.
         """
         self._inputs, op, lean = [], self._op, self._lean
-        ids, last = self._input("ids", [-1], "i32"), self._input("last", [-1], "i32")
-        cos, sin = (self._input(name, [-1, lean.head_dim]) for name in ("cos", "sin"))
+        ids, every = self._input("ids", [-1], "i32"), self._input("angles", [-1, 2 * lean.head_dim])
         past, begins, *blocks = [self._input(name, [-1], "i32") for name in PLACES]
         longest, axis = self._input("max_context_len", [], "i32"), _const(0, np.int64)
         table, count = self._constant(embeddings), op.shape_of(ids, "i32")
@@ -123,11 +122,11 @@ class GraphBuilder:
             start, stop = stop, op.add(stop, count if step == 0 else rows)
             span = start, stop, one, zero
             x = op.unsqueeze(op.gather(table, ids, axis), _const(1, np.int64))
-            angles = self._angles(op.slice(cos, *span), op.slice(sin, *span))
+            angles = self._angles(op.slice(every, *span))
             for index in range(len(lean._layers)):
                 x = self._layer(index, x, angles, [past, begins, *blocks, longest], ())
             if step == 0:
-                x = op.gather(x, last, axis)
+                x = op.gather(x, op.subtract(behind, one), axis)
             outputs = self._flat(self._product(self._norm(x, lean._norm), lean.logits, vocab))
             logits.append(op.unsqueeze(outputs, axis))
             best = op.topk(outputs, _const(1, np.int64), -1, "max", "none", index_element_type="i32").output(1)
@@ -176,9 +175,10 @@ class GraphBuilder:
         root = op.sqrt(op.add(mean, _const(self._lean._eps)))
         return op.multiply(op.multiply(x, op.divide(_const(1.0), root)), self._constant(gain))
 
-    def _angles(self, cos: Any, sin: Any) -> tuple[Any, Any]:
+    def _angles(self, angles: Any) -> tuple[Any, Any]:
         """Cosines and unsigned sines ``[T, 1, 1, D]``, the form that the plugin fuses."""
-        op, axes = self._op, _const([1, 2], np.int64)
+        op, dim, axes = self._op, self._lean.head_dim, _const([1, 2], np.int64)
+        cos, sin = self._split(angles, [dim, dim])
         return op.unsqueeze(cos, axes), op.unsqueeze(op.multiply(sin, _const(self._sign)), axes)
 
     def _turned(self, x: Any, angles: tuple[Any, Any]) -> Any:
