@@ -1,4 +1,4 @@
-"""Files of the package that one `generate` crosses, and those that loading the built-in pair imports."""
+"""Files of the package that one `generate` crosses, functions that a step calls, and files that loading imports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 import saccade
+from saccade import VLM
 from saccade.pocket import draw
+from saccade.target_model.openvino_graph import missing
 
 CROSSED, IMPORTED = 25, 85
 """Most files that a warmed-up `generate` runs code of, and that `load("pocket")` imports."""
 PACKAGE = Path(saccade.__file__).parent
+METHODS: dict[str, dict[str, Any]] = {"plain": {}, "chain": {"gamma": 5}, "auto": {}, "dynamic-tree": {}, "hivis": {}}
+CALLS = {
+    "lean": {"plain": 205, "chain": 480, "auto": 640, "dynamic-tree": 530, "hivis": 720},
+    "openvino": {"plain": 235, "chain": 340, "auto": 640, "dynamic-tree": 880, "hivis": 780},
+}
+"""Most calls of the package's functions in a pass of the target with its drafts, by what runs the models: those in the
+lean decoder, a few for every layer, are not counted. `auto` drafts by the clock, for which there is some room."""
+DECODER = {"LeanDecoder.__call__", "Linear.__call__", "Linear.product"}
 
 
 def test_one_generate_crosses_few_files() -> None:
@@ -41,3 +53,36 @@ def test_loading_imports_few_files() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     modules = run.stdout.splitlines()[-1]
     assert modules.count("'") // 2 <= IMPORTED, modules
+
+
+def calls(vlm: VLM, tokens: int) -> tuple[int, int]:
+    """Calls of the package's functions outside of the lean decoder while an answer is generated, and its passes."""
+    sample, count, decoders = draw(900100, "scene", "verbose"), 0, list[FrameType]()
+
+    def record(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        if decoders and event == "return" and frame is decoders[0]:
+            decoders.clear()
+        elif not decoders and event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            count += 1
+            if frame.f_code.co_qualname in DECODER:
+                decoders.append(frame)
+
+    sys.setprofile(record)
+    try:
+        output = vlm.generate(sample.question, [sample.image], max_new_tokens=tokens)
+    finally:
+        sys.setprofile(None)
+    return count, output.stats.target_passes
+
+
+@pytest.mark.parametrize("executor", [name for name in CALLS if name != "openvino" or not missing()])
+def test_a_pass_calls_few_functions(executor: str) -> None:
+    loaded = saccade.load("pocket", dtype="float32", executor=executor)
+    counted = {}
+    for method, options in METHODS.items():
+        vlm = loaded.using(method, **options)
+        calls(vlm, 60)  # with what is only done once
+        (few, first), (many, last) = calls(vlm, 10), calls(vlm, 90)
+        counted[method] = (many - few) / (last - first)
+    assert {name: each for name, each in counted.items() if each > CALLS[executor][name]} == {}, counted
