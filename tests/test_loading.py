@@ -112,7 +112,7 @@ def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path)
         ("~/nowhere-at-all", "There is no folder"),
         # a hub id, and the tests have no network
         ("drfat", r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); check the spelling, the "),
-        (__file__, "is a file; give the folder"),
+        (__file__, "is a file, but no GGUF file; give one, or the folder"),
     ],
 )
 def test_a_missing_checkpoint_is_distinguished_from_an_unreachable_one(place: str, words: str) -> None:

@@ -34,6 +34,17 @@ def is_profile(target: Any) -> bool:
     return isinstance(target, (str, Path)) and str(target).endswith(".toml")
 
 
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names a GGUF file, which transformers reads from its folder by its name."""
+    return os.fspath(path).endswith(".gguf")
+
+
+def source_of(path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
+    """Return a checkpoint's folder or hub id, and the options of `from_pretrained` that name a GGUF file in it."""
+    folder, name = os.path.split(os.fspath(path))
+    return (folder or os.curdir, {"gguf_file": name}) if is_gguf(path) else (os.fspath(path), {})
+
+
 def write_file(
     path: Path,
     content: str | bytes | Callable[[Path], object],

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from saccade import cpu
 from saccade.errors import ModelError, SaccadeWarning
+from saccade.files import is_gguf, source_of
 from saccade.options import STORED
 from saccade.target_model.adapter import Target
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes, processes, sharded
@@ -57,15 +58,17 @@ def load_model(path: str | Path, *, dtype: str | torch.dtype = "auto", device_ma
     if dtype == "auto" and on_cpu:
         dtype = _cpu_dtype(path, config, stored)
     moved = device_map if isinstance(device_map, torch.device) and not find_spec("accelerate") else None
+    place, file = source_of(path)
     with _refusing(path), _unreported():
         model, info = _auto_class(config).from_pretrained(
-            str(path),
+            place,
             config=config,
             dtype=dtype,
             device_map=None if moved else device_map,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported by name below
             trust_remote_code=False,
+            **file,
             **splitting,
         )
         if moved:
@@ -124,12 +127,18 @@ def check_checkpoint(path: str | Path, *, weights: bool = True) -> Any:
         raise ModelError("The name of the checkpoint is empty; give a checkpoint folder or a hub id.")
     if folder.is_dir():
         _check_files(folder, weights)
-    elif folder.exists():
-        raise ModelError(f"{path} is a file; give the folder that holds the checkpoint's config.json.")
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
+    elif folder.exists() and not is_gguf(folder):
+        raise ModelError(
+            f"{path} is a file, but no GGUF file; give one, or the folder that holds the checkpoint's config.json."
+        )
+    elif is_gguf(folder) and not folder.exists():
+        raise ModelError(f"There is no file {path}; give a GGUF file that exists, or a checkpoint folder.")
+    elif not folder.exists() and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path)):
         raise ModelError(f"There is no folder {str(path)!r}; give one that exists, or a hub id such as OWNER/NAME.")
+    place, file = source_of(path)
     with _refusing(path):
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **file)
+    config._name_or_path = str(path)
     if _auto_class(config) is None:
         raise ModelError(
             f"{path} holds a {config.model_type} model, which does not generate text from text and images; "
@@ -458,15 +467,15 @@ def _refusing(path: str | Path) -> Iterator[None]:
                 "it, or give a checkpoint that is not quantised."
             ) from problem
         is_fetching = isinstance(problem, OSError) or type(problem).__module__.startswith(("huggingface_hub", "httpx"))
-        if is_fetching and not Path(path).is_dir():
+        if is_fetching and not Path(path).exists():
             raise ModelError(
                 f"There is no folder {path} here, and the hub could not give it ({_first_sentence(problem)}); check "
                 "the spelling, the connection, or your access (hf auth login)."
             ) from problem
-        raise ModelError(
-            f"The checkpoint {path} cannot be loaded ({_first_sentence(problem)}); give a complete checkpoint that "
-            "this version of transformers supports."
-        ) from problem
+        advice = "give a complete checkpoint that this version of transformers supports"
+        if is_gguf(path):
+            advice = "transformers reads GGUF files of some text models alone, so give the folder that it was made of"
+        raise ModelError(f"The checkpoint {path} cannot be loaded ({_first_sentence(problem)}); {advice}.") from problem
 
 
 def refuse_code(problem: Exception, place: str | Path) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from checkpoints import ready
 from families import FAMILIES, reference_greedy
+from saccade import load
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.trees.dynamic import DynamicTree
@@ -55,20 +57,37 @@ def test_weights_that_are_no_plain_parameters_stay_as_they_are() -> None:
     assert all(isinstance(linear.weight, Coded) for linear in text_linears(model))
 
 
-@needs_torchao
-@pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_torchao(name: str, form: str) -> None:
+def quantise(model: PreTrainedModel, form: str) -> None:
+    """Quantise the decoder's products in memory."""
     from torchao import quantization as ao
 
     forms = {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
         "int4": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32)),
     }
-    model = FAMILIES[name].model()
     chosen = set(map(id, text_linears(model)))
     ao.quantize_(model, forms[form](), filter_fn=lambda module, _: id(module) in chosen)
+
+
+@needs_torchao
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_torchao(name: str, form: str) -> None:
+    model = FAMILIES[name].model()
+    quantise(model, form)
     check(name, model)
+
+
+@needs_torchao
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_methods_give_the_tokens_of_plain_decoding_of_the_same_quantised_models(form: str) -> None:
+    model, draft = (load_model(ready("llama"), dtype="float32") for _ in range(2))
+    quantise(model, form)
+    quantise(draft, form)
+    vlm = load(model, draft, "chain")
+    expected = vlm.using("plain").generate("What is it?", max_new_tokens=24).tokens
+    for method in ("chain", "dynamic-tree", "auto"):
+        assert vlm.using(method).generate("What is it?", max_new_tokens=24).tokens == expected
 
 
 @needs_torchao

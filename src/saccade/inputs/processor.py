@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.errors import InputError, ModelError, SaccadeError, SaccadeWarning
+from saccade.files import is_gguf, source_of
 from saccade.inputs.chat import (
     Controls,
     LiteralText,
@@ -477,8 +478,9 @@ _CLASSES = ("image_processor_type", "video_processor_type", "feature_extractor_t
 
 
 def _loaded(auto: Any, path: str, part: str, **options: Any) -> Any:
+    folder, file = source_of(path)
     try:
-        return auto.from_pretrained(path, trust_remote_code=False, **options)
+        return auto.from_pretrained(folder, trust_remote_code=False, **file, **options)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = first_line(error).split(". ")[0].rstrip(".: ")[:300]
         if part == "tokenizer" and Path(path).is_dir() and not any(Path(path).glob("tokenizer.*")):
@@ -492,6 +494,8 @@ def _loaded(auto: Any, path: str, part: str, **options: Any) -> Any:
 def _file(path: str, name: str) -> Path | None:
     from transformers.utils import cached_file
 
+    if is_gguf(path):  # which has it all, and not what lies next to it
+        return None
     file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return Path(file) if file else None
 
