@@ -81,7 +81,7 @@ class Prepared:
     def models(self) -> dict[str, Any]:
         """Facts about target, draft model and used heads, with digests of their weights."""
         target, drafter = self.names
-        exact = {"exact": True} if self.vlm.target.exact else {}
+        exact = {"executor": self.vlm.target.executor.name} | ({"exact": True} if self.vlm.target.exact else {})
         facts = {"target": model_facts(self.vlm.target.model, target) | exact, "drafter": None}
         if self.vlm.draft_model is not None:
             facts["drafter"] = model_facts(self.vlm.draft_model.model, drafter or target)
