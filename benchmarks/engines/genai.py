@@ -140,7 +140,7 @@ def main() -> None:
         return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **properties, **more)
 
     def answer(prompt: int, way: str, limit: int) -> tuple[list[int], int]:
-        config = openvino_genai.GenerationConfig(max_new_tokens=limit, eos_token_id=END, stop_token_ids={END})
+        config = openvino_genai.GenerationConfig(max_new_tokens=limit, eos_token_id=END)
         if drafts := way != "plain" and limit > 1:
             config.num_assistant_tokens = int(way)
         made = pipeline(drafts).generate(asked[prompt], config)
