@@ -91,16 +91,6 @@ def test_a_weight_that_float16_does_not_hold_takes_the_next_layout() -> None:
     assert Linear(product.weight).pack({"halved": range(1, 64)}) == 0
 
 
-@needs_halves
-def test_a_halved_product_of_a_row_has_the_same_bits_among_any_others() -> None:
-    copied = halved(of_16_bits(300, 640))
-    assert copied is not None
-    product, x = copied[0], torch.randn(70, 640)
-    together = product(x, None)
-    for rows in range(1, 33):
-        assert torch.equal(product(x[5 : 5 + rows], None), together[5 : 5 + rows])
-
-
 def in_place(weight: torch.nn.Parameter) -> None:
     weight.data.mul_(1.5)
 

@@ -194,7 +194,7 @@ def packed(weight: Tensor, rows: int) -> tuple[Product, float]:
 def halved(weight: Tensor, rows: int = 0) -> tuple[Product, float] | None:
     """Copy a float32 weight in float16, over a power of two; None where float16 does not hold every number exactly.
 
-    fbgemm multiplies and sums up in float32, in an order that does not depend on the number of rows.
+    fbgemm multiplies and sums up in float32; with AVX2 alone, in an order that depends on the number of rows.
     """
     largest = float(torch.stack(weight.aminmax()).abs().max())
     if weight.dtype != torch.float32 or not largest < 1 << _DIGITS:
