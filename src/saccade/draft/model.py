@@ -217,7 +217,7 @@ class ModelDraftSession(DraftSession):
             if guide is not None and guide.splices:
                 return self._spliced(running, guide.spliced(roots.device, self._drafter.model.row_bytes > 0))
             levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
-            depths = self._depth(tuple(levels))
+            depths = None if frontier.attention_mask is None else self._depth(tuple(levels))  # None: of a chain
             output = self.context.forward(running, frontier.tokens, frontier.attention_mask, depths)
             return self._shared(output.logits)
 

@@ -424,14 +424,16 @@ class Target:
         deltas = block.rope_deltas or [0] * len(rows)
         lengths = [cache.lengths[row] for row in rows]
         first = list(map(add, lengths, deltas))
-        is_even, pending = min(first) == max(first), cache.pending[rows[0]]
+        is_even = min(first) == max(first)
         if depth is None:
-            begin = pending + first[0] * is_even
-            depth = torch.arange(begin, begin + count, device=self.device)[None]
-        else:
-            depth = depth[:, depth.shape[1] - count :] + first[0] * is_even
+            pending = cache.pending[rows[0]]
+            end = first[0] + pending + count
+            if is_even and self.traits.limits.holds(end):
+                return torch.arange(end - count, end, device=self.device).expand(1, len(rows), -1)
+            depth = torch.arange(pending, pending + count, device=self.device)[None]
+        depth = depth[:, depth.shape[1] - count :]
         if is_even:
-            positions = depth.expand(len(rows), -1)
+            positions = (depth + first[0]).expand(len(rows), -1)
         else:
             positions = depth + cache.numbers.get(first).to(self.device)[:, None]
         ahead = None

@@ -475,6 +475,10 @@ class ModelLimits:
         """Whether a sequence uses a longrope embedding's long factors."""
         return self.longrope_threshold is not None and length > self.longrope_threshold
 
+    def holds(self, length: int) -> bool:
+        """Whether positions of a sequence of ``length`` tokens are never clamped."""
+        return self.longrope_threshold is None and (self.context is None or length <= self.context)
+
     def clamp_positions(self, positions: Tensor, lengths: Sequence[int], ahead: Tensor | None = None) -> Tensor:
         """Clamp positions ``[B, Q]``, ``ahead`` ``[B, 1]`` of the number of tokens, of nodes that are never emitted."""
         bound = self.context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.options import BranchesOptions, ChainOptions, ConfidentOptions
 from saccade.target_model.cache import on_device, to_device
 from saccade.tree import DraftTree, Rows, TreeShape, ancestors_of, at_nodes
-from saccade.verify.rule import Uniforms, Verdict, Warp, draw
+from saccade.verify.rule import Uniforms, Verdict, Warp, draw, likeliest
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class TopProposer:
 
     def children(self, logits: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
         if width == 1:
-            return logits.argmax(-1, keepdim=True), None
+            return likeliest(logits)[..., None], None
         return logits.topk(width, -1).indices, None
 
 
@@ -382,16 +382,9 @@ class _StaticGrowth:
             q = first.new_zeros(first.shape[0], count, first.shape[2])
             for nodes, values in self._q:
                 q[:, nodes] = values
-        return DraftTree(
-            tokens=tokens,
-            parents=shape.parents[:, :count],
-            depth=shape.depth[:, :count],
-            ancestors=shape.ancestors[:, :count, :count],
-            valid=shape.valid[:, :count],
-            max_depth=len(self._tokens) - 1,
-            max_children=shape.max_children,
-            q=q,
-        )
+        if count < shape.size:
+            shape = shape.cut([0], count)
+        return replace(shape, tokens=tokens, max_depth=len(self._tokens) - 1, q=q)
 
 
 @dataclass(frozen=True)
