@@ -15,6 +15,7 @@ from harness import prompts
 from saccade import cpu, load
 from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
+from saccade.engine.batch import LOOK
 from saccade.target_model import linear
 from saccade.target_model.adapter import Target
 from saccade.target_model.linear import Linear, StepThreads, faster_rows, halved, pack_where_faster
@@ -195,6 +196,19 @@ def test_as_many_weights_are_measured_in_turn_as_a_model_has(monkeypatch: pytest
 def test_small_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "remember", lambda name, measure: (2, 64) * 2)
     assert faster_rows(torch.empty(256, 255)) == {}
+
+
+def test_packed_weights_of_stock_modules_are_not_looked_at_in_every_step(
+    everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, looks = FAMILIES["qwen3_5"], list[Linear]()
+    refresh = Linear.refresh
+    monkeypatch.setattr(Linear, "refresh", lambda product: looks.append(product) or refresh(product))
+    engine = Engine(Target(case.model()))
+    looks.clear()
+    (answer,) = engine.generate([Request(prompts(case, case.inputs("text", rows=1))[0])], max_new_tokens=2 * LOOK)
+    assert answer.tokens == case.reference("text", rows=1, n=2 * LOOK)[0]
+    assert 1 <= len(looks) / len(set(map(id, looks))) <= 3  # as the row joins, and every so many steps
 
 
 def test_stock_modules_run_on_packed_weights_in_forwards_alone(everywhere: None) -> None:

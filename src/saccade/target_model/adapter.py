@@ -103,6 +103,7 @@ class Target:
         self._stock_contexts = 0
         self._pinned: Executor | None = None  # `executor` in the context `pinned`
         self._found: Executor | None = None  # `executor` as of the last look
+        self.looks = True  # whether forwards look for changes of the model
         self.exact = exact
         self.stock_modules = StockExecutor(self)
         self._fast: LeanExecutor | None = None  # beside the stock modules, if anything is
@@ -184,11 +185,11 @@ class Target:
             self._found = self.executor
         elif isinstance(self._fast, GraphExecutor):
             self._fast.check_weights()
-        self._pinned = self._found
+        self._pinned, self.looks = self._found, looks
         try:
             yield
         finally:
-            self._pinned = None
+            self._pinned, self.looks = None, True
 
     @contextmanager
     def stock(self) -> Iterator[None]:

@@ -156,7 +156,7 @@ class StockExecutor:
 
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """As of `Executor`."""
-        with nullcontext() if self._packed is None else self._packed.running():
+        with nullcontext() if self._packed is None else self._packed.running(self._target.looks):
             if self._packs and sum(len(block.rows) for block in blocks) > 1:
                 return self._run_packed(cache, blocks, requirements)
             return [

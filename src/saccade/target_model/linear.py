@@ -163,11 +163,12 @@ class PackedModules:
         self._packed = [(m, p) for m in plain if (p := products.get(id(m))) is not None and id(p) in packed]
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Replace the modules' forwards, whose hooks still fire."""
+    def running(self, looks: bool = True) -> Iterator[None]:
+        """Replace the modules' forwards, whose hooks still fire; ``looks``: for changes of the weights, too."""
         for module, product in self._packed:
             if module.weight is product.weight and product.weight.device.type == "cpu":
-                product.refresh()
+                if looks:
+                    product.refresh()
                 vars(module)["forward"] = product.forward
         try:
             yield
