@@ -90,18 +90,18 @@ class GraphBuilder:
         places = [self._input(name, [-1], "i32") for name in PLACES]
         places.append(self._input("max_context_len", [], "i32"))
         mask = [self._input("qq_bias", [-1], "u8"), self._input("qq_bias_begins", [-1], "i32")]
-        x, states = op.unsqueeze(x_in, _const(1, np.int64)), {}
+        x, states = x_in, {}
         for index in range(layers_of):
             if index in layers:
                 states[index] = x
             x = self._layer(index, x, angles, places, mask)
             if index < deepstack:
-                x = op.add(x, op.unsqueeze(features[index], _const(1, np.int64)))
+                x = op.add(x, features[index])
         if layers_of in layers:
             states[layers_of] = self._norm(x, lean._norm) if final == "post" else x
         chosen = op.gather(x, wanted, _const(0, np.int64))
-        outputs = {"logits": self._flat(self._product(self._norm(chosen, lean._norm), lean.logits))}
-        outputs |= {f"hidden.{index}": self._flat(state) for index, state in states.items()}
+        outputs = {"logits": self._product(self._norm(chosen, lean._norm), lean.logits)}
+        outputs |= {f"hidden.{index}": state for index, state in states.items()}
         return self._compiled(outputs)
 
     def ahead(self, embeddings: Tensor, steps: int, vocab: int) -> Any:
@@ -121,13 +121,13 @@ class GraphBuilder:
         for step in range(steps):
             start, stop = stop, op.add(stop, count if step == 0 else rows)
             span = start, stop, one, zero
-            x = op.unsqueeze(op.gather(table, ids, axis), _const(1, np.int64))
+            x = op.gather(table, ids, axis)
             angles = self._angles(op.slice(every, *span))
             for index in range(len(lean._layers)):
                 x = self._layer(index, x, angles, [past, begins, *blocks, longest], ())
             if step == 0:
                 x = op.gather(x, op.subtract(behind, one), axis)
-            outputs = self._flat(self._product(self._norm(x, lean._norm), lean.logits, vocab))
+            outputs = self._product(self._norm(x, lean._norm), lean.logits, slice(vocab))
             logits.append(op.unsqueeze(outputs, axis))
             best = op.topk(outputs, _const(1, np.int64), -1, "max", "none", index_element_type="i32").output(1)
             ids = op.squeeze(best, _const([1], np.int64))
@@ -158,9 +158,9 @@ class GraphBuilder:
     def _constant(self, tensor: Tensor) -> Any:
         return self._op.constant(tensor.detach().float().contiguous().numpy(), shared_memory=True)
 
-    def _product(self, x: Any, linear: Any, outputs: int | None = None) -> Any:
-        """A product, or its first ``outputs``."""
-        weight, bias = linear.weight[:outputs], None if linear.bias is None else linear.bias[:outputs]
+    def _product(self, x: Any, linear: Any, part: slice = slice(None)) -> Any:
+        """A product, or a part of its outputs."""
+        weight, bias = linear.weight[part], None if linear.bias is None else linear.bias[part]
         if self._int8:
             steps, scale = int8_of(weight)
             held = self._op.convert(self._op.constant(steps.numpy()), "f32")
@@ -188,34 +188,30 @@ class GraphBuilder:
         rolled = op.concat([op.multiply(second, _const(-1.0)), first], -1)
         return op.add(op.multiply(x, angles[0]), op.multiply(rolled, angles[1]))
 
-    def _flat(self, x: Any) -> Any:
-        return self._op.squeeze(x, _const([1], np.int64))
-
     def _split(self, x: Any, sizes: Sequence[int]) -> Any:
         return self._op.variadic_split(x, _const(-1, np.int64), _const(sizes, np.int64)).outputs()
 
-    def _heads(self, x: Any, count: int, gain: Tensor | None) -> Any:
-        op = self._op
-        x = op.reshape(x, _const([0, 1, count, self._lean.head_dim], np.int64), True)
-        x = x if gain is None else self._norm(x, gain)
-        return op.transpose(x, _const([0, 2, 1, 3], np.int64))
+    def _reshaped(self, x: Any, *shape: int) -> Any:
+        return self._op.reshape(x, _const(shape, np.int64), False)
 
-    def _layer(self, index: int, x: Any, angles: Any, places: Sequence[Any], mask: Sequence[Any]) -> Any:
+    def _layer(self, index: int, x: Any, angles: tuple[Any, Any], places: Sequence[Any], mask: Sequence[Any]) -> Any:
         op, lean = self._op, self._lean
         w, dim, heads, kv = lean._layers[index], lean.head_dim, lean._heads, lean.kv_heads
-        q, k, v = self._split(self._product(self._norm(x, w.norm_in), w.qkv), [heads * dim, kv * dim, kv * dim])
-        q = self._turned(self._heads(q, heads, w.q_norm), angles)
-        k = self._turned(self._heads(k, kv, w.k_norm), angles)
-        mixed = self._attention(index, [(q, heads * dim), (k, kv * dim), (v, kv * dim)], places, mask)
-        x = op.add(x, self._product(op.unsqueeze(mixed, _const(1, np.int64)), w.out))
-        inner = w.gate_up.weight.shape[0] // 2
-        gate, up = self._split(self._product(self._norm(x, w.norm_mlp), w.gate_up), [inner, inner])
+        sizes = [heads * dim, kv * dim]
+        both, v = self._split(self._product(self._norm(x, w.norm_in), w.qkv), [sum(sizes), sizes[1]])
+        both = self._reshaped(both, -1, heads + kv, 1, dim)  # queries and keys turn together
+        if w.q_norm is not None and w.k_norm is not None:
+            gains = torch.cat([w.q_norm.expand(heads, -1), w.k_norm.expand(kv, -1)])[None, :, None]
+            both = op.multiply(self._norm(both, torch.ones(dim)), self._constant(gains))
+        q, k = self._split(self._reshaped(self._turned(both, angles), -1, sum(sizes)), sizes)
+        x = op.add(x, self._product(self._attention(index, [q, k, v], places, mask), w.out))
+        h, inner = self._norm(x, w.norm_mlp), w.gate_up.weight.shape[0] // 2
+        gate, up = (self._product(h, w.gate_up, part) for part in (slice(inner), slice(inner, None)))
         return op.add(x, self._product(op.multiply(op.swish(gate), up), w.down))
 
-    def _attention(self, index: int, parts: Any, places: Sequence[Any], mask: Sequence[Any]) -> Any:
-        """Attention ``[T, H * D]`` of queries, keys and values ``[T, H, 1, D]`` over the rows' blocks."""
+    def _attention(self, index: int, parts: Sequence[Any], places: Sequence[Any], mask: Sequence[Any]) -> Any:
+        """Attention ``[T, H * D]`` of queries, keys and values of that form over the rows' blocks."""
         lean, op = self._lean, self._op
-        flat = [op.reshape(x, _const([-1, width], np.int64), False) for x, width in parts]
         known = {node.get_friendly_name(): node for node in self._inputs}
         caches = []
         for name in (f"keys.{index}", f"values.{index}"):
@@ -224,7 +220,7 @@ class GraphBuilder:
         *rows, longest = places
         ints, floats, zero = _const([], np.int32), _const([], np.float32), _const(0, np.int32)
         without = op.constant(np.zeros((0, 0, 0, 0), np.float32))
-        nodes = [*flat, *caches, *rows, _const(lean._scale), zero, floats, longest, ints, ints, ints]
+        nodes = [*parts, *caches, *rows, _const(lean._scale), zero, floats, longest, ints, ints, ints]
         nodes += [floats, floats, zero, zero, without, zero, ints, ints, ints, ints]
         nodes += mask or [op.constant(np.zeros(0, np.uint8)), ints]
         node = runtime().op._PagedAttentionExtension([n if hasattr(n, "get_node") else n.output(0) for n in nodes])
