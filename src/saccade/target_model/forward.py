@@ -225,7 +225,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 MAX_PADDING = 128  # most padding slots per row with which rows of different lengths form a group
-MAX_FOLDED = 64  # most tokens per row for which query heads of one key head run as further queries
+MAX_FOLDED = {"cuda": 64, "cpu": 16}
+"""Most tokens per row for which query heads of one key head run as further queries, by kind of device."""
 _MAX_UPCAST = 2**19  # elements of keys whose conversion to float32 costs next to nothing
 
 Masks = Mapping[str, Tensor | None]
@@ -314,7 +315,7 @@ class Layout:
             else:
                 seen = slice(group.start, group.start + group.visible)
                 part, own_keys, own_values = part[None], keys[None, :, seen], values[None, :, seen]
-            if times > 1 and kernel is None and query.is_cuda and group.count <= MAX_FOLDED:
+            if times > 1 and kernel is None and group.count <= MAX_FOLDED.get(query.device.type, 0):
                 folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
                 mixed = attend(folded, own_keys, own_values, group.folded_mask(kind, times), scale, grouped=False)
                 mixed = mixed.unflatten(2, (times, group.count)).flatten(1, 2)

@@ -95,7 +95,8 @@ class LeanDecoder:
         types = getattr(decoder.config, "layer_types", None) or ()
         self._kinds = types if len(set(types)) > 1 else [ALL] * len(layers)
         rope = getattr(decoder.config, "rope_parameters", None) or {}
-        self._changes_angles = rope.get("rope_type") in ("dynamic", "longrope")  # with the longest sequence
+        # They depend on the longest sequence there; the host reads the last position to keep those before it.
+        self.keeps_angles = self._norm.is_cpu and rope.get("rope_type") not in ("dynamic", "longrope")
         self._table: Tensor | None = None  # `[P, 2 * D]` angles of the first positions
         self._sections: list[int] = list(rope.get("mrope_section", ()))
         self._guard = _guard_of(model, decoder)
@@ -235,9 +236,7 @@ class LeanDecoder:
 
     def angles(self, x: Tensor, positions: Tensor) -> Tensor:
         """Cosines and signed sines ``[T, 2 * D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
-        if positions.shape[0] > 1 or x.device.type != "cpu" or self._changes_angles:
-            return self._angles(x, positions)
-        last = int(positions.max())
+        last = int(positions.max()) if self.keeps_angles and positions.shape[0] == 1 else _MOST_ANGLES
         if last >= _MOST_ANGLES:
             return self._angles(x, positions)
         if self._table is None or last >= len(self._table) or self._table.dtype != x.dtype:
