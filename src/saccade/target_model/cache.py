@@ -191,7 +191,9 @@ class RowCache(Cache):
         shapes: Sequence[tuple[int, int, int] | None] = (),
         crossing: Sequence[int] = (),
         block: int = 1,
+        spare: int = 0,
     ) -> None:
+        self._spare = spare  # slots of every segment beyond those reserved, for tokens of padding
         self.block = block  # neighbouring slots whose entries are stored together; 1 for no blocks
         self._axis = 1 if block > 1 else 2  # of the blocks or slots in the storage
         self.states = RecurrentStates(rows, len(recurrent)) if recurrent else None  # of recurrent layers
@@ -306,6 +308,7 @@ class RowCache(Cache):
 
     def reserve(self, row: int, capacity: int) -> None:
         """Grow a row's segment to ``capacity`` slots; the arena grows only if all segments need more together."""
+        capacity += self._spare
         if capacity <= self.capacity(row):
             return
         needed, segment = round_to_segment(capacity), self._segments[row] or _Segment(0, 0)

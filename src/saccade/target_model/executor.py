@@ -74,6 +74,8 @@ class Executor(Protocol):
     """Forwards of one `Target`."""
 
     name: str
+    rounds: bool
+    """Whether activations are rounded to int8 before products."""
     fixed_shapes: bool
     """Whether forwards are fast in few shapes alone: rows of one size, with logits of all tokens or of the last."""
 
@@ -129,6 +131,7 @@ class StockExecutor:
     """The model's own modules, one row after the other where they cannot run several as one sequence."""
 
     name = "stock"
+    rounds = False
     fixed_shapes = False
     is_current = True
 
@@ -253,6 +256,7 @@ class LeanExecutor:
     """A `LeanDecoder` on ordinary operations of torch."""
 
     name = "lean"
+    rounds = False
     fixed_shapes = False
 
     def __init__(self, target: Any, decoder: LeanDecoder) -> None:

@@ -68,7 +68,7 @@ class _Bound:
         if held is not None and held.shape == values.shape:
             held[...] = values
         else:
-            self.give(name, np.array(values))
+            self.give(name, np.array(values, order="C"))
 
     def give(self, name: str, array: Any) -> None:
         """Share an array as an input or output."""
@@ -103,6 +103,8 @@ class OpenVinoExecutor(LeanExecutor):
     def __init__(self, target: Any, decoder: LeanDecoder) -> None:
         super().__init__(target, decoder)
         self._int8 = target.weights == INT8
+        # Where a window ends, the lean decoder goes on, which does not round.
+        self.rounds = self._int8 and target.traits.masks.reach is None
         self._bound: dict[Any, _Bound] = {}
         self._pending: WeakKeyDictionary[RowCache, dict[int, list[_Part]]] = WeakKeyDictionary()
         self._lock = RLock()  # taken again where a cache is given back in between
@@ -156,7 +158,8 @@ class OpenVinoExecutor(LeanExecutor):
 
     def new_cache(self, rows: int, max_slots: int) -> RowCache:
         """As of `Executor`."""
-        return RowCache(max_slots=max_slots, rows=rows, block=BLOCK, **self.target.cache_shape)
+        shape = self.target.cache_shape
+        return RowCache(max_slots=max_slots, rows=rows, block=BLOCK, spare=int(self.rounds), **shape)
 
     def keep(self, cache: RowCache) -> None:
         """As of `Executor`: none; its memory is given up."""
@@ -179,6 +182,8 @@ class OpenVinoExecutor(LeanExecutor):
             x, angles, kept = _joined(known, rows)
             wanted = kept if wanted is None else kept[wanted]
         wanted = np.arange(len(x), dtype=np.int32) if wanted is None else wanted
+        if self.rounds and len(x) == 1:  # alone it would not be rounded; the next slot is written again later
+            x, angles, rows.counts[0], kept = x.expand(2, -1), angles.expand(2, -1), 2, np.zeros(1, np.int32)
         layers = requirements.layers
         logits = x.new_empty(len(wanted), target.vocab_size, dtype=torch.float32)
         hidden = {layer: x.new_empty(x.shape, dtype=torch.float32) for layer in layers}
@@ -285,7 +290,7 @@ class OpenVinoExecutor(LeanExecutor):
         key = (torch.get_num_threads(), kind, *key)
         bound = self._bound.get(key)
         if bound is None:
-            builder = GraphBuilder(self.decoder, self._int8, low)
+            builder = GraphBuilder(self.decoder, self._int8, low, self.rounds)
             if kind == "ahead":
                 compiled = builder.ahead(self.target.embedding_weight, *key[2:])
             else:

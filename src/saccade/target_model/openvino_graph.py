@@ -59,10 +59,13 @@ def _const(value: Any, dtype: Any = np.float32) -> Any:
     return runtime().opset13.constant(np.array(value, dtype=dtype))
 
 
-class GraphBuilder:
-    """Graphs of one decoder, whose weights they share with it where the plugin keeps them as they are."""
+_GROUP = 32  # neighbouring activations with one scale where they are rounded to int8
 
-    def __init__(self, lean: LeanDecoder, int8: bool, low: bool) -> None:
+
+class GraphBuilder:
+    """Graphs of one decoder: with ``int8`` weights, activations in bfloat16 (``low``) or rounded for each product."""
+
+    def __init__(self, lean: LeanDecoder, int8: bool, low: bool, rounds: bool = False) -> None:
         self._lean, self._int8 = lean, int8
         self._op = runtime().opset13
         kind = runtime().Type
@@ -70,7 +73,7 @@ class GraphBuilder:
         self._config = {
             "INFERENCE_PRECISION_HINT": "bf16" if low else "f32",
             "KV_CACHE_PRECISION": "bf16" if low else "f32",
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(_GROUP if rounds else 0),
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,
         }
