@@ -86,7 +86,7 @@ PARTS = {
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 27_300
+CORE = 27_450
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 53_900, 9_900
 """Most lines of the tests, and of tools and benchmarks together."""
