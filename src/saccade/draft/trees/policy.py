@@ -383,7 +383,8 @@ class _StaticGrowth:
             for nodes, values in self._q:
                 q[:, nodes] = values
         if count < shape.size:
-            shape = shape.cut([0], count)
+            parts = {name: getattr(shape, name)[:, :count] for name in ("parents", "depth", "valid")}
+            shape = replace(shape, ancestors=shape.ancestors[:, :count, :count], **parts)
         return replace(shape, tokens=tokens, max_depth=len(self._tokens) - 1, q=q)
 
 
