@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from families import FAMILIES, FamilyCase
+from harness import answer, course
 from saccade import cpu, vlm
+from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.policy import ConfidentChain
+from saccade.engine import Engine
 from saccade.errors import InputError, ModelError, SaccadeWarning
 from saccade.inputs.families import split
+from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
 from saccade.options import INT8
 from saccade.target_model import executor as executors
@@ -89,6 +94,53 @@ def test_several_rows_run_ahead_in_one_graph_as_token_by_token() -> None:
     assert ours.cache.pending == theirs.cache.pending
 
 
+def hiding(context: Context) -> TokenBlock:
+    """A token of row 0 from which the second of two pending ones is hidden, which are run here."""
+    depth, shown = torch.tensor([[1, 1, 2]]), torch.tensor([[[True, False, True]]])
+    context.forward([0], torch.tensor([[50, 51]]), depth=depth[:, :2])
+    return context.block([0], torch.tensor([[52]]), shown, depth)
+
+
+@pytest.mark.parametrize(("family", "length"), [("llama", 30), ("llama", openvino._KEPT + 1), ("qwen3_vl", 0)])
+def test_a_token_that_hides_pending_ones_runs_beside_any_prompt(family: str, length: int) -> None:
+    logits = []
+    for model in targets(family):
+        made = context(model, FAMILIES[family], rows=2)
+        prompt = split(model.config, FAMILIES[family].inputs("image" if not length else "text", rows=1))[0]
+        prompt = prompt if not length else Prompt(tuple(10 + n % 90 for n in range(length)))
+        made.empty(1)
+        made.cache.reserve(1, len(prompt))
+        beside = made.prefill(1, prompt).block(len(prompt))
+        logits.append([output.logits for output in model.forward(made.cache, [hiding(made), beside])])
+    for ours, theirs in zip(*logits, strict=True):
+        equal(ours, theirs)
+
+
+def test_pending_tokens_of_the_lean_decoder_are_not_taken_for_those_of_an_earlier_step() -> None:
+    logits = []
+    for model in targets("mistral"):
+        window, made = model.traits.masks.window, Context(model, 2)
+        assert window is not None
+        for row, length in enumerate((4, window + 5)):
+            made.cache.reserve(row, length + 40)
+            made.load(row, Prompt(tuple(range(20, 20 + length))))
+        hiding(made)
+        made.cache.drop([0])
+        block = hiding(made)
+        made.cache.drop([0])
+        made.forward([0, 1], torch.tensor([[60, 61], [60, 61]]), depth=torch.tensor([[1, 1]]))
+        logits.append(model.forward(made.cache, [block])[0].logits)
+    equal(*logits)
+
+
+def test_a_chain_that_is_drafted_in_parts_goes_on_where_a_window_ends() -> None:
+    case, courses = FAMILIES["mistral"], []
+    for drafts in map(Target, [case.draft_model()] * 2, EXECUTORS):
+        long = Engine(Target(case.model(), "lean"), ModelDrafter(drafts, ConfidentChain(11, 1e-6)))
+        courses.append(course(answer(long, Prompt((20, 30, 40)), 30)))
+    assert courses[0] == courses[1]
+
+
 def test_a_cache_that_moves_grows_and_is_replaced_keeps_its_entries() -> None:
     contexts = [context(model, FAMILIES["llama"], rows=2) for model in targets()]
     token = torch.tensor([[5]])
@@ -132,6 +184,23 @@ def test_weights_that_are_set_in_place_count() -> None:
                 model.decoder.get_submodule(name).weight.mul_(1.5)
     equal(logits(ours), logits(theirs))
     assert float((logits(ours) - before).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["q_proj.weight", "v_proj.weight", "k_proj.bias", "up_proj.weight", "down_proj.weight"]
+)
+def test_a_single_number_that_is_set_in_place_counts(name: str) -> None:
+    model = targets("qwen2")[0]
+    layer = model.decoder.layers[0]
+    places = [*layer.self_attn.named_parameters(), *layer.mlp.named_parameters()]
+    weight = dict(places)[name]
+    for place in (1, weight.numel() // 2 + 1, weight.numel() - 2):
+        assert model.executor.is_current
+        model.executor._bound["graph"] = None
+        with torch.no_grad():
+            weight.view(-1)[place] += 1
+        assert model.executor.is_current
+        assert not model.executor._bound
 
 
 def test_int8_weights_are_the_same_numbers_on_every_executor_and_openvino_rounds_activations_too() -> None:

@@ -145,7 +145,8 @@ class ModelDraftSession(DraftSession):
         def run(frontier: Frontier) -> Tensor:
             if frontier.depth >= len(levels):
                 more = self.context.run_ahead(Ahead(rows, frontier.tokens.tolist(), steps, vocab))
-                assert more is not None
+                if more is None:  # a window ends in between
+                    return self._shared(self.context.forward(rows, frontier.tokens).logits)
                 levels.extend(more[:, :, None])
             logits: Tensor = levels[frontier.depth]
             return logits

@@ -150,13 +150,12 @@ class LeanDecoder:
             product.unpack()
         self._copied = self._copied if self._exact is not None else []
 
-    def watch(self) -> None:
+    def watch(self, embeddings: Tensor) -> None:
         """Note all weights for `take_changes`."""
         parts = [self._norm, *(n for w in self._layers for n in (w.norm_in, w.norm_mlp, w.q_norm, w.k_norm))]
-        products = [p for w in self._layers for p in (w.qkv, w.out, w.gate_up, w.down)]
-        biases = [p.bias for p in products]
-        parts += [*biases, *(p.weight for p in products), self.logits.weight, self.logits.bias]
-        self._watched = [Linear(part) for part in parts if part is not None]
+        products = [self.logits, *(p for w in self._layers for p in (w.qkv, w.out, w.gate_up, w.down))]
+        self._watched = [Linear(part) for part in (embeddings, *parts, *(p.bias for p in products)) if part is not None]
+        self._watched += [Linear(p.weight, None, p.sources) for p in products]
         for part in self._watched:
             part.note_weight()
 
@@ -373,7 +372,7 @@ def _fuse_layer(layer: Any, product: type[Linear]) -> _LayerWeights:
         qkv=product(
             fuse_parameters([m.weight for m in projections]),
             fuse_parameters([m.bias for m in projections]) if with_bias else None,
-            [m.weight for m in projections],
+            [parameter for m in projections for parameter in m.parameters()],
         ),
         q_norm=getattr(getattr(attention, "q_norm", None), "weight", None),
         k_norm=getattr(getattr(attention, "k_norm", None), "weight", None),

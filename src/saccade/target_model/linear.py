@@ -43,12 +43,12 @@ GAIN = 0.9  # share of the usual time that a trial must take at most to change t
 class Linear:
     """The product ``x @ weight.T + bias``, with a copy of the weight for the numbers of rows that gain by it."""
 
-    __slots__ = ("_copy", "_factor", "_layouts", "_rows", "_sample", "_sources", "_version", "_view", "bias", "weight")
+    __slots__ = ("_copy", "_factor", "_layouts", "_rows", "_sample", "_version", "_view", "bias", "sources", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, sources: Sequence[Tensor] = ()) -> None:
         self.weight = weight  # `[out, in]`; read at every call, never changed
         self.bias = bias  # `[out]`, or None
-        self._sources = sources or (weight,)
+        self.sources = sources or (weight,)
         self._version = 0
         self._layouts: Mapping[str, range] = {}
         self._copy: Any = None  # product with the copy
@@ -122,7 +122,7 @@ class Linear:
 
     def _versions(self) -> int:
         """Number of changes of the sources that torch has counted; it counts none of tensors made in inference mode."""
-        return sum(0 if source.is_inference() else source._version for source in self._sources)
+        return sum(0 if source.is_inference() else source._version for source in self.sources)
 
 
 class AdaptedLinear(Linear):

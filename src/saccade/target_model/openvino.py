@@ -108,7 +108,7 @@ class OpenVinoExecutor(LeanExecutor):
         self._bound: dict[Any, _Bound] = {}
         self._pending: WeakKeyDictionary[RowCache, dict[int, list[_Part]]] = WeakKeyDictionary()
         self._lock = RLock()  # taken again where a cache is given back in between
-        decoder.watch()
+        decoder.watch(target.embedding_weight)
 
     @classmethod
     def of(cls, target: Any, decoder: LeanDecoder, named: bool = False) -> OpenVinoExecutor | None:
@@ -172,6 +172,7 @@ class OpenVinoExecutor(LeanExecutor):
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """As of `Executor`."""
         if not self._takes(cache, blocks):
+            self._pending.pop(cache, None)  # or what was kept of an earlier step may be as long as this one's
             return super().forward(cache, blocks, requirements)
         target = self.target
         x, deepstack = target.embedded(blocks), pack_deepstack(blocks)
@@ -226,6 +227,7 @@ class OpenVinoExecutor(LeanExecutor):
         angles = self.decoder.angles(self.decoder._norm[None], positions[None])
         segments = [(cache.start(row), cache.capacity(row)) for row in rows]
         logits = torch.empty(steps, len(rows), vocab)
+        self._pending.pop(cache, None)
         with self._lock:
             bound = self._graph(cache, "ahead", steps, vocab)
             bound.put("ids", np.array([token for each in tokens for token in each], np.int32))
@@ -242,14 +244,15 @@ class OpenVinoExecutor(LeanExecutor):
     def _takes(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> bool:
         """Whether a graph runs these blocks: no window ends within their rows' entries."""
         reach, known = self.target.traits.masks.reach, self._pending.get(cache, {})
+        hides = any(_hides(block, cache.pending[block.rows[0]]) for block in blocks)
         for block in blocks:
             before = cache.pending[block.rows[0]]
-            hides = _hides(block, before)
             for row in block.rows:
                 seen = cache.lengths[row] + cache.pending[row] + block.count
                 if block.slot_shifts is not None or (reach is not None and seen > reach):
                     return False
-                if hides and (block.deepstack or sum(len(part.x) for part in known.get(row, ())) != before):
+                kept = sum(len(part.x) for part in known.get(row, ())) if before else 0
+                if hides and (block.deepstack or block.count > _KEPT or kept != before):
                     return False
                 cache.check_room(row, seen)
         return True
