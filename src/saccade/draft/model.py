@@ -62,7 +62,7 @@ class ModelDraftSession(DraftSession):
         self._drafter, self._target = drafter, target
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes + _AHEAD
         most = target.cache.max_slots * rows // target.rows  # as many for a row as the target has, each view a row
-        self.context = Context(drafter.model, rows, target.media, most)
+        self.context = Context(drafter.model, rows, target.media, most, drafter.policy.max_children > 1)
         self._numbers = self.context.cache.share_numbers(target.cache)
         self._shaping = drafter.policy.open(rows, drafter.model.device)
         self._prompts: list[Prompt | None] = [None] * rows

@@ -238,9 +238,9 @@ class Target:
                 yield made
         yield LeanExecutor(self, decoder)
 
-    def new_cache(self, rows: int, max_slots: int = sys.maxsize) -> RowCache:
-        """Return an empty KV cache for up to ``rows`` rows; ``max_slots`` as in `RowCache`."""
-        return (self._fast or self.stock_modules).new_cache(rows, max_slots)
+    def new_cache(self, rows: int, max_slots: int = sys.maxsize, in_levels: bool = False) -> RowCache:
+        """Return an empty KV cache for up to ``rows`` rows; others as of `Executor`."""
+        return (self._fast or self.stock_modules).new_cache(rows, max_slots, in_levels)
 
     def keep(self, cache: RowCache) -> None:
         """Take back a cache whose owner is gone."""

@@ -29,10 +29,15 @@ class Context:
     """A model with its KV cache for up to ``rows`` rows."""
 
     def __init__(
-        self, target: Target, rows: int, media: MediaCache | None = None, max_slots: int = sys.maxsize
+        self,
+        target: Target,
+        rows: int,
+        media: MediaCache | None = None,
+        max_slots: int = sys.maxsize,
+        in_levels: bool = False,
     ) -> None:
         self.target, self.rows = target, rows
-        self.cache: RowCache = target.new_cache(rows, max_slots)
+        self.cache: RowCache = target.new_cache(rows, max_slots, in_levels)
         weakref.finalize(self, target.keep, self.cache).atexit = False
         self.requirements = Requirements()
         self.media = media or MediaCache()  # features of images and videos

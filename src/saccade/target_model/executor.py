@@ -83,8 +83,8 @@ class Executor(Protocol):
     def is_current(self) -> bool:
         """Whether the model still has the modules and weights that it was made of."""
 
-    def new_cache(self, rows: int, max_slots: int) -> RowCache:
-        """Return an empty cache; arguments as of `RowCache`."""
+    def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
+        """Return an empty cache, for trees that grow level by level (``in_levels``); others as of `RowCache`."""
 
     def keep(self, cache: RowCache) -> None:
         """Take back a cache whose owner is gone."""
@@ -150,7 +150,7 @@ class StockExecutor:
         if target.ranks is None and getattr(target.decoder, HOLDER, None) is None:
             self._packed = PackedModules(dict.fromkeys([*target.decoder.modules(), target.output_embeddings]))
 
-    def new_cache(self, rows: int, max_slots: int) -> RowCache:
+    def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
         """As of `Executor`."""
         return RowCache(max_slots=max_slots, rows=rows, **self._target.cache_shape)
 
@@ -267,7 +267,7 @@ class LeanExecutor:
         """As of `Executor`."""
         return self.decoder.is_current
 
-    def new_cache(self, rows: int, max_slots: int) -> RowCache:
+    def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
         """As of `Executor`."""
         return RowCache(max_slots=max_slots, rows=rows, **self.target.cache_shape)
 

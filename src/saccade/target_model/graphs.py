@@ -153,14 +153,14 @@ class GraphExecutor(LeanExecutor):
             self._addresses = addresses
             self.moves += 1
 
-    def new_cache(self, rows: int, max_slots: int) -> RowCache:
+    def new_cache(self, rows: int, max_slots: int, in_levels: bool) -> RowCache:
         """As of `Executor`; the one that was given back if it has so many rows and no more slots."""
         spare, self.spare = self.spare, None
         if spare is not None and spare.rows == rows and spare.slots <= max_slots:
             spare.reset()
             spare.max_slots = max_slots
             return spare
-        made = super().new_cache(rows, max_slots)
+        made = super().new_cache(rows, max_slots, in_levels)
         made.graphs = StepGraphs(self, made)
         return made
 

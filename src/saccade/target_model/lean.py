@@ -40,6 +40,7 @@ from saccade.target_model.linear import AdaptedLinear, Linear, pack_where_faster
 from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 
+_SMALL = 1 << 28  # bytes of the weights of a decoder that counts as small
 _FEWEST_ANGLES, _MOST_ANGLES = 1 << 10, 1 << 15  # positions whose angles are kept on a CPU
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05, torch.int8: 0.4}
 """Largest difference of a logit attributed to rounding, in standard deviations of the logits: a few hundred
@@ -145,10 +146,17 @@ class LeanDecoder:
         return f"{len(self._layers)}x{self.width}x{inner} {heads} {self.logits.weight.shape[0]}"
 
     def unpack(self) -> None:
-        """Drop packed copies of weights, for an executor with its own."""
-        for product in self._copied if self._exact is None else ():
-            product.unpack()
-        self._copied = self._copied if self._exact is not None else []
+        """Drop packed copies of weights, for an executor with its own, but keep those of a small decoder."""
+        if self._exact is None and not self.is_small:
+            for product in self._copied:
+                product.unpack()
+            self._copied = []
+
+    @property
+    def is_small(self) -> bool:
+        """Whether two executors may each have copies of its weights."""
+        products = (p for w in self._layers for p in (w.qkv, w.out, w.gate_up, w.down))
+        return sum(product.weight.nbytes for product in products) <= _SMALL
 
     def watch(self, embeddings: Tensor) -> None:
         """Note all weights for `take_changes`."""

@@ -156,8 +156,10 @@ class OpenVinoExecutor(LeanExecutor):
             self._bound.clear()
         return super().is_current
 
-    def new_cache(self, rows: int, max_slots: int) -> RowCache:
-        """As of `Executor`."""
+    def new_cache(self, rows: int, max_slots: int, in_levels: bool = False) -> RowCache:
+        """As of `Executor`; one without blocks, for the lean decoder, where levels would run earlier ones again."""
+        if in_levels and self.decoder.is_small:
+            return super().new_cache(rows, max_slots, in_levels)
         shape = self.target.cache_shape
         return RowCache(max_slots=max_slots, rows=rows, block=BLOCK, spare=int(self.rounds), **shape)
 
@@ -215,7 +217,7 @@ class OpenVinoExecutor(LeanExecutor):
         pasts = [cache.lengths[row] + cache.pending[row] for row in rows]
         ends = [past + count + steps - 1 for past, count in zip(pasts, counts, strict=True)]
         reach = self.target.traits.masks.reach
-        if (reach is not None and max(ends) > reach) or vocab > len(self.target.embedding_weight):
+        if cache.block == 1 or (reach is not None and max(ends) > reach) or vocab > len(self.target.embedding_weight):
             return None
         for row, end in zip(rows, ends, strict=True):
             cache.check_room(row, end)
@@ -243,6 +245,8 @@ class OpenVinoExecutor(LeanExecutor):
 
     def _takes(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> bool:
         """Whether a graph runs these blocks: no window ends within their rows' entries."""
+        if cache.block == 1:
+            return False
         reach, known = self.target.traits.masks.reach, self._pending.get(cache, {})
         hides = any(_hides(block, cache.pending[block.rows[0]]) for block in blocks)
         for block in blocks:
