@@ -92,7 +92,7 @@ def test_a_commit_without_moving_entries_is_noticed(name: str, policy: str) -> N
             """Accepted nodes stay where they were written instead of behind the row's prefix."""
 
     target = Target(FAMILIES[name].model())
-    target.new_cache = lambda rows, max_slots: Lazy(target.layer_devices, rows, max_slots, target._recurrent)  # type: ignore[method-assign]
+    target.new_cache = lambda rows, max_slots, _: Lazy(target.layer_devices, rows, max_slots, target._recurrent)  # type: ignore
     assert answers(name, target, policy) != expected(name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, Protocol, Self
 
@@ -41,14 +41,16 @@ class Verdict:
     count: Tensor
     token: Tensor
     marks: Tensor | None = None
-    host: Sequence[tuple[list[int], int]] | None = None
+    host: Sequence[tuple[list[int], int]] | None = field(default=None, init=False)  # so that `replace` leaves it out
 
     @classmethod
     def on_host(cls, decided: Sequence[tuple[list[int], int]], max_depth: int) -> Verdict:
         """The verdict of every row's path and token, in CPU tensors as well."""
         rows = [[token, len(path) - 1, *path, *[0] * (max_depth + 1 - len(path))] for path, token in decided]
         numbers = torch.tensor(rows)
-        return cls(numbers[:, 2:], numbers[:, 1], numbers[:, 0], host=decided)
+        verdict = cls(numbers[:, 2:], numbers[:, 1], numbers[:, 0])
+        object.__setattr__(verdict, "host", decided)
+        return verdict
 
     @classmethod
     def without_draft(cls, choice: Tensor) -> Verdict:
