@@ -21,8 +21,6 @@ from saccade.target_model.context import Context, Prefill
 from saccade.target_model.forward import TokenBlock
 from saccade.verify.loose import LVSpec
 
-pytestmark = pytest.mark.executors
-
 NEW = 8
 
 
@@ -31,6 +29,7 @@ def sizes(length: int) -> list[int]:
     return [*range(1, 7), 16, length // 2, length - 1, length]
 
 
+@pytest.mark.executors
 @pytest.mark.some_families
 @pytest.mark.parametrize(
     ("family", "kind"), [(family, kind) for family, case in FAMILIES.items() for kind in case.kinds]

@@ -17,8 +17,6 @@ from saccade.processors import stateless
 from saccade.running_batch import Batch, Ticket
 from saccade.target_model.forward import Span
 
-pytestmark = pytest.mark.executors
-
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
 METHODS = (
     *("plain", "chain", "static-tree", "dynamic-tree", "prompt-lookup", "suffix", "lookup-merge"),
@@ -110,11 +108,13 @@ def storm(vlm: VLM, asked: list[dict[str, Any]], seed: int) -> int:
     return sum(len(tokens) for tokens, _ in among.values())
 
 
+@pytest.mark.executors
 @pytest.mark.parametrize("method", SAMPLE)
 def test_a_row_among_others_gives_what_it_gives_alone(method: str) -> None:
     assert storm(pair().using(method), requests(method, 6, 1, 16), 1) > 20
 
 
+@pytest.mark.executors
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("method", METHODS)

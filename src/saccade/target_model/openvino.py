@@ -187,7 +187,7 @@ class OpenVinoExecutor(LeanExecutor):
         wanted = np.arange(len(x), dtype=np.int32) if wanted is None else wanted
         if self.rounds and len(x) == 1:  # alone it would not be rounded; the next slot is written again later
             x, angles, rows.counts[0], kept = x.expand(2, -1), angles.expand(2, -1), 2, np.zeros(1, np.int32)
-        layers = requirements.layers
+        layers = tuple(layer for layer in requirements.layers if layer)  # the first one's is the input
         logits = x.new_empty(len(wanted), target.vocab_size, dtype=torch.float32)
         hidden = {layer: x.new_empty(x.shape, dtype=torch.float32) for layer in layers}
         with self._lock:
@@ -205,6 +205,8 @@ class OpenVinoExecutor(LeanExecutor):
         for block in blocks:
             for row in block.rows:
                 cache.pending[row] += block.count
+        if 0 in requirements.layers:
+            hidden[0] = x.clone()
         if kept is not None:
             hidden = {layer: state[kept] for layer, state in hidden.items()}
         dtype = target.dtype
