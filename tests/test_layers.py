@@ -77,8 +77,8 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_150),
-    "serve": (("serve",), 6_035),
+    "cli": (("cli",), 2_143),
+    "serve": (("serve",), 6_033),
     "training": (("train", "distill"), 4_952),
     "measuring": (("bench", "theory", "memory_plan"), 3_968),
     "jobs": (("jobs", "data", "ray_cluster"), 2_437),
@@ -86,9 +86,9 @@ PARTS = {
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 27_450
+CORE = 27_328
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 53_900, 9_900
+TESTS, TOOLS = 53_117, 9_896
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.0
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
