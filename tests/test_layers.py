@@ -78,17 +78,17 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_143),
-    "serve": (("serve",), 6_033),
+    "serve": (("serve",), 6_053),
     "training": (("train", "distill"), 4_952),
-    "measuring": (("bench", "theory", "memory_plan"), 3_968),
+    "measuring": (("bench", "theory", "memory_plan"), 3_988),
     "jobs": (("jobs", "data", "ray_cluster"), 2_437),
     "checkpoints": (("checkpoints", "evaluators"), 1_243),
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 27_328
+CORE = 27_900
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 53_117, 9_896
+TESTS, TOOLS = 54_000, 11_400
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.0
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
