@@ -18,6 +18,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.batch import LOOK
 from saccade.target_model import linear
 from saccade.target_model.adapter import Target
+from saccade.target_model.int8 import round_weights
 from saccade.target_model.linear import Linear, StepThreads, faster_rows, halved, pack_where_faster
 
 
@@ -76,6 +77,21 @@ def test_a_halved_weight_holds_every_number_exactly_or_is_none(dtype: torch.dtyp
         assert halved(other) is None
     assert halved(torch.full((2, 2), torch.nan)) is None
     assert halved(torch.zeros(2, 2)) is not None
+
+
+@needs_halves
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_weight_in_int8_steps_is_held_as_these(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    head = torch.nn.Linear(64, 96)
+    round_weights(torch.nn.Sequential(head), head)
+    copied = halved(head.weight.detach())
+    assert copied is not None
+    product, factor = copied
+    x = torch.randn(3, 64, dtype=torch.float64)
+    for bias in (None, head.bias.detach()):
+        expected = F.linear(x, head.weight.detach().double(), None if bias is None else bias.double()).float()
+        torch.testing.assert_close(product(factor * x.float(), bias), expected, rtol=1e-6, atol=1e-6)
 
 
 @needs_halves

@@ -3,9 +3,10 @@
 A forward of speculative decoding multiplies every weight with a few rows, for which reading the weights from memory
 takes longest. A float32 weight of a 16-bit checkpoint is kept once more in float16 and multiplied in float32 by fbgemm,
 which reads half as much: the product of the very same numbers, as long as float16 holds each of them times one power of
-two. Other weights are packed by oneDNN, as torch's own product would at every call. Which layout wins for which numbers
-of rows depends on the processor, the shape and the size of all weights beside the caches', so it is measured, once per
-machine. How many threads are fastest depends on what else runs, too, and is measured all the time.
+two, or an int8 step of each output's scale. Other weights are packed by oneDNN, as torch's own product would at every
+call. Which layout wins for which numbers of rows depends on the processor, the shape and the size of all weights beside
+the caches', so it is measured, once per machine. How many threads are fastest depends on what else runs, too, and is
+measured all the time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade import cpu
+from saccade.target_model.int8 import int8_of
 
 ROWS = (1, 4, 16, 64, 128)  # numbers of rows that are measured, but for the last; each represents those up to the next
 SMALLEST = 1 << 16  # elements below which a weight stays as it is: entering oneDNN takes longer than the product saves
@@ -193,7 +195,7 @@ def packed(weight: Tensor, rows: int) -> tuple[Product, float]:
 
 
 def halved(weight: Tensor, rows: int = 0) -> tuple[Product, float] | None:
-    """Copy a float32 weight in float16, over a power of two; None where float16 does not hold every number exactly.
+    """Copy a float32 weight in float16, over a power of two or as steps; None where it does not hold every number.
 
     fbgemm multiplies and sums up in float32; with AVX2 alone, in an order that depends on the number of rows.
     """
@@ -204,19 +206,39 @@ def halved(weight: Tensor, rows: int = 0) -> tuple[Product, float] | None:
     for part in weight.split(_CHECKED):
         scaled = part * scale
         if not torch.equal(scaled.half().float(), scaled):
+            return _stepped(weight)
+    return _half_product(lambda: weight * scale), 1 / scale
+
+
+def _stepped(weight: Tensor) -> tuple[Product, float] | None:
+    """Copy a weight that was rounded to int8 steps as these, which are scaled by output after the product."""
+    for part in weight.split(_CHECKED):
+        steps, scale = int8_of(part)
+        if not torch.allclose(steps * scale, part, rtol=4 * torch.finfo(torch.float32).eps, atol=0):
             return None
-    one_thread = torch.fbgemm_pack_gemm_matrix_fp16(weight * scale)
+    held, scale = _half_product(lambda: int8_of(weight)[0].float()), int8_of(weight)[1].flatten()
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        out = held(x, None)
+        return out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale)
+
+    return product, 1.0
+
+
+def _half_product(weight: Callable[[], Tensor]) -> Product:
+    """The product in float32 with numbers that float16 holds."""
+    one_thread = torch.fbgemm_pack_gemm_matrix_fp16(weight())
     several: list[Any] = []  # for several threads, once there are
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         if torch.get_num_threads() == 1:  # entered in one microsecond, not in ten
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x, one_thread, bias)
         if not several:
-            several.append(torch.ops.quantized.linear_prepack_fp16(weight * scale, None))
+            several.append(torch.ops.quantized.linear_prepack_fp16(weight(), None))
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, several[0])
         return out if bias is None else out.add_(bias)
 
-    return product, 1 / scale
+    return product
 
 
 _Layout = Callable[[Tensor, int], tuple[Product, float] | None]  # of a weight, for about a number of rows
