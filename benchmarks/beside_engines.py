@@ -67,7 +67,7 @@ EXECUTORS = ("lean",) if missing() else ("lean", "openvino")
 BASELINE = Engine("transformers", "float32", "here", ("transformers",), ("plain",))
 ENGINES = (
     BASELINE,
-    *(ours(executor, "float32") for executor in EXECUTORS),
+    *(ours(executor, "float32") for executor in (*EXECUTORS, "auto")),
     *(ours(executor, "int8", weights="int8") for executor in EXECUTORS),
     Engine("OpenVINO GenAI", "float32", "genai", ("f32",)),
     Engine("OpenVINO GenAI", "int8", "genai", ("int8",)),

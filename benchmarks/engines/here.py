@@ -37,7 +37,7 @@ def stock(target: Path, questions: list[Any]) -> Answer:
 def ours(target: Path, questions: list[Any], threads: int, options: dict[str, Any]) -> Answer:
     """Answers of Saccade."""
     loaded = saccade.load(target, draft_path(), threads=threads, **options)
-    if (name := loaded.target.executor.name) != options["executor"]:
+    if (name := loaded.target.executor.name) != options["executor"] != "auto":
         raise SystemExit(f"The target runs on {name}, not on {options['executor']}.")
 
     @cache
