@@ -12,10 +12,12 @@ import torch
 
 import saccade
 from saccade import VLM, methods
+from saccade.engine import step
 from saccade.pocket import draw
 from saccade.processors import stateless
 from saccade.running_batch import Batch, Ticket
 from saccade.target_model.forward import Span
+from saccade.verify.rule import Uniforms
 
 TASKS = ("chart", "scene", "receipt", "video", "difference", "caption", "followup")
 METHODS = (
@@ -25,8 +27,9 @@ METHODS = (
 )
 SAMPLE = ("hivis",)
 """Methods that are tried where time is short: a head, whose draft cache follows the target's hidden states."""
-TIED = 15
-"""Seed of a storm in which a row samples within 4e-9 of the boundary of two tokens, closer than float32 resolves."""
+TIE = 5e-7
+"""What random numbers are moved by to see whether a row samples closer to the boundary of two tokens than float32
+resolves: in storms of so many tokens, some do."""
 
 
 class Broken(Exception):
@@ -79,6 +82,23 @@ def outcome(batch: Batch, ticket: Ticket) -> tuple[list[int], type[BaseException
     return ticket.output.tokens, None if ticket.error is None else type(ticket.error)
 
 
+def moved(numbers: Uniforms, by: float) -> Uniforms:
+    for each in (numbers.judging, numbers._drafting):
+        each.add_(by).clamp_(0, 1 - 2**-24)
+    return numbers
+
+
+def samples_a_tie(vlm: VLM, asked: dict[str, Any], expected: tuple[list[int], type[BaseException] | None]) -> bool:
+    """Whether a row alone gives what is expected of it with random numbers that are moved a little."""
+    outcomes = []
+    for by in (-TIE, TIE):
+        with pytest.MonkeyPatch.context() as patch, vlm.batch(1) as batch:
+            patch.setattr(step, "Uniforms", lambda *numbers, by=by: moved(Uniforms(*numbers), by))
+            tokens, error = outcome(batch, batch.add(**asked))
+        outcomes.append((tokens[: len(expected[0])], error))
+    return bool(asked.get("do_sample")) and expected in outcomes
+
+
 def storm(vlm: VLM, asked: list[dict[str, Any]], seed: int) -> int:
     """Run requests that come and go at random and compare; returns the number of tokens."""
     rng = random.Random(seed)
@@ -103,7 +123,8 @@ def storm(vlm: VLM, asked: list[dict[str, Any]], seed: int) -> int:
         with vlm.batch(1) as batch:
             alone = outcome(batch, batch.add(**asked[number]))
         expected = (alone[0][: len(tokens)], None) if number in cancelled else alone
-        assert (tokens, error) == expected, (number, asked[number])
+        as_alone = (tokens, error) == expected or samples_a_tie(vlm, asked[number], (tokens, error))
+        assert as_alone, (number, asked[number])
         assert error in (None, Broken)
     return sum(len(tokens) for tokens, _ in among.values())
 
@@ -120,8 +141,7 @@ def test_a_row_among_others_gives_what_it_gives_alone(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_many_rows_among_others_give_what_they_give_alone(method: str) -> None:
     """Over all methods more than 50,000 tokens."""
-    vlm, total = pair().using(method), 0
-    seeds = (seed for seed in itertools.count(10) if seed != TIED)
+    vlm, total, seeds = pair().using(method), 0, itertools.count(10)
     while total < 3_000:
         seed = next(seeds)
         total += storm(vlm, requests(method, 24, seed, 80), seed)
