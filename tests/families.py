@@ -17,8 +17,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from unittest.mock import patch
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -552,12 +552,11 @@ def _gemma3n(layers: int | None) -> PreTrainedModel:
     count = layers or 5
     build, towers = transformers.AutoModel.from_config, {"gemma3n_vision": _Gemma3nTower, "gemma3n_audio": nn.Identity}
     norm = {"rms_norm_eps": 1e-6, "hidden_size": 32}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            transformers.AutoModel,
-            "from_config",
-            lambda config, **more: towers.get(config.model_type, lambda each: build(each, **more))(config),
-        )
+    with patch.object(
+        transformers.AutoModel,
+        "from_config",
+        lambda config, **more: towers.get(config.model_type, lambda each: build(each, **more))(config),
+    ):
         return _vision_language_model(
             "gemma3n",
             text={

@@ -1,0 +1,339 @@
+"""*Exact*: tokens on the device against transformers' `generate` there, with TF32 off.
+
+A difference is a tie where the logits of the two tokens, in the reference, are no further apart than roundings of the
+number format move two logits (twice `TOLERANCE`, in standard deviations of the logits); anything else is WRONG.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import saccade
+from assistants import assistant_model
+from benchmarks import pocket_pair
+from benchmarks.device.kit import Finding, Kit, Piece
+from benchmarks.device.oracle import Oracle
+from families import FAMILIES, reset_rope_deltas
+from mtp_kit import save as save_with_mtp
+from saccade.draft.assistant import AssistantDrafter
+from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.heads.mtp import MtpDrafter, load_mtp
+from saccade.draft.heads.session import HeadDrafter
+from saccade.draft.model import ModelDrafter
+from saccade.draft.trees.dynamic import DynamicTree
+from saccade.draft.trees.policy import Chain
+from saccade.engine import Engine, Request
+from saccade.engine.row import plan
+from saccade.inputs.families import split
+from saccade.inputs.families.family import Prompt
+from saccade.inputs.processor import InputProcessor
+from saccade.loading import adapt
+from saccade.pocket import draft_path, draw, head_path, head_paths, target_path
+from saccade.target_model.adapter import Target
+from saccade.target_model.graphs import CAPTURES
+from saccade.target_model.lean import TOLERANCE
+
+TASKS = ("scene", "chart", "receipt", "document")
+TREE = DynamicTree(top=3, max_depth=4, total=12)
+NOT_PRETENDED = ("qwen", "deepseek", "nemotron", "two threads")
+"""Beginnings of pieces whose stock modules the pretend device does not run, or that need a thread of their own."""
+FAMILY_TEXTS = ("mistral", "nemotron_h", "lfm2")
+FAMILY_PICTURES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "gemma3", "llava", "idefics3")
+
+
+class Reference(NamedTuple):
+    """An answer, and its logits ``[n, V]`` at every token; None where nothing may differ."""
+
+    tokens: list[int]
+    logits: Tensor | None = None
+
+
+def pieces(kit: Kit) -> Iterator[Piece]:
+    for name, work in _pieces(kit):
+        if kit.pretend is None or not name.startswith(NOT_PRETENDED):
+            yield name, work
+
+
+def _pieces(kit: Kit) -> Iterator[Piece]:
+    few = 1 if kit.small else 3
+    yield "built-in pair in float32", partial(pocket, kit, "float32", few)
+    for name in ("qwen2_5_vl", "qwen3_5"):
+        yield name, partial(family, kit, name)
+    yield "built-in pair in bfloat16", partial(pocket, kit, "bfloat16", few)
+    yield "deepseek_v3 (MLA) and its MTP", partial(prediction, kit)
+    yield "gemma4 and its assistant", partial(assistant, kit)
+    yield "EAGLE-3 on llava", partial(head, kit, "llava", "eagle3")
+    yield "DFlash on llava", partial(head, kit, "llava", "dflash")
+    yield "executors", partial(executors, kit)
+    yield "exact mode in bfloat16", partial(exact_mode, kit)
+    yield "a storm of arrivals", partial(storm, kit)
+    yield "reuse of a prefix", partial(prefix, kit)
+    yield "two threads", partial(threads, kit)
+    for name in (*FAMILY_PICTURES[2:], *FAMILY_TEXTS):
+        yield name, partial(family, kit, name)
+
+
+# -- comparing -----------------------------------------------------------------------------------------------
+
+
+def compare(expected: Reference, got: Sequence[int], dtype: torch.dtype) -> Finding:
+    """Whether two answers are the same, and if not, whether they part at a tie."""
+    pairs = list(zip(expected.tokens, got, strict=False))
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if at is None:
+        return {"verdict": "same" if len(expected.tokens) == len(got) else "WRONG", "at": len(pairs)}
+    if expected.logits is None:
+        return {"verdict": "WRONG", "at": at}
+    logits, bound = expected.logits[at].float(), 2 * TOLERANCE[dtype]
+    gap = float((logits[expected.tokens[at]] - logits[got[at]]) / logits[logits.isfinite()].std())
+    return {"verdict": "tie" if gap <= bound else "WRONG", "at": at, "gap": gap, "bound": bound}
+
+
+def judged(case: str, expected: Sequence[Reference], got: Sequence[Sequence[int]], dtype: torch.dtype) -> Finding:
+    """A finding of all answers of a case."""
+    verdicts = [compare(a, b, dtype) for a, b in zip(expected, got, strict=True)]
+    counts = {name: sum(v["verdict"] == name for v in verdicts) for name in ("same", "tie", "WRONG")}
+    gaps = [
+        f"{v['verdict']} at {v['at']}, gap {v.get('gap', float('nan')):.2g}" for v in verdicts if v["verdict"] != "same"
+    ]
+    words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return {
+        "case": case,
+        **counts,
+        "differences": gaps,
+        "line": f"{case}: {words}{' (' + '; '.join(gaps) + ')' if gaps else ''}",
+    }
+
+
+@torch.no_grad()
+def reference(kit: Kit, model: Any, inputs: Sequence[dict[str, Tensor]], count: int) -> list[Reference]:
+    """Greedy answers of `generate`, one after the other; those of the pretend device are the CPU's."""
+    place = torch.device("cpu") if kit.pretend is not None else kit.device
+    model, found = model.to(place), []
+    for each in inputs:
+        reset_rope_deltas(model)
+        moved = {k: v.to(place, model.dtype if v.is_floating_point() else v.dtype) for k, v in each.items()}
+        options = {"max_new_tokens": count, "do_sample": False, "output_logits": True}
+        out = model.generate(**moved, **options, return_dict_in_generate=True)
+        tokens = out.sequences[0, moved["input_ids"].shape[1] :].tolist()
+        found.append(Reference(tokens, torch.stack([step[0] for step in out.logits]).float().cpu()))
+    reset_rope_deltas(model)
+    return found
+
+
+def answers(engine: Engine, prompts: Sequence[Prompt], count: int) -> list[list[int]]:
+    outputs = engine.generate([Request(prompt) for prompt in prompts], max_new_tokens=count)
+    return [list(output.tokens) for output in outputs]
+
+
+# -- the built-in pair ---------------------------------------------------------------------------------------
+
+
+class Pocket(NamedTuple):
+    """The built-in pair on the device, its prompts, and their answers by `generate`."""
+
+    vlm: saccade.VLM
+    prompts: list[Prompt]
+    expected: list[Reference]
+    count: int
+
+
+@cache
+def pocket_of(kit: Kit, dtype: str, prompts: int) -> Pocket:
+    count = 12 if kit.small else 48
+    models = [pocket_pair.load(path, dtype, "cpu") for path in (target_path(), draft_path())]
+    processor = InputProcessor.load(str(target_path()))
+    asked = [
+        processor.prompt(draw(pocket_pair.FIRST_SEED + at, TASKS[at % len(TASKS)]).messages()) for at in range(prompts)
+    ]
+    stock = copy.deepcopy(models[0])
+    expected = reference(kit, stock, [pocket_pair.stock_inputs(stock, [each]) for each in asked], count)
+    heads = [head_path(kind) for kind in head_paths()]
+    moved = [model.to(kit.device) for model in models]
+    vlm = saccade.VLM(moved[0], processor, drafter=moved[1], heads=heads, method="plain")
+    return Pocket(vlm, asked, expected, count)
+
+
+def pocket(kit: Kit, dtype: str, prompts: int) -> Iterator[Finding]:
+    pair = pocket_of(kit, dtype, prompts)
+    for method in ("plain", "chain", "dynamic-tree", "sage", "auto", *head_paths()):
+        if kit.left <= 0:
+            return
+        got = answers(pair.vlm.using(method).engine, pair.prompts, pair.count)
+        yield judged(method, pair.expected, got, getattr(torch, dtype))
+
+
+def executors(kit: Kit) -> Iterator[Finding]:
+    """The same answers by graphs, by ordinary launches and by the stock modules."""
+    pair = pocket_of(kit, "float32", 1 if kit.small else 3)
+    drafter = adapt(pocket_pair.load(draft_path(), "float32", str(kit.device)), drafts=True)
+    for name in ("graphs", "lean", "stock"):
+        if name == "graphs" and kit.device.type not in CAPTURES:
+            yield {"case": name, "line": f"no graphs on {kit.device.type}"}
+            continue
+        target = Target(pocket_pair.load(target_path(), "float32", str(kit.device)), executor=name)
+        engine = Engine(target, ModelDrafter(drafter, TREE))
+        got = answers(engine, pair.prompts, pair.count)
+        found = judged(f"{target.executor.name}, as {name}", pair.expected, got, torch.float32)
+        found["enabled"] = getattr(target.executor, "enabled", None)
+        yield found
+
+
+def exact_mode(kit: Kit) -> Iterator[Finding]:
+    """Bit for bit: chains and trees give plain decoding's tokens in bfloat16, ties included."""
+    pair = pocket_of(kit, "bfloat16", 1 if kit.small else 3)
+    target = Target(pocket_pair.load(target_path(), "bfloat16", str(kit.device)), exact=True)
+    plain = [Reference(tokens) for tokens in answers(Engine(target), pair.prompts, pair.count)]
+    drafter = pair.vlm.draft_model
+    assert drafter is not None
+    for policy in (Chain(5), TREE):
+        got = answers(Engine(target, ModelDrafter(drafter, policy)), pair.prompts, pair.count)
+        yield judged(type(policy).__name__, plain, got, torch.bfloat16)
+
+
+def storm(kit: Kit) -> Iterator[Finding]:
+    """Requests that arrive while others run, in a batch with fewer rows than requests."""
+    pair, rng = pocket_of(kit, "float32", 1 if kit.small else 3), random.Random(0)
+    for method in ("plain", "chain"):
+        engine = pair.vlm.using(method).engine
+        plans = plan(engine.target, pair.prompts, max_new_tokens=pair.count)
+        waiting = [rng.randrange(len(pair.prompts)) for _ in range(4 if kit.small else 16)]
+        batch, rows = engine.open(2 if kit.small else 4, prefill_chunk=64), list[tuple[int, Any]]()
+        while waiting or not batch.is_idle:
+            while waiting and (batch.is_idle or rng.random() < 0.4):
+                place = waiting.pop()
+                rows.append((place, batch.add(Request(pair.prompts[place]), plans[place])))
+            batch.step()
+        for _, row in rows:
+            if row.error is not None:
+                raise row.error
+        expected = [pair.expected[place] for place, _ in rows]
+        yield judged(f"{method}, {len(rows)} requests", expected, [row.output for _, row in rows], torch.float32)
+
+
+def prefix(kit: Kit) -> Iterator[Finding]:
+    """The same prompt twice in one session: the second time most of it is in the cache."""
+    pair = pocket_of(kit, "float32", 1 if kit.small else 3)
+    engine = pair.vlm.using("chain").engine
+    session = engine.open(1)
+    for case in ("first", "again"):
+        (output,) = engine.generate([Request(pair.prompts[0])], session, max_new_tokens=pair.count)
+        found = judged(case, pair.expected[:1], [list(output.tokens)], torch.float32)
+        yield {
+            **found,
+            "reused": output.stats.reused_tokens,
+            "line": f"{found['line']}, {output.stats.reused_tokens} reused",
+        }
+
+
+def threads(kit: Kit) -> Iterator[Finding]:
+    """Two threads with models of their own, on streams of their own where the device has streams."""
+    pair = pocket_of(kit, "float32", 1 if kit.small else 3)
+    found: dict[int, Any] = {}
+
+    def work(place: int, engine: Engine) -> None:
+        stream = torch.cuda.Stream() if kit.device.type == "cuda" else None
+        try:
+            with torch.cuda.stream(stream):
+                found[place] = answers(engine, pair.prompts, pair.count)
+        except Exception as error:
+            found[place] = error
+
+    models = [(Target(pocket_pair.load(target_path(), "float32", str(kit.device)))) for _ in range(2)]
+    drafts = [adapt(pocket_pair.load(draft_path(), "float32", str(kit.device)), drafts=True) for _ in range(2)]
+    engines = [Engine(model, ModelDrafter(draft, Chain(4))) for model, draft in zip(models, drafts, strict=True)]
+    running = [threading.Thread(target=work, args=each) for each in enumerate(engines)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    for place, got in sorted(found.items()):
+        if isinstance(got, Exception):
+            raise got
+        yield judged(f"thread {place}", pair.expected, got, torch.float32)
+
+
+# -- tiny families -------------------------------------------------------------------------------------------
+
+
+class Tiny(NamedTuple):
+    """A tiny random model on the device, its prompts, and their answers by `generate`."""
+
+    target: Target
+    prompts: list[Prompt]
+    expected: list[Reference]
+
+
+def tiny(kit: Kit, name: str, kinds: Sequence[str] = ()) -> Tiny:
+    case = FAMILIES[name]
+    rows = [case.row_inputs(kind, row) for kind in kinds or case.kinds[:2] for row in range(1 if kit.small else 2)]
+    expected = reference(kit, case.model(), rows, _count(kit))
+    target = adapt(case.model().to(kit.device))
+    return Tiny(target, [split(target.config, each)[0] for each in rows], expected)
+
+
+def _count(kit: Kit) -> int:
+    return 8 if kit.small else 24
+
+
+def _judge(kit: Kit, model: Tiny, engines: dict[str, Callable[[], Engine]]) -> Iterator[Finding]:
+    for case, make in engines.items():
+        if kit.left <= 0:
+            return
+        got = answers(make(), model.prompts, _count(kit))
+        found = judged(case, model.expected, got, torch.float32)
+        yield {**found, "executor": model.target.executor.name}
+
+
+def family(kit: Kit, name: str) -> Iterator[Finding]:
+    model = tiny(kit, name)
+    draft = adapt(FAMILIES[name].draft_model().to(kit.device), drafts=True)
+    policies = {"chain": Chain(4), "tree": TREE}
+    engines = {case: partial(Engine, model.target, ModelDrafter(draft, policy)) for case, policy in policies.items()}
+    yield from _judge(kit, model, {"plain": partial(Engine, model.target), **engines})
+
+
+def assistant(kit: Kit) -> Iterator[Finding]:
+    model = tiny(kit, "gemma4")
+    helper = adapt(assistant_model("gemma4").to(kit.device), drafts=True)
+    drafter = AssistantDrafter(helper, model.target, Chain(3))
+    yield from _judge(
+        kit, model, {"plain": partial(Engine, model.target), "assistant": lambda: Engine(model.target, drafter)}
+    )
+
+
+def head(kit: Kit, name: str, kind: str) -> Iterator[Finding]:
+    """A head of random weights, whose drafts are the answers' own tokens four times out of five."""
+    model = tiny(kit, name)
+    known = {prompt.ids: each.tokens for prompt, each in zip(model.prompts, model.expected, strict=True)}
+    options = {"mask_token": 5, "block": 5} if kind == "dflash" else {}
+    made = build_head(HeadConfig.from_target(model.target, kind, **options)).to(kit.device)
+    engines = {}
+    for policy in (Chain(4),) if kind == "dflash" else (Chain(4), TREE):
+        drafter = Oracle(HeadDrafter(made, model.target, policy), lambda prompt: known[prompt.ids], 0.8)
+        engines[type(policy).__name__] = partial(Engine, model.target, drafter)
+    yield from _judge(kit, model, engines)
+
+
+def prediction(kit: Kit) -> Iterator[Finding]:
+    """A target of latent attention with layers that predict its next tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_with_mtp("deepseek_v3", Path(folder))
+        stock = AutoModelForCausalLM.from_pretrained(folder)
+        prompts = [Prompt((5, 9, 3, 17, 9, 3, 17, 4)), Prompt((30, 2, 11, 8, 40))]
+        expected = reference(kit, stock, [{"input_ids": torch.tensor([prompt.ids])} for prompt in prompts], _count(kit))
+        target = Target(AutoModelForCausalLM.from_pretrained(folder).to(kit.device))
+        drafter = MtpDrafter(load_mtp(target), target, Chain(3))
+        engines = {"plain": partial(Engine, target), "mtp": partial(Engine, target, drafter)}
+        yield from _judge(kit, Tiny(target, prompts, expected), engines)

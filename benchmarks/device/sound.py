@@ -1,0 +1,187 @@
+"""*Sound*: the machine, what attention kernels take our calls, which executor runs a model, and the speed of light."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import saccade
+from benchmarks import pocket_pair
+from benchmarks.device.kit import Finding, Kit, Piece
+from saccade.inputs.processor import InputProcessor
+from saccade.pocket import draft_path, draw, target_path
+from saccade.target_model.cache import on_device
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def pieces(kit: Kit) -> Iterator[Piece]:
+    yield "machine", partial(machine, kit)
+    yield "speed of light", partial(speed_of_light, kit)
+    yield "executor", partial(executor, kit)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"attention in {str(dtype).removeprefix('torch.')}", partial(attention, kit, dtype)
+
+
+def machine(kit: Kit) -> Iterator[Finding]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions |= {"transformers": transformers.__version__, "saccade": saccade.__version__}
+    facts: Finding = {"device": str(kit.device), "versions": versions, "threads": torch.get_num_threads()}
+    if kit.device.type == "cuda":
+        of = torch.cuda.get_device_properties(kit.device)
+        facts |= {"name": of.name, "memory": of.total_memory, "processors": of.multi_processor_count}
+        facts |= {"capability": f"{of.major}.{of.minor}", "tf32": torch.backends.cuda.matmul.allow_tf32}
+        facts["clocks"] = clocks()
+    name = facts.get("name", f"{kit.device}, which is no accelerator" if kit.device.type == "cpu" else str(kit.device))
+    yield {
+        **facts,
+        "line": f"{name}; {', '.join(f'{k} {v}' for k, v in versions.items())}; clocks {facts.get('clocks', '-')}",
+    }
+
+
+def clocks() -> str:
+    """Clocks of processors and memory, and the driver, where nvidia-smi tells them."""
+    if shutil.which("nvidia-smi") is None:
+        return "-"
+    fields = "clocks.sm,clocks.mem,power.draw,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+
+
+def speed_of_light(kit: Kit) -> Iterator[Finding]:
+    """What a copy moves and what matrix products compute; limits of the other parts."""
+    elements, side = (2**18, 128) if kit.small else (2**31, 8192)
+    source = (
+        torch.zeros(elements, dtype=torch.bfloat16).to(kit.device)
+        if kit.small
+        else torch.zeros(elements, dtype=torch.bfloat16, device=kit.device)
+    )
+    aim = torch.empty_like(source)
+    spent = kit.time(lambda: aim.copy_(source), rounds=10)
+    bandwidth = 2 * source.nbytes / spent["device_ms"] / 1e6
+    yield {"gigabytes_per_second": bandwidth, "line": f"copies {bandwidth:.4g} GB/s, read and written"}
+    del source, aim
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(side, side).to(kit.device, dtype) for _ in range(2))
+        spent = kit.time(partial(torch.matmul, a, b), rounds=10)
+        rate, name = 2 * side**3 / spent["device_ms"] / 1e9, str(dtype).removeprefix("torch.")
+        yield {"dtype": name, "teraflops": rate, "line": f"{name} products {rate:.4g} TFLOP/s"}
+    small = torch.zeros(8).to(kit.device)
+    spent = kit.time(lambda: [small.add_(1) for _ in range(100)])
+    yield {"launch_us": 10 * spent["host_ms"], "line": f"a launch {10 * spent['host_ms']:.3g} us of the host"}
+    numbers = list(range(64))
+    spent = kit.time(lambda: on_device(numbers, kit.device).tolist())
+    yield {"round_trip_us": 1000 * spent["ms"], "line": f"to the device and back {1000 * spent['ms']:.3g} us"}
+
+
+class Call(NamedTuple):
+    """An attention call as the engine makes it."""
+
+    name: str
+    rows: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dim: int
+    mask: str  # none, causal (by the argument), tree (added), tree of bools
+    grouped: bool = False
+
+
+def calls(small: bool) -> Iterator[Call]:
+    keys = 96 if small else 2048
+    for dim in (64, 128, 256):
+        yield Call(f"one token, d {dim}", 1, 4, 4, 7, keys, dim, "none")  # heads of a key head folded into its queries
+        yield Call(f"tree of 60 folded, d {dim}", 1, 4, 4, 60 * 7, keys, dim, "tree")
+    yield Call("16 rows of 8 folded", 16, 4, 4, 8 * 7, keys, 128, "tree")
+    yield Call("tree of bools", 1, 4, 4, 60 * 7, keys, 128, "bools")
+    yield Call("prompt, repeated heads", 1, 28, 28, keys // 4, keys, 128, "tree")
+    yield Call("prompt, causal argument", 1, 28, 28, keys // 4, keys // 4, 128, "causal")
+    yield Call("one token, grouped heads", 1, 28, 4, 1, keys, 128, "none", grouped=True)
+    yield Call("tree, grouped heads", 1, 28, 4, 60, keys, 128, "tree", grouped=True)
+
+
+def attention(kit: Kit, dtype: torch.dtype) -> Iterator[Finding]:
+    """Which backends take each call, how long each needs, and which one is chosen."""
+    for call in calls(kit.small):
+        if kit.left <= 0:
+            return
+        shapes = [(call.heads, call.queries), (call.kv_heads, call.keys), (call.kv_heads, call.keys)]
+        query, keys, values = (
+            torch.randn(call.rows, heads, count, call.dim).to(kit.device, dtype) for heads, count in shapes
+        )
+        mask = _mask(call, dtype)
+        given: dict[str, Any] = {"attn_mask": None if mask is None else mask.to(kit.device)}
+        given |= {"is_causal": call.mask == "causal", "enable_gqa": call.grouped}
+        run = partial(F.scaled_dot_product_attention, query, keys, values, **given)
+        spent: dict[str, Any] = {}
+        for name, backend in BACKENDS.items():
+            with sdpa_kernel([backend]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    spent[name] = kit.time(run, rounds=5)["device_ms"]
+                except RuntimeError:
+                    continue  # it does not take such a call
+        chosen = kit.time(run, rounds=5)["device_ms"]
+        nearest = min(spent, key=lambda name: abs(spent[name] - chosen), default="-")
+        asked = torch._fused_sdp_choice(
+            query, keys, values, given["attn_mask"], 0.0, given["is_causal"], enable_gqa=call.grouped
+        )
+        name = next((n for n, b in BACKENDS.items() if int(b) == int(asked)), nearest)
+        times = ", ".join(f"{n} {ms:.3g}" for n, ms in spent.items())
+        yield {
+            **call._asdict(),
+            "backends": spent,
+            "chosen": name,
+            "ms": chosen,
+            "line": f"{call.name}: {name} ({times} ms)",
+        }
+
+
+def _mask(call: Call, dtype: torch.dtype) -> Tensor | None:
+    if call.mask in ("none", "causal"):
+        return None
+    seen = torch.rand(call.rows, 1, call.queries, call.keys) < 0.9
+    seen[..., 0] = True
+    if call.mask == "bools":
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def executor(kit: Kit) -> Iterator[Finding]:
+    """What runs the built-in pair, and whether its steps become graphs."""
+    for dtype in ("bfloat16", "float32"):
+        model, draft = (pocket_pair.load(path, dtype, str(kit.device)) for path in (target_path(), draft_path()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            vlm = saccade.VLM(model, InputProcessor.load(str(target_path())), drafter=draft, method="chain")
+            prompt = vlm.processor.prompt(draw(pocket_pair.FIRST_SEED, "scene").messages())
+            (output,) = vlm.generate([prompt], max_new_tokens=24)
+        fast, cache = vlm.target.executor, vlm.target.new_cache(1)
+        facts = {"dtype": dtype, "executor": fast.name, "enabled": getattr(fast, "enabled", None)}
+        facts["replays"] = getattr(cache.graphs, "replays", 0)
+        facts["packs"] = vlm.target.stock_modules._packs
+        facts["warnings"] = [str(w.message) for w in caught if issubclass(w.category, saccade.errors.SaccadeWarning)]
+        words = (
+            f"{dtype}: executor {fast.name}, graphs {'on' if facts['enabled'] else 'off'}, replays {facts['replays']}"
+        )
+        yield {
+            **facts,
+            "line": f"{words}, {output.stats.block_efficiency:.2f} tokens a pass; {'; '.join(facts['warnings']) or 'no warnings'}",
+        }
