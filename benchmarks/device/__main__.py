@@ -1,9 +1,9 @@
 """Measure a device: `python -m benchmarks.device --minutes 8 --out FOLDER`.
 
 Four parts, ordered by worth: *sound* (the machine and its kernels), *exact* (tokens against transformers), *cost*
-(steps at real sizes, on random weights) and *load* (a server's batch with many clients). Every finding is printed and appended
-to FOLDER/records.jsonl at once; FOLDER/page.md is written from the records at the end, when the run is stopped, and by
-`python -m benchmarks.device --page FOLDER`. Nothing is downloaded.
+(steps at real sizes, on random weights) and *load* (a server's batch with many clients). Every finding is printed and
+appended to FOLDER/records.jsonl at once; FOLDER/page.md is written from the records at the end, when the run is stopped,
+and by `python -m benchmarks.device --page FOLDER`. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import saccade
 from benchmarks import pocket_pair
 from benchmarks.device.kit import Finding, Kit, Piece
+from saccade.engine import Request
+from saccade.errors import SaccadeWarning
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target_model.cache import on_device
@@ -67,13 +69,9 @@ def clocks() -> str:
 def speed_of_light(kit: Kit) -> Iterator[Finding]:
     """What a copy moves and what matrix products compute; limits of the other parts."""
     elements, side = (2**18, 128) if kit.small else (2**31, 8192)
-    source = (
-        torch.zeros(elements, dtype=torch.bfloat16).to(kit.device)
-        if kit.small
-        else torch.zeros(elements, dtype=torch.bfloat16, device=kit.device)
-    )
+    source = torch.zeros(elements, dtype=torch.bfloat16, device=kit.device)
     aim = torch.empty_like(source)
-    spent = kit.time(lambda: aim.copy_(source), rounds=10)
+    spent = kit.time(partial(aim.copy_, source), rounds=10)
     bandwidth = 2 * source.nbytes / spent["device_ms"] / 1e6
     yield {"gigabytes_per_second": bandwidth, "line": f"copies {bandwidth:.4g} GB/s, read and written"}
     del source, aim
@@ -172,16 +170,12 @@ def executor(kit: Kit) -> Iterator[Finding]:
             warnings.simplefilter("always")
             vlm = saccade.VLM(model, InputProcessor.load(str(target_path())), drafter=draft, method="chain")
             prompt = vlm.processor.prompt(draw(pocket_pair.FIRST_SEED, "scene").messages())
-            (output,) = vlm.generate([prompt], max_new_tokens=24)
-        fast, cache = vlm.target.executor, vlm.target.new_cache(1)
-        facts = {"dtype": dtype, "executor": fast.name, "enabled": getattr(fast, "enabled", None)}
-        facts["replays"] = getattr(cache.graphs, "replays", 0)
-        facts["packs"] = vlm.target.stock_modules._packs
-        facts["warnings"] = [str(w.message) for w in caught if issubclass(w.category, saccade.errors.SaccadeWarning)]
-        words = (
-            f"{dtype}: executor {fast.name}, graphs {'on' if facts['enabled'] else 'off'}, replays {facts['replays']}"
-        )
-        yield {
-            **facts,
-            "line": f"{words}, {output.stats.block_efficiency:.2f} tokens a pass; {'; '.join(facts['warnings']) or 'no warnings'}",
-        }
+            session = vlm.engine.open(1)
+            (output,) = vlm.engine.generate([Request(prompt)], session, max_new_tokens=24)
+        fast, graphs = vlm.target.executor, session.context.cache.graphs
+        warned = [str(w.message) for w in caught if issubclass(w.category, SaccadeWarning)]
+        facts = {"dtype": dtype, "executor": fast.name, "graphs": getattr(fast, "enabled", False), "warnings": warned}
+        facts |= {"replays": getattr(graphs, "replays", 0), "packs": vlm.target.stock_modules._packs}
+        ran = f"graphs {'on' if facts['graphs'] else 'off'}, {facts['replays']} replays"
+        rate = f"{output.stats.block_efficiency:.2f} tokens a pass"
+        yield {**facts, "line": f"{dtype}: {fast.name}, {ran}, {rate}, {'; '.join(warned) or 'no warnings'}"}
