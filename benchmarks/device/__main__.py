@@ -2,7 +2,7 @@
 
 Four parts, ordered by worth: *sound* (the machine and its kernels), *exact* (tokens against transformers), *cost*
 (steps at real sizes, on random weights) and *load* (a server's batch with many clients). Every finding is printed and
-appended to FOLDER/records.jsonl at once; FOLDER/page.md is written from the records at the end, when the run is stopped,
+appended to FOLDER/records.jsonl at once; FOLDER/page.md is written from these at the end, when the run is stopped,
 and by `python -m benchmarks.device --page FOLDER`. Nothing is downloaded.
 """
 

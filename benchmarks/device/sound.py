@@ -171,7 +171,7 @@ def executor(kit: Kit) -> Iterator[Finding]:
             vlm = saccade.VLM(model, InputProcessor.load(str(target_path())), drafter=draft, method="chain")
             prompt = vlm.processor.prompt(draw(pocket_pair.FIRST_SEED, "scene").messages())
             session = vlm.engine.open(1)
-            (output,) = vlm.engine.generate([Request(prompt)], session, max_new_tokens=24)
+            (output,) = vlm.engine.generate([Request(prompt)], session, max_new_tokens=64)
         fast, graphs = vlm.target.executor, session.context.cache.graphs
         warned = [str(w.message) for w in caught if issubclass(w.category, SaccadeWarning)]
         facts = {"dtype": dtype, "executor": fast.name, "graphs": getattr(fast, "enabled", False), "warnings": warned}
