@@ -8,8 +8,9 @@ gives what the CPU gives, but under the rules of an accelerator:
 - What the host would have to wait for is counted as a wait: a copy to the host, ``tolist``, ``item``, ``bool``,
   ``nonzero`` and all that is built on it; not a ``non_blocking`` copy, nor an event behind another wait.
 - An upload is *sent* with ``non_blocking=True`` from pinned memory (only ``pin_memory`` makes such), else *blocking*.
-- Whatever writes a tensor there is a launch; views and bare allocations are free. One launch here may be several
-  kernels there: launches are for comparing steps with one another, not with a profile.
+- Whatever writes a tensor there is a launch; views and bare allocations are free. What CUDA has one kernel for is one
+  launch here, too: a norm of `F.rms_norm`, and attention where it is given what the kernels take (`_attention`). Else
+  one launch here may be several kernels there: launches are for comparing steps with one another, not with a profile.
 
     with PretendDevice() as device:
         model = model.to("pretend")
@@ -31,10 +32,13 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from saccade.target_model import lean
 
 NAME = "pretend"
 
@@ -169,6 +173,9 @@ class PretendDevice(TorchDispatchMode):
             (Tensor, "pin_memory", _pinned),
             (torch.cuda, "synchronize", lambda *_: _count_wait("synchronize")),
             (torch.cuda, "current_stream", _Stream),
+            (F, "rms_norm", _norm),
+            (F, "scaled_dot_product_attention", _attention),
+            (lean, "WEIGHTS", (*lean.WEIGHTS, OnPretend)),  # a subclass of Tensor, as quantised weights are
         ):
             self._restore.enter_context(patch.object(owner, name, replacement))
         PretendDevice._open.append(self)
@@ -226,6 +233,62 @@ def _enter_no_grad(self: Any) -> None:
 
 def _leave_no_grad(self: Any, *error: Any) -> None:
     self._inference_mode_context.__exit__(*error)
+
+
+_PLAIN_NORM, _PLAIN_ATTENTION = F.rms_norm, F.scaled_dot_product_attention
+
+
+def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """`F.rms_norm`: one kernel on CUDA, which needs the rows in one piece and the weight's dtype."""
+    known = isinstance(x, OnPretend) and isinstance(weight, OnPretend) and weight.dtype == x.dtype
+    if not known or torch.is_grad_enabled():
+        return _PLAIN_NORM(x, shape, weight, eps)
+    _launch("rms_norm")
+    if not x.is_contiguous():
+        _launch("rms_norm: a copy")
+    return OnPretend(_PLAIN_NORM(x.raw, shape, weight.raw, eps))  # type: ignore[attr-defined]
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`: one kernel on CUDA, which holds no scores of all queries and keys.
+
+    The conditions are those of torch 2.11 to 2.13 for the flash kernel, which takes no mask, and for the memory-efficient
+    one, which takes one of the queries' dtype whose rows begin at multiples of eight numbers, or copies it, and in older
+    versions no heads in groups. Where neither fits, scores are computed, in several launches.
+    """
+    plain = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    tensors = (q, k, v)
+    if not all(isinstance(x, OnPretend) for x in tensors) or torch.is_grad_enabled():
+        return _PLAIN_ATTENTION(q, k, v, attn_mask, **plain)
+    is_half, grouped = q.dtype.itemsize == 2, enable_gqa and q.shape[1] != k.shape[1]
+    fits = all(x.stride(-1) == 1 and x.shape[-1] % (16 // q.dtype.itemsize) == 0 for x in tensors)
+    fits &= not grouped or (is_half and attn_mask is None)  # the flash kernel takes groups
+    fits &= attn_mask is None or attn_mask.dtype in (q.dtype, torch.bool)
+    if not fits:
+        return _PLAIN_ATTENTION(q, k, v, attn_mask, **plain)
+    _launch("attention")
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        _launch("attention: a mask to add")
+    if attn_mask is not None and any(stride % 8 for stride in attn_mask.stride()[:-1]):
+        _launch("attention: padding of the mask")
+    mask = None if attn_mask is None else attn_mask.raw  # type: ignore[attr-defined]
+    return OnPretend(_PLAIN_ATTENTION(*(x.raw for x in tensors), mask, **plain))  # type: ignore[attr-defined]
+
+
+def _launch(name: str) -> None:
+    counts = _counts()
+    if counts is not None:
+        counts.launches[name] += 1
 
 
 def _pinned(self: Tensor, *_: object, **__: object) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, VOCAB
-from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
+from pretend_device import NAME, Counts, MixedDevices, PretendDevice
 from recorded_graphs import record
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned
@@ -66,7 +66,6 @@ per row whose picture the drafter sees pruned by attention."""
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
-    monkeypatch.setattr(lean, "WEIGHTS", (*lean.WEIGHTS, OnPretend))  # a subclass of Tensor, as quantised weights are
     with PretendDevice() as opened:
         yield opened
 

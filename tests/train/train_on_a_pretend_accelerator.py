@@ -18,8 +18,7 @@ import torch
 from train_kit import listed
 
 from families import FAMILIES
-from pretend_device import NAME, MixedDevices, OnPretend, PretendDevice
-from saccade.target_model import lean
+from pretend_device import NAME, MixedDevices, PretendDevice
 from saccade.target_model.adapter import Target
 from saccade.train import Recipe, Stage, Trainer
 from saccade.train.learner import HeadLearner
@@ -37,7 +36,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "autocast", cast)
     monkeypatch.setattr(torch.random, "fork_rng", functools.partial(fork_rng, devices=[]))
-    monkeypatch.setattr(lean, "WEIGHTS", (*lean.WEIGHTS, OnPretend))
     with PretendDevice(), torch.autograd.set_multithreading_enabled(False):
         yield
 
