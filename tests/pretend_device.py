@@ -262,9 +262,9 @@ def _attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention`: one kernel on CUDA, which holds no scores of all queries and keys.
 
-    The conditions are those of torch 2.11 to 2.13 for the flash kernel, which takes no mask, and for the memory-efficient
-    one, which takes one of the queries' dtype whose rows begin at multiples of eight numbers, or copies it, and in older
-    versions no heads in groups. Where neither fits, scores are computed, in several launches.
+    The conditions are those of torch 2.11 to 2.13 for the flash kernel, which takes no mask, and for the
+    memory-efficient one, which takes one of the queries' dtype whose rows begin at multiples of eight numbers, or
+    copies it, and in older versions no heads in groups. Where neither fits, scores are computed, in several launches.
     """
     plain = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     tensors = (q, k, v)

@@ -83,6 +83,8 @@ class Target:
         self.shards: Shards | None = getattr(self.decoder, HOLDER, None)
         self._embeddings: Any = self.model.get_input_embeddings()
         self.device: torch.device = compute_device(self._embeddings)
+        if self._embeddings.weight.is_cuda:  # cuDNN's attention prepares a plan for every new number of entries
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.vocab_size: int = self.output_embeddings.weight.shape[0]
         base = getattr(self.model, "base_model", model)
         self._rope_index = getattr(base, "get_rope_index", None)
@@ -385,6 +387,9 @@ class Target:
     def plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
         positions, parts = self.positions_of(cache, blocks), []
+        last = None
+        if all(block.positions is None for block in blocks):
+            last = max(_end(cache, block) for block in blocks) - 1
         for block in blocks:
             lengths, count = [cache.lengths[row] for row in block.rows], block.count
             pending = cache.pending[block.rows[0]]
@@ -392,6 +397,7 @@ class Target:
             masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
             parts.append((block.rows, count, masks))
         layout = cache.plan_layout(parts)
+        layout.last = last
         if cache.states is not None:
             cache.states.plan(
                 [(b.rows, b.count, b.attention_mask, b.chain, cache.pending[b.rows[0]] - b.count) for b in blocks],
@@ -425,11 +431,11 @@ class Target:
         deltas = block.rope_deltas or [0] * len(rows)
         lengths = [cache.lengths[row] for row in rows]
         first = list(map(add, lengths, deltas))
-        is_even = min(first) == max(first)
+        is_even, end = min(first) == max(first), _end(cache, block)
+        holds = self.traits.limits.holds(end)
         if depth is None:
             pending = cache.pending[rows[0]]
-            end = first[0] + pending + count
-            if is_even and self.traits.limits.holds(end):
+            if is_even and holds:
                 return torch.arange(end - count, end, device=self.device).expand(1, len(rows), -1)
             depth = torch.arange(pending, pending + count, device=self.device)[None]
         depth = depth[:, depth.shape[1] - count :]
@@ -438,6 +444,13 @@ class Target:
         else:
             positions = depth + cache.numbers.get(first).to(self.device)[:, None]
         ahead = None
-        if max(deltas) > 0:
+        if max(deltas) > 0 and not holds:
             ahead = cache.numbers.get(deltas).to(self.device)[:, None]
-        return self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
+        return positions[None] if holds else self.traits.limits.clamp_positions(positions, lengths, ahead)[None]
+
+
+def _end(cache: RowCache, block: TokenBlock) -> int:
+    """Position behind all that a block's tokens may have where they are derived from lengths."""
+    deltas = block.rope_deltas or [0] * len(block.rows)
+    longest = max(cache.lengths[row] + delta for row, delta in zip(block.rows, deltas, strict=True))
+    return longest + cache.pending[block.rows[0]] + block.count

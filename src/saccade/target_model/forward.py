@@ -181,12 +181,13 @@ class MaskPlan:
         mask, lowest = attention_mask, torch.finfo(dtype).min
         full = None
         if mask is not None:
-            full = torch.zeros(*mask.shape[:2], longest + new, dtype=dtype, device=device)
-            shown = mask.tril(pending) if self.full_is_causal else mask
-            full[:, :, longest:].masked_fill_(~shown, lowest)
+            full = mask_memory((*mask.shape[:2], longest + new), dtype, device)
+            full[:, :, :longest].zero_()
+            additive(mask.tril(pending) if self.full_is_causal else mask, dtype, out=full[:, :, longest:])
         elif count > 1:
-            full = torch.full((1, count, longest + new), lowest, dtype=dtype, device=device)
-            full = full.triu_(longest + pending + 1)
+            full = mask_memory((1, count, longest + new), dtype, device)
+            full.fill_(lowest)
+            full.triu_(longest + pending + 1)
         is_alike = slot_shifts is None and not (self.full_is_causal and mask is not None)
         if self.reach is None or (is_alike and longest + new <= self.reach):
             return dict.fromkeys(self.names, full)
@@ -218,10 +219,40 @@ class MaskPlan:
         return near
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+ALIGNMENT = 8
+"""Numbers at whose multiples the rows of masks begin on an accelerator: the memory-efficient kernel of CUDA, which
+alone takes masks and holds no scores of all queries and keys, copies others in every layer, and misreads offsets."""
+
+
+def mask_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory of a mask ``[..., K]``, to be written."""
+    width = shape[-1] if device.type == "cpu" else -(-shape[-1] // ALIGNMENT) * ALIGNMENT
+    return torch.empty(*shape[:-1], width, dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def _aligned(mask: Tensor | None) -> Tensor | None:
+    """Return a mask, or a copy of one that is not as `mask_memory` has it."""
+    if mask is None or mask.is_cpu:
+        return mask
+    *strides, _ = mask.stride()
+    if not any(offset % ALIGNMENT for offset in (mask.storage_offset(), *strides)):
+        return mask
+    return mask_memory(mask.shape, mask.dtype, mask.device).copy_(mask)
+
+
+def additive(mask: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Convert a bool mask to one that is added to scores in ``dtype``."""
-    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
+    if out is None:
+        out = mask_memory(mask.shape, dtype, mask.device)
+    zero, lowest = _bounds(dtype, mask.device)
+    return torch.where(mask, zero, lowest, out=out)
+
+
+@cache
+def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is added where a mask shows, and where it hides."""
+    zero, lowest = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype).to(device)
+    return zero, lowest
 
 
 MAX_PADDING = 128  # most padding slots per row with which rows of different lengths form a group
@@ -271,7 +302,8 @@ class RowGroup:
             return None
         if kind not in self.folded:
             for_each_head = mask.expand(-1, heads, -1, -1)
-            self.folded[kind] = for_each_head.flatten(1, 2)[:, None]
+            memory = mask_memory(for_each_head.shape, mask.dtype, mask.device)
+            self.folded[kind] = memory.copy_(for_each_head).flatten(1, 2)[:, None]
         return self.folded[kind]
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -290,6 +322,7 @@ class Layout:
     ) -> None:
         self.spans = spans  # in the order of the packed sequence, without gaps
         self.slots = slots  # slots of the tokens' entries, `[T]` or a slice
+        self.last: int | None = None  # no token has a higher position; None where the host does not know
         self._total = total  # slots of the arena
         self._groups = groups
 
@@ -315,7 +348,8 @@ class Layout:
             else:
                 seen = slice(group.start, group.start + group.visible)
                 part, own_keys, own_values = part[None], keys[None, :, seen], values[None, :, seen]
-            if times > 1 and kernel is None and group.count <= MAX_FOLDED.get(query.device.type, 0):
+            folds = MAX_FOLDED["cuda"] if query.is_cuda else MAX_FOLDED.get(query.device.type, 0)
+            if times > 1 and kernel is None and group.count <= folds:
                 folded = part.unflatten(1, (-1, times)).flatten(2, 3)  # [A, H_kv, G * n, D]
                 mixed = attend(folded, own_keys, own_values, group.folded_mask(kind, times), scale, grouped=False)
                 mixed = mixed.unflatten(2, (times, group.count)).flatten(1, 2)
@@ -366,7 +400,7 @@ def _group_spans(spans: Sequence[Span], total: int, like: Tensor) -> list[RowGro
     """Group runs of spans at equal distances with equally many tokens and little padding; other spans stay alone."""
     if len(spans) == 1:
         span = spans[0]
-        masks = {kind: span.mask(kind) for kind in span.masks}
+        masks = {kind: _aligned(span.mask(kind)) for kind in span.masks}
         return [RowGroup(span.first, 1, span.count, span.start, 0, span.visible, masks)]
     groups, at = [], 0
     starts = [span.start for span in spans]
@@ -405,9 +439,9 @@ def _joint_mask(spans: Sequence[Span], kind: str, visible: int, like: Tensor) ->
     masks = [span.mask(kind) for span in spans]
     is_even = all(span.visible == visible for span in spans)
     if is_even and all(mask is masks[0] for mask in masks):
-        return masks[0]
+        return _aligned(masks[0])
     shape, lowest = (len(spans), 1, spans[0].count, visible), torch.finfo(like.dtype).min
-    joint = like.new_full(shape, lowest)
+    joint = mask_memory(shape, like.dtype, like.device).fill_(lowest)
     for place, (span, mask) in enumerate(zip(spans, masks, strict=True)):
         joint[place, :, :, : span.visible] = 0 if mask is None else mask[0]
     return joint

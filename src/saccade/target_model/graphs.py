@@ -111,7 +111,7 @@ class GraphExecutor(LeanExecutor):
 
     def __init__(self, target: Any, decoder: LeanDecoder) -> None:
         super().__init__(target, decoder)
-        decoder.keeps_angles = False  # which the host looks up
+        decoder.reads_positions = False
         self.device = target.device
         self.enabled = True
         self.moves = 0

@@ -41,7 +41,7 @@ from saccade.target_model.traits import Thresholds, ordinary_ids
 from saccade.tree import ancestors_of
 
 _SMALL = 1 << 28  # bytes of the weights of a decoder that counts as small
-_FEWEST_ANGLES, _MOST_ANGLES = 1 << 10, 1 << 15  # positions whose angles are kept on a CPU
+_FEWEST_ANGLES, _MOST_ANGLES = 1 << 10, 1 << 15  # positions whose angles are kept
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05, torch.int8: 0.4}
 """Largest difference of a logit attributed to rounding, in standard deviations of the logits: a few hundred
 roundings of each dtype. A structural difference moves logits by about one standard deviation."""
@@ -96,8 +96,8 @@ class LeanDecoder:
         types = getattr(decoder.config, "layer_types", None) or ()
         self._kinds = types if len(set(types)) > 1 else [ALL] * len(layers)
         rope = getattr(decoder.config, "rope_parameters", None) or {}
-        # They depend on the longest sequence there; the host reads the last position to keep those before it.
-        self.keeps_angles = self._norm.is_cpu and rope.get("rope_type") not in ("dynamic", "longrope")
+        self.keeps_angles = rope.get("rope_type") not in ("dynamic", "longrope")  # which follow from the longest row
+        self.reads_positions = self._norm.is_cpu  # whether the host reads the highest where nobody names it
         self._table: Tensor | None = None  # `[P, 2 * D]` angles of the first positions
         self._sections: list[int] = list(rope.get("mrope_section", ()))
         self._guard = _guard_of(model, decoder)
@@ -205,7 +205,7 @@ class LeanDecoder:
         rows = count + padding
         if padding:
             x, positions = _pad(x, padding), F.pad(positions, (0, padding))
-        cos, sin = self.angles(x, positions).chunk(2, -1)
+        cos, sin = self.angles(x, positions, layout.last).chunk(2, -1)
         heads, kv, dim, half = self._heads, self.kv_heads, self.head_dim, self.head_dim // 2
         each = zip(self._layers[:until], cache.layers[:until], self._kinds[:until], strict=True)
         for index, (weights, layer, kind) in enumerate(each):
@@ -227,11 +227,11 @@ class LeanDecoder:
                 key, new = rounded[heads:].to(x.dtype).split_with_sizes((kv, kv))
             keys, values = layer.write(key, new)
             mixed = layout.attend(query, keys, values, scale, kind, kernel=self._exact)
-            x = torch.add(x, weights.out.product(_pad(mixed, padding)), alpha=weights.out.factor(rows))
+            x = _onto(x, weights.out, _pad(mixed, padding), is_ours=index > 0 and index not in wanted)
             h = rms_norm(x, weights.norm_mlp, self._eps, weights.gate_up.factor(rows))
             gate, up = weights.gate_up.product(h).chunk(2, -1)
             active = F.silu(gate) if self._grids is None else steady_silu(gate)
-            x = torch.add(x, weights.down.product(active.mul_(up)), alpha=weights.down.factor(rows))
+            x = _onto(x, weights.down, active.mul_(up))
             if index < len(deepstack):
                 x = x + _pad(deepstack[index], padding)
         if until is not None:
@@ -241,14 +241,19 @@ class LeanDecoder:
             states[len(self._layers)] = (normed if requirements.final == "post" else x)[:count]
         return normed[:count], states
 
-    def angles(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Cosines and signed sines ``[T, 2 * D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``."""
-        last = int(positions.max()) if self.keeps_angles and positions.shape[0] == 1 else _MOST_ANGLES
-        if last >= _MOST_ANGLES:
+    def angles(self, x: Tensor, positions: Tensor, last: int | None = None) -> Tensor:
+        """Cosines and signed sines ``[T, 2 * D]`` of the rotation ``x * cos + roll(x, D / 2) * sin``.
+
+        ``last``: no position is higher.
+        """
+        is_kept = self.keeps_angles and positions.shape[0] == 1
+        if is_kept and last is None and self.reads_positions:
+            last = int(positions.max())
+        if not is_kept or last is None or last >= _MOST_ANGLES:
             return self._angles(x, positions)
         if self._table is None or last >= len(self._table) or self._table.dtype != x.dtype:
             size = max(1 << last.bit_length(), _FEWEST_ANGLES)
-            self._table = self._angles(x, torch.arange(size)[None])
+            self._table = self._angles(x, torch.arange(size, device=x.device)[None])
         return self._table[positions[0]]
 
     def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -277,6 +282,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tens
     zero, root = _constants(size * eps)
     norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True).hypot_(root)
     return torch.addcdiv(zero, x * weight, norm, value=factor * math.sqrt(size))
+
+
+def _onto(x: Tensor, product: Linear, rows: Tensor, is_ours: bool = True) -> Tensor:
+    """Return ``x`` plus a product; on an accelerator in one operation, in place where ``x`` is nobody else's."""
+    if x.is_cpu or type(product) is not Linear:
+        return torch.add(x, product.product(rows), alpha=product.factor(rows.shape[0]))
+    weight = product.weight.t()
+    if is_ours:
+        return x.addmm_(rows, weight)
+    return torch.addmm(x, rows, weight)
 
 
 @cache
@@ -355,7 +370,8 @@ def gives_stock_logits(target: Any) -> bool:
     parents = [0, 0, 0, 1, *(0 for _ in far)]
     depths = [0, 1, 1, 2, *(max(n - 7, 1) for n in far)]
     tokens, above, depth = torch.tensor([ids[7:], parents, depths], device=target.device)[:, None]
-    tree = TokenBlock([0], tokens, ancestors_of(above, 2), depth)
+    positions = limits.clamp_positions(depth + 7, [7])[None]  # beyond those that so many tokens would have
+    tree = TokenBlock([0], tokens, ancestors_of(above, 2), depth, positions=positions)
     with target.stock():
         stock = target.forward(cache, [tree])[0].logits.float()
     cache.drop([0])
