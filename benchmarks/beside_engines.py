@@ -234,7 +234,9 @@ def about_machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, help="environment of the peers, which are installed there; none: without")
+    parser.add_argument(
+        "--peers", type=Path, help="environment of the peers, which are installed there (default: ours alone)"
+    )
     parser.add_argument("--prompts", type=int, default=6, help="prompts that count (default: 6)")
     parser.add_argument("--rounds", type=int, default=2, help="answers per prompt and way (default: 2)")
     parser.add_argument("--tokens", type=int, default=128, help="longest answer (default: 128)")

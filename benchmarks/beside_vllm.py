@@ -242,7 +242,7 @@ def converted(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, help="environment of vLLM, which is installed there; none: ours alone")
+    parser.add_argument("--vllm", type=Path, help="environment of vLLM, which is installed there (default: ours alone)")
     parser.add_argument("--clients", type=int, nargs="+", default=(1, 4, 8, 16), help="requests at a time")
     parser.add_argument("--requests", type=int, default=48, help="per way and number of clients")
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, help="CPU threads of our server's steps (default: as measured)")
     parser.add_argument("--vllm-cores", default="0", help="cores to which vLLM binds the threads of its forwards")
-    parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
+    parser.add_argument("--logs", type=Path, default=Path("runs"), help="folder of the servers' logs (default: runs)")
     options = parser.parse_args()
     rows = str(max(options.clients))
     base = [sys.executable, "-m", "saccade", "serve", "-t", "pocket", "--dtype", options.dtype, "--max-rows", rows]
@@ -275,6 +275,7 @@ def main() -> None:
             theirs += ["--structured-outputs-config", COMPACT]
         commands["vLLM"] = theirs, variables
         commands["vLLM lookup"] = [*theirs, "--speculative-config", LOOKUP], variables
+    options.logs.mkdir(parents=True, exist_ok=True)
     figures = defaultdict[tuple[str, int], Figures](Figures)
     with ExitStack() as servers, asyncio.Runner() as runner:
         running = {}
