@@ -72,6 +72,8 @@ def test_a_prediction_is_read_from_a_file(shell: Shell, image: str, tmp_path: Pa
         result = shell("generate", *PAIR, "-i", image, "--prediction", wrong, "What?")
         assert result.code != 0
         assert re.search(rf"Cannot read the prediction {wrong} .*; give a text file in UTF-8\.", result.err)
+    result = shell("generate", *PAIR[:2], "-m", "plain", "--prediction", file, "What?")
+    assert result.complaint.endswith("The method plain drafts from no prediction; leave --prediction out, or -m.")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,8 @@ def test_json_is_one_object_with_everything(shell: Shell, image: str) -> None:
         "options": options_of("chain", {"gamma": 7}),
         "dtype": "float32",
         "draft_dtype": "float32",
+        "weights": "stored",
+        "executor": vlm("llava", "llava-draft").target.executor.name,
         "text": expected.text,
         "tokens": expected.tokens,
         "marks": expected.marks,

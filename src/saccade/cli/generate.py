@@ -59,6 +59,8 @@ def generate(
     screen.check_media(image or [], video or [])
     decoded = decoding.checked()
     vlm = models.load()
+    if expected is not None and vlm.engine.drafter is None:
+        raise InputError(f"The method {vlm.method} drafts from no prediction; leave --prediction out, or -m.")
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
     options = {"seed": sampling.get("seed"), **asdict(reading), **decoded}
     # refuses what it would not answer
@@ -77,7 +79,7 @@ def generate(
 
 
 def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
-    """Return the drafter's folder or hub id, its head's name, every option of the method, and the dtypes."""
+    """Return the drafter's folder or hub id, its head's name, every option of the method, and what runs."""
     from saccade import methods
     from saccade.loading import name_of
     from saccade.pocket import head_path
@@ -88,8 +90,8 @@ def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
     elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
         drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
     configuration = {"drafter": drafter, "head": vlm.head_name, "method": vlm.method, "options": vlm.options}
-    dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": draft_dtype, "exact": vlm.target.exact}
-    return {**configuration, **dtypes}
+    dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": draft_dtype, "weights": vlm.target.weights}
+    return {**configuration, **dtypes, "exact": vlm.target.exact, "executor": vlm.target.executor.name}
 
 
 def _text(file: Path) -> str:

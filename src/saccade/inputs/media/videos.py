@@ -62,26 +62,37 @@ class Video:
             )
         elif not self.frames:
             raise InputError("The list of video frames is empty; give at least one frame.")
-        total, times = len(self.frames), tuple(map(float, self.times))
+        total = len(self.frames)
+        shown = self.times if isinstance(self.times, Iterable) else (self.times,)
+        times, fps, length = tuple(map(_number, shown)), _number(self.fps), _number(self.duration)
         if bool(times) == (self.fps is not None):
             raise InputError("A Video needs fps or times, which say when its frames are shown; give one of them.")
         if self.fps is not None:
-            if not 0 < self.fps < math.inf:
-                raise InputError(f"The Video's fps is {self.fps}; give a number above 0.")
-            times = tuple(n / self.fps for n in range(total))
+            if not 0 < fps < math.inf:
+                raise InputError(f"The Video's fps is {self.fps!r}; give a number above 0.")
+            times = tuple(n / fps for n in range(total))
         if len(times) != total or not all(a <= b for a, b in pairwise((0, *times))) or times[-1] == math.inf:
             raise InputError(f"The Video has {total} frames; give as many times, in seconds from 0 on and in order.")
         last = times[-1] - times[-2] if total > 1 else 1 / ASSUMED_FPS
-        duration = self.duration or (total / self.fps if self.fps else times[-1] + last)
+        duration = length or (total / fps if self.fps is not None else times[-1] + last)
         if not duration or not times[-1] <= duration < math.inf:
-            raise InputError(f"The Video's duration is {duration:g} s; its last frame comes at {times[-1]:g} s.")
+            given = repr(self.duration) if math.isnan(length) else f"{duration:g} s"
+            raise InputError(f"The Video's duration is {given}; its last frame comes at {times[-1]:g} s.")
         object.__setattr__(self, "times", times)
-        object.__setattr__(self, "duration", float(duration))
+        object.__setattr__(self, "duration", duration)
 
     @property
     def sampled_fps(self) -> float:
         """Kept frames per second."""
         return len(self.times) / self.duration
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number."""
+    try:
+        return math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 @dataclass(frozen=True, slots=True)
