@@ -69,6 +69,21 @@ def test_a_row_that_is_over_costs_nothing_from_the_next_step_on(
         assert row.output == alone(method, prompt, n=40)
 
 
+@pytest.mark.parametrize("method", ["chain", "static"])
+def test_draft_tokens_count_as_they_do_alone_beside_rows_that_end_sooner(method: str) -> None:
+    counts = []
+    for together in (True, False):
+        drafted, batch = [], engine(method).open(3)
+        for n, prompt in zip((2, 20, 7), prompts(), strict=False):
+            batch = batch if together else engine(method).open(1)
+            drafted.append(add(batch, prompt, n=n))
+            if not together:
+                drain(batch)
+        drain(batch)
+        counts.append([row.stats.drafted_tokens for row in drafted])
+    assert counts[0] == counts[1]
+
+
 def test_waiting_rows_enter_in_the_order_in_which_they_came() -> None:
     batch = engine("chain").open(2)
     rows = [add(batch, prompts()[i % 4], n=4 + 3 * (i % 3)) for i in range(7)]

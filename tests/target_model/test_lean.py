@@ -51,6 +51,14 @@ def drafted() -> torch.Tensor:
     return torch.randint(100, (3, 4), generator=torch.Generator().manual_seed(1))
 
 
+def test_angles_of_any_position_are_those_that_the_model_computes() -> None:
+    decoder = Target(FAMILIES["llama"].model(), "lean")._fast.decoder
+    x = torch.zeros(1, decoder.width)
+    for place in (0, 1023, 1024, 1025, 2047, 2048, 5, 1 << 15, (1 << 15) + 1):  # ends of tables, and beyond the largest
+        at = torch.tensor([[place]])
+        torch.testing.assert_close(decoder.angles(x, at), decoder._angles(x, at))
+
+
 def tree_logits(model: Target, kind: str, case: Any) -> torch.Tensor:
     return loaded(model, kind, case).forward([0, 1, 2], drafted(), TREE, DEPTH).logits
 

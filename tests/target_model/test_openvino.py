@@ -25,7 +25,7 @@ from saccade.target_model import executor as executors
 from saccade.target_model import openvino, openvino_graph
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
-from saccade.target_model.executor import Ahead
+from saccade.target_model.executor import Ahead, LeanExecutor
 from saccade.target_model.forward import TokenBlock
 from saccade.target_model.int8 import int8_of
 from saccade.tree import ancestors_of
@@ -101,8 +101,11 @@ def hiding(context: Context) -> TokenBlock:
     return context.block([0], torch.tensor([[52]]), shown, depth)
 
 
-@pytest.mark.parametrize(("family", "length"), [("llama", 30), ("llama", openvino._KEPT + 1), ("qwen3_vl", 0)])
-def test_a_token_that_hides_pending_ones_runs_beside_any_prompt(family: str, length: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "length", "in_graph"),
+    [("llama", 30, True), ("llama", openvino._KEPT + 1, False), ("qwen3_vl", 0, False)],
+)
+def test_a_token_that_hides_pending_ones_runs_beside_any_prompt(family: str, length: int, in_graph: bool) -> None:
     logits = []
     for model in targets(family):
         made = context(model, FAMILIES[family], rows=2)
@@ -111,7 +114,9 @@ def test_a_token_that_hides_pending_ones_runs_beside_any_prompt(family: str, len
         made.empty(1)
         made.cache.reserve(1, len(prompt))
         beside = made.prefill(1, prompt).block(len(prompt))
-        logits.append([output.logits for output in model.forward(made.cache, [hiding(made), beside])])
+        blocks = [hiding(made), beside]
+        assert type(model.executor) is LeanExecutor or model.executor._takes(made.cache, blocks) == in_graph
+        logits.append([output.logits for output in model.forward(made.cache, blocks)])
     for ours, theirs in zip(*logits, strict=True):
         equal(ours, theirs)
 
@@ -216,6 +221,12 @@ def test_int8_weights_are_the_same_numbers_on_every_executor_and_openvino_rounds
         steps, scale = int8_of(weight)
         assert steps.abs().amax() == 127
         torch.testing.assert_close(steps * scale, weight.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_int8_steps_are_those_of_every_outputs_own_scale() -> None:
+    steps, scale = int8_of(torch.tensor([[1.27, -0.5, 0.014], [-12.7, 6.06, 0.0], [0.0, 0.0, 0.0]]))
+    assert steps.tolist() == [[127, -50, 1], [-127, 61, 0], [0, 0, 0]]
+    torch.testing.assert_close(scale[:2], torch.tensor([[0.01], [0.1]]))
 
 
 def test_activations_are_rounded_for_one_token_as_for_several_whatever_layers_return() -> None:

@@ -251,10 +251,11 @@ class LeanDecoder:
             last = int(positions.max())
         if not is_kept or last is None or last >= _MOST_ANGLES:
             return self._angles(x, positions)
-        if self._table is None or last >= len(self._table) or self._table.dtype != x.dtype:
+        table = self._table  # which another thread may replace in between
+        if table is None or last >= len(table) or table.dtype != x.dtype:
             size = max(1 << last.bit_length(), _FEWEST_ANGLES)
-            self._table = self._angles(x, torch.arange(size, device=x.device)[None])
-        return self._table[positions[0]]
+            self._table = table = self._angles(x, torch.arange(size, device=x.device)[None])
+        return table[positions[0]]
 
     def _angles(self, x: Tensor, positions: Tensor) -> Tensor:
         axes = max(len(self._sections), positions.shape[0])

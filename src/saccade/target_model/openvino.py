@@ -153,7 +153,8 @@ class OpenVinoExecutor(LeanExecutor):
     def is_current(self) -> bool:
         """As of `Executor`; graphs are compiled again if weights have changed."""
         if self.decoder.take_changes():
-            self._bound.clear()
+            with self._lock:
+                self._bound.clear()
         return super().is_current
 
     def new_cache(self, rows: int, max_slots: int, in_levels: bool = False) -> RowCache:
