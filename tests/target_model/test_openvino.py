@@ -61,6 +61,8 @@ def test_levels_of_a_tree_of_which_later_ones_hide_earlier_nodes_run_as_on_the_l
     parents = torch.tensor([[0, *(parent for level in levels for parent in level)]])
     above, tokens = ancestors_of(parents, len(levels)), torch.arange(7, 7 + parents.shape[1])
     contexts = [context(model, case) for model in targets(family)]
+    for each in contexts:
+        each.requirements.add_layers(0, 1)
     ran = 1
     for number, level in enumerate(levels):
         nodes = slice(ran, ran + len(level))
@@ -68,17 +70,21 @@ def test_levels_of_a_tree_of_which_later_ones_hide_earlier_nodes_run_as_on_the_l
         depth = torch.tensor([[number for number, each in enumerate(levels[: number + 1]) for _ in each]])
         mask = None if number == 0 else above[:, nodes, 1:ran]
         new = tokens[nodes].expand(3, -1) + torch.arange(3)[:, None]
-        equal(*(each.forward([0, 1, 2], new, mask, depth).logits for each in contexts))
+        ours, theirs = (each.forward([0, 1, 2], new, mask, depth) for each in contexts)
+        equal(ours.logits, theirs.logits)
+        for layer, state in theirs.hidden.items():
+            equal(ours.hidden[layer], state)
     for each in contexts:
         each.commit([0, 1, 2], [[0, 2, 5], [0], []], [[7, 9, 12], [8], []])
     for row in range(3):
-        for ours, theirs in zip(*(each.cache.export(row) for each in contexts), strict=True):
-            equal(ours[0], theirs[0])
-            equal(ours[1], theirs[1])
+        for entries, expected in zip(*(each.cache.export(row) for each in contexts), strict=True):
+            equal(entries[0], expected[0])
+            equal(entries[1], expected[1])
 
 
-def test_several_rows_run_ahead_in_one_graph_as_token_by_token() -> None:
-    ours, theirs = (context(model, FAMILIES["llama"]) for model in targets())
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
+def test_several_rows_run_ahead_in_one_graph_as_token_by_token(family: str) -> None:
+    ours, theirs = (context(model, FAMILIES[family]) for model in targets(family))
     tokens, steps, vocab = [[5], [6, 7, 8], [9, 10]], 4, 90
     first = ours.run_ahead(Ahead([0, 1, 2], tokens, steps, vocab))
     assert first is not None
@@ -94,10 +100,31 @@ def test_several_rows_run_ahead_in_one_graph_as_token_by_token() -> None:
     assert ours.cache.pending == theirs.cache.pending
 
 
+def test_tokens_that_ran_ahead_are_not_taken_for_those_of_an_earlier_step() -> None:
+    ours, theirs = (context(model, FAMILIES["llama"]) for model in targets())
+    for each in (ours, theirs):
+        each.forward([0], torch.tensor([[5, 6, 7]]))
+        each.commit([0], [range(3)], [[5, 6, 7]])
+    logits = ours.run_ahead(Ahead([0], [[9]], 3, 90))
+    assert logits is not None
+    for token in (9, *logits[:2, 0].argmax(-1).tolist()):
+        theirs.forward([0], torch.tensor([[token]]))
+    shown, depth = torch.tensor([[[True, False, True, True]]]), torch.tensor([[0, 1, 2, 2]])
+    equal(*(each.forward([0], torch.tensor([[52]]), shown, depth).logits for each in (ours, theirs)))
+
+
+def test_nothing_runs_ahead_behind_entries_with_gaps_which_windows_count() -> None:
+    made = Context(targets("mistral")[0], 1)
+    made.load(0, Prompt(tuple(range(20, 30))), [3, 4])
+    made.cache.reserve(0, 40)
+    assert made.run_ahead(Ahead([0], [[5]], 2, 90)) is None
+
+
 def hiding(context: Context) -> TokenBlock:
-    """A token of row 0 from which the second of two pending ones is hidden, which are run here."""
-    depth, shown = torch.tensor([[1, 1, 2]]), torch.tensor([[[True, False, True]]])
-    context.forward([0], torch.tensor([[50, 51]]), depth=depth[:, :2])
+    """A token of row 0 from which the first of two pending ones is hidden, which are run here one behind the other."""
+    depth, shown = torch.tensor([[1, 1, 2]]), torch.tensor([[[False, True, True]]])
+    for place in range(2):
+        context.forward([0], torch.tensor([[50 + place]]), depth=depth[:, : place + 1])
     return context.block([0], torch.tensor([[52]]), shown, depth)
 
 
@@ -158,6 +185,9 @@ def test_a_cache_that_moves_grows_and_is_replaced_keeps_its_entries() -> None:
     other.forward([0], token)
     del other
     gc.collect()
+    held = [name for bound in first.executor._bound.values() for name in bound.held]
+    assert held
+    assert not [name for name in held if "." in name], "its memory is not given up"
     equal(*(each.forward([1], token).logits for each in contexts))
 
 

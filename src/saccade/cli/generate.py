@@ -63,22 +63,20 @@ def generate(
         raise InputError(f"The method {vlm.method} drafts from no prediction; leave --prediction out, or -m.")
     sampling = screen.sampled(vlm.target.model.generation_config, decoded, decoding.seed)
     options = {"seed": sampling.get("seed"), **asdict(reading), **decoded}
-    # refuses what it would not answer
-    stream = vlm.stream(question, image or [], video or [], prediction=expected, **options)
+    stream = vlm.stream(question, image or [], video or [], prediction=expected, **options)  # or refuses to
     if not as_json:
         screen.note_sampling(sampling, decoded)
     painter = None if as_json else screen.Painter(vlm.processor.tokenizer, screen.out(), marks)
     output = screen.answer(stream, painter)
     if as_json:
-        configuration = {"target": models.target, **_configuration(vlm, models.drafter), "sampling": sampling}
-        print(json.dumps({**configuration, **output.as_dict()}))
+        print(json.dumps({"target": models.target, **_configured(vlm, models.drafter, sampling), **output.as_dict()}))
     else:
         screen.note(account([output], vlm.method, plain_pass(vlm, options, output)))
     if output.finish_reason == "interrupted":
         raise typer.Exit(130)
 
 
-def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
+def _configured(vlm: VLM, named: str | None, sampling: dict[str, Any]) -> dict[str, Any]:
     """Return the drafter's folder or hub id, its head's name, every option of the method, and what runs."""
     from saccade import methods
     from saccade.loading import name_of
@@ -89,9 +87,9 @@ def _configuration(vlm: VLM, named: str | None) -> dict[str, Any]:
         drafter, draft_dtype = named or str(head_path(vlm.head.kind)), _name(next(vlm.head.parameters()).dtype)
     elif vlm.draft_model is not None and methods.needs(vlm.options) == "draft model":
         drafter, draft_dtype = name_of(vlm.draft_model.model), _name(vlm.draft_model.dtype)
-    configuration = {"drafter": drafter, "head": vlm.head_name, "method": vlm.method, "options": vlm.options}
+    chosen = {"drafter": drafter, "head": vlm.head_name, "method": vlm.method, "options": vlm.options}
     dtypes = {"dtype": _name(vlm.target.dtype), "draft_dtype": draft_dtype, "weights": vlm.target.weights}
-    return {**configuration, **dtypes, "exact": vlm.target.exact, "executor": vlm.target.executor.name}
+    return {**chosen, **dtypes, "exact": vlm.target.exact, "executor": vlm.target.executor.name, "sampling": sampling}
 
 
 def _text(file: Path) -> str:
