@@ -891,7 +891,7 @@ _NEWEST_CASES = (
         downsample_rate="1/2",
         deepstack_layer_map=[[-2, 2], [-1, 0]],
         spatial_target_layers=[1, 3],
-        text_config={"num_hidden_layers": 4},
+        text_config={"model_type": "granite4_vision_text", "num_hidden_layers": 4},
         vision_config={"hidden_size": 64, "patch_size": 2},
         qformer_config={"use_qformer_text_input": False, "cross_attention_frequency": 1},
     ),

@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from processes import once_per_run
+from saccade.inputs.families.gemma import counts_frames
 from saccade.target_model.adapter import decoder_and_head
 
 VOCAB = 192
@@ -479,7 +480,11 @@ def _gemma4_image(merge: int, patch: int, *, frames: int = 0) -> Medium:
         for _ in range(shown):
             ids += [*_words(generator, 2 * bool(frames)).ids, VISION_START, *[token] * count, VISION_END]
         tensors = {key: pixels, f"{kind}_position_ids": at}
-        return Piece(tuple(ids), {**tensors, "num_frames_per_video": torch.tensor([frames])} if frames else tensors)
+        if frames and counts_frames():
+            tensors["num_frames_per_video"] = torch.tensor([frames])
+        elif frames:
+            tensors = {name: tensor[None] for name, tensor in tensors.items()}
+        return Piece(tuple(ids), tensors)
 
     return build
 

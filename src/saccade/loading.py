@@ -377,7 +377,7 @@ def share_every_layer(config: Any) -> None:
     """
     text = type(config.get_text_config())
     try:
-        _ = config.get_text_config().kv_sharing_modes
+        getattr(config.get_text_config(), "kv_sharing_modes", None)  # absent from 5.17, which refuses none
     except ValueError:
         usual: Any = text.kv_sharing_modes
 

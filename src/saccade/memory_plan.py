@@ -127,10 +127,8 @@ class ModelSize:
 
     @cached_property
     def _images(self) -> Any:
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor  # outside: torchvision's, in 5.17
-
         try:
-            return AutoImageProcessor.from_pretrained(self.name, config=self.target.config)
+            return family_of(self.target.config).image_loader.from_pretrained(self.name, config=self.target.config)
         except (OSError, ValueError, ImportError) as problem:
             raise ModelError(
                 f"The image settings of {self.name} cannot be read; give a folder that has preprocessor_config.json "

@@ -10,8 +10,10 @@ from typing import Any
 
 import tokenizers
 import transformers as hf
-from torchvision_free import VIDEO_PROCESSORS, PixtralProcessor
+from torchvision_free import VIDEO_PROCESSORS, Gemma4Processor, PixtralProcessor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from saccade.inputs.families.idefics import number_words
 from saccade.inputs.processor import InputProcessor
@@ -238,7 +240,7 @@ def _gemma4() -> Kit:
     marks = ("<|image|>", "<|video|>")
 
     def processor(images: Any, tok: Any, videos: Any, **more: Any) -> Any:
-        return _unchecked(hf.Gemma4Processor)(hf.Gemma4AudioFeatureExtractor(), images, tok, videos, **more)
+        return _unchecked(Gemma4Processor)(hf.Gemma4AudioFeatureExtractor(), images, tok, videos, **more)
 
     template = chatml(*marks)
     ours = InputProcessor(config, tok, images, video, template)
@@ -275,8 +277,8 @@ _BUILDERS: dict[str, Callable[[], Kit]] = {
     "qwen2_vl": lambda: _qwen(hf.Qwen2VLConfig, hf.Qwen2VLProcessor, "Qwen2VLVideoProcessor", 14),
     "qwen2_5_vl": lambda: _qwen(hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLProcessor, "Qwen2VLVideoProcessor", 14),
     "qwen3_vl": lambda: _qwen(hf.Qwen3VLConfig, hf.Qwen3VLProcessor, "Qwen3VLVideoProcessor", 16),
-    "idefics3": lambda: _tiled(hf.Idefics3Config, hf.Idefics3ImageProcessorPil, hf.Idefics3Processor, False),
-    "smolvlm": lambda: _tiled(hf.SmolVLMConfig, hf.SmolVLMImageProcessorPil, hf.SmolVLMProcessor, True),
+    "idefics3": lambda: _tiled(hf.Idefics3Config, Idefics3ImageProcessorPil, hf.Idefics3Processor, False),
+    "smolvlm": lambda: _tiled(hf.SmolVLMConfig, SmolVLMImageProcessorPil, hf.SmolVLMProcessor, True),
     "gemma3": _gemma3,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,

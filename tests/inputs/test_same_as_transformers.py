@@ -11,6 +11,7 @@ import transformers as hf
 from kits import VIDEO, VISUAL, Kit, kit
 from PIL import Image
 from torchvision_free import patches_merge
+from transformers.image_transforms import convert_to_rgb
 from transformers.video_utils import VideoMetadata
 
 from saccade.inputs.families import check, join, split, type_ids
@@ -87,6 +88,9 @@ def test_one_image_gives_the_processors_ids_and_tensors(name: str, size: tuple[i
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3", "gemma3"])
 def test_grey_transparent_and_palette_images_look_as_the_processor_sees_them(name: str, mode: str) -> None:
     k, image = kit(name), picture(50, 40, mode=mode)
+    white = convert_to_rgb(Image.new("RGBA", (1, 1))).getpixel((0, 0)) == (255, 255, 255)
+    if "A" in mode and not white:
+        pytest.skip("this version of transformers drops opacity; here it is laid over white")
     messages = user({"type": "image"}, "?")
     assert_same_row(k, k.ours.prompt(messages, [image]), theirs(k, [messages], [[image]]))
 
@@ -106,7 +110,7 @@ def test_a_split_batch_gives_the_prompts_that_each_row_alone_gives(name: str) ->
     k = kit(name)
     images = [[picture(40, 30, 1)], [picture(64, 130, 2), picture(28, 28, 3)], [], [picture(400, 200, 4)]]
     rows = [user(*[{"type": "image"}] * len(row), f"Row {i}" * (i + 1)) for i, row in enumerate(images)]
-    if name == "llava_onevision" or name in ("idefics3", "smolvlm", "gemma3", "gemma4"):
+    if name == "llava_onevision" or name in ("idefics3", "smolvlm", "gemma3", "gemma3n", "gemma4"):
         given = images
     else:
         given = [row for row in images if row]
@@ -153,7 +157,7 @@ def test_a_video_gives_the_processors_ids_and_tensors(name: str, frames: int, fp
         metadata.duration = video.duration  # their processor would name the last frame's second instead
     batch = k.theirs(
         text=[text],
-        videos=[torch.from_numpy(video.frames)],
+        videos=[[torch.from_numpy(video.frames)]] if name == "smolvlm" else [torch.from_numpy(video.frames)],
         video_metadata=[metadata],
         return_tensors="pt",
         do_sample_frames=False,

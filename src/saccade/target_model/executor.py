@@ -8,8 +8,8 @@ the stock modules run.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,22 +109,26 @@ class _Reached(Exception):
     """Raised right before a module runs."""
 
 
-@contextmanager
-def ending_at(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """End a forward right before ``module`` runs; return its arguments by name, the first one as ``hidden_states``."""
-    arguments: dict[str, Any] = {}
+class EndingAt:
+    """End a forward right before a module runs; gives its arguments by name, the first one as ``hidden_states``.
 
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
+    No generator: one that swallows an exception is held by it in Python 3.12, with its callers and their caches.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._arguments: dict[str, Any] = {}
+        self._handle = module.register_forward_pre_hook(self._stop, with_kwargs=True, prepend=True)
+
+    def _stop(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments.update({"hidden_states": args[0]} if args else {}, **kwargs)
         raise _Reached
 
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
-        yield arguments
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
+    def __enter__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._handle.remove()
+        return kind is _Reached
 
 
 class StockExecutor:
@@ -171,7 +175,7 @@ class StockExecutor:
         """As of `Executor`."""
         parts = []
         for single in block.split_rows():
-            with ending_at(self._target.layers[layer]) as entering:
+            with EndingAt(self._target.layers[layer]) as entering:
                 self._run_row(cache, single, Requirements())
             parts.append(entering["hidden_states"].to(self._target.device))
         return torch.cat(parts)

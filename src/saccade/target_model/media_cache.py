@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
-from saccade.target_model.executor import ending_at
+from saccade.target_model.executor import EndingAt
 
 MEDIA_BYTES = 256 * 2**20  # default size limit of a cache
 MOST_TOGETHER = 8192  # most placeholders of images that are encoded in one call
@@ -143,7 +143,7 @@ def encode(model: Target, media: Sequence[tuple[Medium, Sequence[int]]]) -> list
         **model.media_inputs(Prompt(ids, tuple(medium for medium, _ in media))),
         "position_ids": places.expand(model.rope_axes, 1, -1) if model.has_rope_index else places,
     }
-    with ending_at(model.decoder) as inputs_of_decoder:
+    with EndingAt(model.decoder) as inputs_of_decoder:
         model.model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, **inputs)
     embeddings = inputs_of_decoder["inputs_embeds"][0].to(model.device)
     deepstack = []

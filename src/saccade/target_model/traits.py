@@ -46,7 +46,11 @@ def of_layer(text_config: Any, name: str, layer: int = 0) -> Any:
 
 def sharing_modes(text_config: Any) -> list[str | None]:
     """How layers share entries: ``store`` or ``reuse``; empty where none does."""
-    return list(getattr(text_config, "kv_sharing_modes", None) or ())
+    modes = getattr(text_config, "kv_sharing_modes", None)
+    shared = getattr(text_config, "num_kv_shared_layers", None) or 0  # all that transformers 5.17 tells
+    if modes is None and shared:
+        modes = ["store"] * (text_config.num_hidden_layers - shared) + ["reuse"] * shared
+    return list(modes or ())
 
 
 def crossing_layers(text_config: Any) -> list[int]:

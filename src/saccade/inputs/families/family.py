@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -141,7 +142,8 @@ class Family(ABC):
     image_text: ClassVar[str] = "{}"  # an image in the tokenised prompt; `{}` are its placeholders
     # keyword arguments that the composite processor passes to its image processor
     image_options: Mapping[str, Any] = _NOTHING
-    image_processor: ClassVar[str | None] = None  # class of transformers, where the checkpoint's own needs torchvision
+    # class below transformers.models, whose own `AutoImageProcessor` asks for torchvision in 5.17
+    image_processor: ClassVar[str] = "auto.image_processing_auto:AutoImageProcessor"
     whole_tile: ClassVar[int] = 0  # which of an image's tiles shows all of it
     video_defaults: ClassVar[Mapping[str, Any] | None] = None  # the video processor's defaults
     # sampling of files when a checkpoint names neither `num_frames` nor `fps`; transformers itself would then take
@@ -176,6 +178,11 @@ class Family(ABC):
     @abstractmethod
     def count(self, kind: Kind, tensors: Tensors) -> int:
         """Number of placeholder tokens of one medium."""
+
+    @property
+    def image_loader(self) -> Any:
+        """Class whose ``from_pretrained`` reads the image settings of a checkpoint."""
+        return resolve_name(f"transformers.models.{self.image_processor}")
 
     def medium(self, kind: Kind, tensors: Tensors) -> Medium:
         """A medium from its forward arguments, counted and hashed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from inspect import signature
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -53,6 +55,14 @@ _KEYS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
 _FRAMES = "num_frames_per_video"
 
 
+@cache
+def counts_frames() -> bool:
+    """Whether the model takes the frames of all videos in a row; the one of transformers 5.17 takes whole videos."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
+
+    return _FRAMES in signature(Gemma4Model.get_video_features).parameters
+
+
 class Gemma4(Family):
     """Patches ``[n, most, values]`` of pictures of any shape, and their columns and rows, padded with -1.
 
@@ -96,12 +106,16 @@ class Gemma4(Family):
         for kind, (pixels, places) in _KEYS.items():
             if pixels not in tensors:
                 continue
-            at_places = need(tensors, places, pixels)
-            parts = zip(tensors[pixels].split(1), at_places.split(1), strict=True)
+            values, at_places = tensors[pixels], need(tensors, places, pixels)
+            counts = None
+            if values.dim() == 4:  # whole videos
+                counts = [values.shape[1]] * len(values)
+                values, at_places = values.flatten(0, 1), at_places.flatten(0, 1)
+            parts = zip(values.split(1), at_places.split(1), strict=True)
             if kind == "image":
                 yield from (self.medium(kind, {pixels: own, places: at}) for own, at in parts)
                 continue
-            for count in need(tensors, _FRAMES, pixels).tolist():
+            for count in counts or need(tensors, _FRAMES, pixels).tolist():
                 for number, (own, at) in enumerate(islice(parts, count)):
                     one = torch.tensor([1])
                     frame = self.medium(kind, {pixels: own, places: at, _FRAMES: one})
@@ -116,8 +130,12 @@ class Gemma4(Family):
             if medium.frame is None or medium.frame[0] == 0 or not lengths:
                 lengths.append(0)
             lengths[-1] += 1
-        if lengths:
+        if lengths and counts_frames():
             out[_FRAMES] = torch.tensor(lengths)
+        elif lengths:  # videos of several lengths do not fit together, but every frame as a video does
+            del out[_FRAMES]
+            videos = len(lengths) if len(set(lengths)) == 1 else sum(lengths)
+            out |= {name: out[name].unflatten(0, (videos, -1)) for name in _KEYS["video"]}
         return out
 
     @staticmethod
@@ -187,7 +205,7 @@ class Gemma4Unified(Gemma4):
     names = MappingProxyType({"gemma4_unified": "Gemma 4 unified"})
     decoders = ("gemma4_unified_text",)
     full_is_causal = False
-    image_processor = "Gemma4ImageProcessorPil"
+    image_processor = "gemma4.image_processing_pil_gemma4:Gemma4ImageProcessorPil"
 
     def __init__(self, config: Any, name: str) -> None:
         super().__init__(config, name)

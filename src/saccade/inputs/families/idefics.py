@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD
+from transformers.utils import is_torchvision_available
 
 from saccade.inputs.families.family import (
     Family,
@@ -44,6 +45,8 @@ class Idefics3(Family):
     )
     closers = ("<fake_token_around_image>",)
     image_options = MappingProxyType({"return_row_col_info": True})
+    if not is_torchvision_available():  # 5.17 hides the class that needs none, whose comments name the other
+        image_processor = "idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil"
     whole_tile = -1
     pool_point = PoolPoint("connector.modality_projection")
 
@@ -98,6 +101,8 @@ class SmolVLM(Idefics3):
     """SmolVLM2: Idefics3 with videos, every frame one tile behind its time."""
 
     names = MappingProxyType({"smolvlm": "SmolVLM2"})
+    if not is_torchvision_available():
+        image_processor = "smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil"
     video_defaults = MappingProxyType(
         {
             "size": {"longest_edge": 4 * 364},
