@@ -49,9 +49,15 @@ def candidates(name: str, inputs: Inputs, answer: Sequence[int], ordered: bool =
     helper.generation_config.num_assistant_tokens = GAMMA
     generation = GenerationConfig(max_length=10_000)
     embed = model.get_input_embeddings()
-    generator = SinglePositionMultiTokenCandidateGenerator(helper, embed, generation)
-    outputs = model(**extended(inputs, answer[:-1]), output_hidden_states=True, return_shared_kv_states=True)
     whole = extended(inputs, answer)
+    generator = SinglePositionMultiTokenCandidateGenerator(
+        assistant_model=helper,
+        target_model_input_embeddings=embed,
+        generation_config=generation,
+        input_ids=whole["input_ids"],
+        model_kwargs={},  # of transformers 5.17, ignored by later ones
+    )
+    outputs = model(**extended(inputs, answer[:-1]), output_hidden_states=True, return_shared_kv_states=True)
     ids, _ = generator.get_candidates(
         whole["input_ids"], {"attention_mask": whole["attention_mask"]}, outputs, False, 0
     )

@@ -134,8 +134,11 @@ class Gemma4(Family):
             out[_FRAMES] = torch.tensor(lengths)
         elif lengths:  # videos of several lengths do not fit together, but every frame as a video does
             del out[_FRAMES]
-            videos = len(lengths) if len(set(lengths)) == 1 else sum(lengths)
-            out |= {name: out[name].unflatten(0, (videos, -1)) for name in _KEYS["video"]}
+            videos = sum(lengths)
+            if len(set(lengths)) == 1:
+                videos = len(lengths)
+            for name in _KEYS["video"]:
+                out[name] = out[name].unflatten(0, (videos, -1))
         return out
 
     @staticmethod
