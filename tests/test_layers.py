@@ -77,7 +77,7 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_143),
+    "cli": (("cli",), 2_170),
     "serve": (("serve",), 6_053),
     "training": (("train", "distill"), 4_952),
     "measuring": (("bench", "theory", "memory_plan"), 3_988),

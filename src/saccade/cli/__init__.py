@@ -6,15 +6,17 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import typer
 
 from saccade.cli import batch, bench, chat, generate, methods, serve, train
 from saccade.cli.option_groups import option, spread, with_local_ray
-from saccade.errors import SaccadeError
+from saccade.errors import InputError, SaccadeError
 
 if "OMP_WAIT_POLICY" not in os.environ:  # which the count would override
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # threads wait for the next product, then sleep
+IMPORTED = "SACCADE_IMPORT"
 app = typer.Typer(
     name="saccade",
     help="Speculative decoding for vision-language models: several times faster, with the same answers.",
@@ -31,7 +33,27 @@ for command in (
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, version: bool = option(False, "Print the version and exit.", "--version")) -> None:
+def _root(
+    context: typer.Context,
+    version: bool = option(False, "Print the version and exit.", "--version"),
+    imported: list[str] | None = option(
+        None,
+        "Python module of yours that adds heads, trees or rules (`saccade.methods.add_tree`); before the command.",
+        "--import",
+        metavar="MODULE",
+        envvar=IMPORTED,
+    ),
+) -> None:
+    if imported:
+        os.environ[IMPORTED] = " ".join(imported)  # for processes that this one starts
+        sys.path.insert(0, os.getcwd())
+        for name in imported:
+            try:
+                import_module(name)
+            except ImportError as problem:
+                raise InputError(
+                    f"--import {name}: {problem}; give a module's name, from the folder that holds it."
+                ) from problem
     if version:
         from saccade import __version__
 

@@ -1,5 +1,6 @@
 """Methods: named settings of one composition of drafter, tree, rule and pruning."""
 
+from saccade.methods.added import add_head, add_rule, add_tree
 from saccade.methods.registry import METHODS, Method, build, default, get, is_lossless, options, special_ids
 from saccade.methods.settings import Needs, fit, needs
 
@@ -7,6 +8,9 @@ __all__ = [
     "METHODS",
     "Method",
     "Needs",
+    "add_head",
+    "add_rule",
+    "add_tree",
     "build",
     "default",
     "fit",

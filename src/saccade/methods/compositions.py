@@ -21,7 +21,7 @@ from saccade.files import expanded
 from saccade.inputs.families import visual_ids
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import is_assistant
-from saccade.methods.settings import LOSSLESS_RULE, RULES, TREES
+from saccade.methods.settings import ADDED, LOSSLESS_RULE, RULES, TREES
 from saccade.options import SuffixOptions, options_of
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import Rule
@@ -213,7 +213,7 @@ def tree_policy(values: Values, reach: int | None = None) -> TreePolicy:
     if tree == "static":
         return StaticTree([path for path in SPECVLM_TREE if reach is None or len(path) <= reach])
     makers: dict[str, Callable[..., TreePolicy]] = {"branches": branches_of, "confident": ConfidentChain}
-    return makers.get(tree, Chain)(**options)
+    return (ADDED.get(("tree", tree)) or makers.get(tree, Chain))(**options)
 
 
 def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
@@ -221,10 +221,16 @@ def _rule(values: Values, special_ids: tuple[int, ...]) -> Rule | None:
     rule = values["rule"]
     if rule == LOSSLESS_RULE:
         return None
+    options = {name: values[name] for name in RULES[rule]}
+    if (added := ADDED.get(("rule", rule))) is not None:
+        if "special_ids" in getattr(added, "__dataclass_fields__", {}):
+            options["special_ids"] = special_ids
+        made: Rule = added(**options)
+        return made
     from saccade.verify.loose import FLy, LVSpec, RandomLoosening
 
     makers: dict[str, Callable[..., Rule]] = {"lvspec": LVSpec, "fly": FLy, "random": RandomLoosening}
-    return makers[rule](**{name: values[name] for name in RULES[rule]}, special_ids=special_ids)
+    return makers[rule](**options, special_ids=special_ids)
 
 
 def pruning_of(values: Values) -> Pruning:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from saccade.draft.heads.registry import HEAD_KINDS
+from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.errors import MethodError, SaccadeError
-from saccade.methods.settings import ALIASES, LOSSLESS_RULE, Needs, fit, needs, resolved
+from saccade.methods.settings import ADDED, ALIASES, LOSSLESS_RULE, Needs, fit, needs, resolved
 
 if TYPE_CHECKING:
     from saccade.engine import Engine
@@ -43,7 +43,13 @@ class Method:
 
 def is_lossless(values: Mapping[str, Any]) -> bool:
     """Whether resolved options preserve the target's output (distribution)."""
-    return bool(values.get("rule", LOSSLESS_RULE) == LOSSLESS_RULE)
+    rule = values.get("rule", LOSSLESS_RULE)
+    return bool(rule == LOSSLESS_RULE or getattr(ADDED.get(("rule", rule)), "lossless", False))
+
+
+def of_head(kind: str, head: HeadKind) -> Method:
+    """The method that drafts with a head of a kind."""
+    return Method(head.summary, head.source, {"draft_with": kind, **head.settings})
 
 
 _PRUNED = {"keep_images": 0.2, "keep_videos": 0.1}
@@ -120,10 +126,7 @@ METHODS: dict[str, Method] = {
         source="SAGE, Sections 3.1 to 3.3 and 5.1; keep_images=1 keep_videos=1 turns pruning off",
         settings=_PRUNED | {"tree": "sage"},
     ),
-    **{
-        kind: Method(head.summary, head.source, {"draft_with": kind, **head.settings})
-        for kind, head in HEAD_KINDS.items()
-    },
+    **{kind: of_head(kind, head) for kind, head in HEAD_KINDS.items()},
     "mtp": Method(
         "the target's own layer of multi-token prediction drafts, as its checkpoint brings it",
         source="DeepSeek-V3, Section 2.2; tree=dynamic and tree=static are EAGLE-2's and SpecVLM's",

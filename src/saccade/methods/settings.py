@@ -85,6 +85,8 @@ GROUPS: dict[str, dict[str, Option]] = {
     **{f"rule={name}": options for name, options in RULES.items()},
 }
 """Group -> its options. A group is in force when the choice in its name is made."""
+ADDED: dict[tuple[str, str], type[Any]] = {}
+"""Tree policies and rules that users have added, by ``tree`` or ``rule`` and name."""
 
 ALONE = ("lookup", "suffix", "grammar")
 """Drafters that have no tree policy."""
@@ -150,7 +152,7 @@ def about(brings: str) -> str:
         if choice == brings:
             return sentence
     kind, _, name = brings.partition("=")
-    group = {"tree": TREE_OPTIONS, "rule": RULE_OPTIONS}.get(kind, {}).get(name)
+    group = {"tree": TREE_OPTIONS, "rule": RULE_OPTIONS}.get(kind, {}).get(name) or ADDED.get((kind, name))
     return (group.__doc__ or "").strip() if group else ""
 
 
