@@ -59,7 +59,7 @@ def candidates(name: str, inputs: Inputs, answer: Sequence[int], ordered: bool =
     )
     outputs = model(**extended(inputs, answer[:-1]), output_hidden_states=True, return_shared_kv_states=True)
     ids, _ = generator.get_candidates(
-        whole["input_ids"], {"attention_mask": whole["attention_mask"]}, outputs, False, 0
+        whole["input_ids"], {"attention_mask": whole["attention_mask"]}, outputs, False, whole["input_ids"].shape[1] - 2
     )
     return ids[0, whole["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
