@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SHARES = {"sound": 1, "exact": 2}
+SHARES = {"sound": 1, "exact": 2, "cost": 3, "load": 2}
 """Parts in the order of their worth, and their shares of the time; what one leaves is the others'."""
 Record = dict[str, Any]
 
