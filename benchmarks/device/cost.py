@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from benchmarks.device.kit import Finding, Kit, Piece
 from benchmarks.device.oracle import Oracle
-from benchmarks.device.shapes import (
-    HYBRID,
-    QWEN3,
-    QWEN7,
-    answer,
-    head_of,
-    model_of,
-    prompt_of,
-    release,
-    target_of,
-)
+from benchmarks.device.shapes import HYBRID, QWEN3, QWEN7, answer, head_of, model_of, prompt_of, target_of
 from saccade.draft.drafter import Drafter
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
@@ -35,6 +25,7 @@ from saccade.engine.row import plan
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
+from saccade.target_model.forward import replaced
 from saccade.tree import DraftTree, ancestors_of
 from saccade.verify.rule import Greedy
 
@@ -55,11 +46,12 @@ def pieces(kit: Kit) -> Iterator[Piece]:
     yield f"whole steps behind {near}", partial(steps, kit, near)
     for context in far:
         yield f"{QWEN7}: passes behind {context}", partial(passes, kit, QWEN7, context)
-    yield "verdict and commit", partial(verdict, kit, near)
+    yield f"{QWEN7}: verdict and commit", partial(verdict, kit, QWEN7, near)
     yield "vision tower", partial(vision, kit)
     yield f"{QWEN3}: drafting behind {near}", partial(drafting, kit, QWEN3, near)
-    yield "transformers' step with a static cache, compiled", partial(compiled_step, kit, near)
+    yield "transformers' step with a static cache, compiled", partial(stock_step, kit, near, compiled=True)
     yield f"{HYBRID}: passes behind {near}", partial(passes, kit, HYBRID, near)
+    yield f"{HYBRID}: verdict and commit", partial(verdict, kit, HYBRID, near)
 
 
 # -- passes --------------------------------------------------------------------------------------------------
@@ -67,8 +59,6 @@ def pieces(kit: Kit) -> Iterator[Piece]:
 
 def passes(kit: Kit, name: str, context: int) -> Iterator[Finding]:
     """One target pass of several rows' trees: the shapes of most worth first."""
-    if name == HYBRID:
-        release()  # of the other models
     target = target_of(kit, name)
     grid = [(1, nodes) for nodes in (1, 8, 60, 30, 4, 16)]
     grid += [(rows, nodes) for nodes in (1, 8, 30) for rows in ROWS[1:]]
@@ -85,10 +75,8 @@ def passes(kit: Kit, name: str, context: int) -> Iterator[Finding]:
         filled = behind(target, rows, context)
         tokens, mask, depth = tree_of(kit, target, rows, nodes)
         call = partial(filled.forward, range(rows), tokens, mask, depth)
-        for graphs in (True, False):
-            with switched(target, graphs) as is_on:
-                if graphs and not is_on:
-                    continue
+        for graphs, switched in ways(target):
+            with switched:
                 spent = kit.time(call, partial(filled.cache.drop, range(rows)))
             replays = getattr(filled.cache.graphs, "replays", 0)
             found = {
@@ -129,26 +117,19 @@ def tree_of(kit: Kit, target: Target, rows: int, nodes: int) -> tuple[Any, Any, 
     return tokens, mask.to(kit.device), depth.to(kit.device)
 
 
-@contextmanager
-def switched(target: Target, graphs: bool) -> Iterator[bool]:
-    """Whether forwards run as graphs, while they are switched on or off."""
+def ways(target: Target) -> list[tuple[bool, Any]]:
+    """With graphs, where there are any, and without; each with a context."""
     fast = target.executor
-    was = getattr(fast, "enabled", False)
-    if was:
-        fast.enabled = graphs  # type: ignore[attr-defined]
-    try:
-        yield bool(was and graphs)
-    finally:
-        if was and (graphs is False or fast.enabled):  # type: ignore[attr-defined]
-            fast.enabled = True  # type: ignore[attr-defined]
+    if not getattr(fast, "enabled", False):
+        return [(False, nullcontext())]
+    return [(True, nullcontext()), (False, replaced([(fast, "enabled", False)]))]
 
 
 def limits(target: Target, rows: int, nodes: int, context: int) -> dict[str, int]:
     """Bytes that a pass must read and operations that it must compute."""
-    weights = [*target.decoder.parameters(), target.output_embeddings.weight]
-    embedding = target.embedding_weight
-    read = sum(w.nbytes for w in weights if w is not embedding or w is target.output_embeddings.weight)
-    used = sum(w.numel() for w in weights if w is not embedding or w is target.output_embeddings.weight)
+    head, embedding = target.output_embeddings.weight, target.embedding_weight
+    weights = [head, *(w for w in target.decoder.parameters() if w is not embedding)]
+    read, used = sum(w.nbytes for w in weights), sum(w.numel() for w in weights)
     text = target.text_config
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     attended = 4 * rows * nodes * context * width * len([s for s in target._shapes if s])
@@ -206,10 +187,8 @@ def steps(kit: Kit, context: int) -> Iterator[Finding]:
         inner = drafter_of(kit, "eagle3", policy)
         methods[f"eagle3, {case}"] = Oracle(inner, lambda p: answer(kit, target.vocab_size, p, count + 96), 0.7)
     for name, drafter in methods.items():
-        for graphs in (True, False):
-            with switched(target, graphs) as is_on:
-                if graphs and not is_on:
-                    continue
+        for graphs, switched in ways(target):
+            with switched:
                 yield {"method": name, "graphs": graphs, **_step(kit, Engine(target, drafter), context, count, name)}
 
 
@@ -243,20 +222,19 @@ def _step(kit: Kit, engine: Engine, context: int, count: int, name: str) -> Find
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def verdict(kit: Kit, context: int) -> Iterator[Finding]:
+def verdict(kit: Kit, name: str, context: int) -> Iterator[Finding]:
     """The greedy rule on logits of a tree, and the commit of a path."""
-    target = target_of(kit, QWEN7)
+    target = target_of(kit, name)
     nodes = 8 if kit.small else 60
     tokens, mask, depth = tree_of(kit, target, 1, nodes)
     filled = behind(target, 1, context)
-    assert mask is not None
-    parents = torch.where(mask.cumsum(2) == mask.sum(2, keepdim=True) - 1, 1, 0).argmax(2)
     valid = torch.ones(1, nodes, dtype=torch.bool).to(kit.device)
+    parents = depth.new_zeros(1, nodes)  # all below the root, which makes no difference to the time
     tree = DraftTree(tokens, parents, depth, mask, valid, max_depth=nodes - 1, max_children=nodes - 1)
     output = filled.forward([0], tokens, mask, depth)
     filled.cache.drop([0])
     spent = kit.time(partial(Greedy().judge, [0], tree, output.logits, None, output))
-    yield {"what": "verdict", **spent, "line": f"verdict on {nodes} nodes {spent['ms']:.3g} ms"}
+    yield {"what": f"{name}, verdict", **spent, "line": f"verdict on {nodes} nodes {spent['ms']:.3g} ms"}
 
     def ready() -> None:
         filled.cache.lengths[0] = context
@@ -265,7 +243,7 @@ def verdict(kit: Kit, context: int) -> Iterator[Finding]:
     ready()
     path, ids = [[0, 1, nodes - 1]], [tokens[0, :3].tolist()]
     spent = kit.time(lambda: filled.commit([0], path, ids), ready)
-    yield {"what": "commit", **spent, "line": f"commit of 3 entries {spent['ms']:.3g} ms"}
+    yield {"what": f"{name}, commit", **spent, "line": f"commit of 3 entries {spent['ms']:.3g} ms"}
 
 
 def vision(kit: Kit) -> Iterator[Finding]:
@@ -284,40 +262,23 @@ def vision(kit: Kit) -> Iterator[Finding]:
         yield {"tokens": tokens, **spent, "line": f"a picture of {tokens} tokens {spent['ms']:.3g} ms"}
 
 
-def _entries(kit: Kit, cache: Any, context: int) -> None:
-    """Fill a cache of transformers."""
-    text = target_of(kit, QWEN7).text_config
-    heads, dim = text.num_key_value_heads, text.hidden_size // text.num_attention_heads
-    entry = torch.zeros(1, heads, context, dim, dtype=model_of(kit, QWEN7).dtype, device=kit.device)
-    for layer in range(text.num_hidden_layers):
-        cache.update(entry, entry, layer)
-
-
-def _stock_inputs(kit: Kit, context: int) -> dict[str, Any]:
-    ids = torch.tensor([prompt_of(kit, target_of(kit, QWEN7).vocab_size, 1).ids], device=kit.device)
-    return {"input_ids": ids, "position_ids": torch.full((3, 1, 1), context, device=kit.device), "use_cache": True}
-
-
-def stock_step(kit: Kit, context: int) -> Iterator[Finding]:
-    """One token of transformers' own modules behind a dynamic cache."""
-    model, cache, inputs = model_of(kit, QWEN7), DynamicCache(), _stock_inputs(kit, context)
-    if model.config.model_type != "qwen2_5_vl":
-        inputs["position_ids"] = inputs["position_ids"][0]
-    _entries(kit, cache, context)
-    with torch.inference_mode():
-        spent = kit.time(lambda: model(**inputs, past_key_values=cache).logits, lambda: cache.crop(-1))
-    yield {"what": "eager", "context": context, **spent, "line": f"eager {spent['ms']:.3g} ms"}
-
-
-def compiled_step(kit: Kit, context: int) -> Iterator[Finding]:
-    """The same behind a static cache, compiled; takes most of a minute."""
-    if kit.device.type != "cuda" or kit.left < 60:
+def stock_step(kit: Kit, context: int, compiled: bool = False) -> Iterator[Finding]:
+    """One token of transformers' own modules behind a dynamic cache, or compiled behind a static one, which takes most
+    of a minute."""
+    if compiled and (kit.device.type != "cuda" or kit.left < 60):
         yield {"line": f"left out: {'no time left' if kit.device.type == 'cuda' else 'on CUDA alone'}"}
         return
-    model, inputs = model_of(kit, QWEN7), _stock_inputs(kit, context)
-    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=context + 64)
-    _entries(kit, cache, context)
-    step = torch.compile(model.forward, mode="reduce-overhead")
+    model, text = model_of(kit, QWEN7), target_of(kit, QWEN7).text_config
+    cache = StaticCache(config=text, max_cache_len=context + 64) if compiled else DynamicCache()
+    heads, dim = text.num_key_value_heads, text.hidden_size // text.num_attention_heads
+    entry = torch.zeros(1, heads, context, dim, dtype=model.dtype, device=kit.device)
+    for layer in range(text.num_hidden_layers):
+        cache.update(entry, entry, layer)
+    ids = torch.tensor([prompt_of(kit, text.vocab_size, 1).ids], device=kit.device)
+    axes = (3, 1, 1) if model.config.model_type == "qwen2_5_vl" else (1, 1)
+    inputs = {"input_ids": ids, "position_ids": torch.full(axes, context, device=kit.device), "past_key_values": cache}
+    step = torch.compile(model.forward, mode="reduce-overhead") if compiled else model
     with torch.inference_mode():
-        spent = kit.time(lambda: step(**inputs, past_key_values=cache).logits, rounds=8)
-    yield {"what": "compiled", "context": context, **spent, "line": f"static cache, compiled {spent['ms']:.3g} ms"}
+        spent = kit.time(lambda: step(**inputs, use_cache=True).logits, lambda: compiled or cache.crop(-1), rounds=8)
+    what = "static cache, compiled" if compiled else "eager"
+    yield {"what": what, "context": context, **spent, "line": f"{what} {spent['ms']:.3g} ms"}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ from saccade.target_model.graphs import CAPTURES
 from saccade.target_model.lean import TOLERANCE
 
 TASKS = ("scene", "chart", "receipt", "document")
+NEW = 16
+"""Tokens of a tiny model's answer."""
 TREE = DynamicTree(top=3, max_depth=4, total=12)
 NOT_PRETENDED = ("qwen", "deepseek", "nemotron", "two threads")
 """Beginnings of pieces whose stock modules the pretend device does not run, or that need a thread of their own."""
@@ -241,90 +243,71 @@ def prefix(kit: Kit) -> Iterator[Finding]:
 def threads(kit: Kit) -> Iterator[Finding]:
     """Two threads with models of their own, on streams of their own where the device has streams."""
     pair = pocket_of(kit, "float32", 1 if kit.small else 3)
-    found: dict[int, Any] = {}
 
-    def work(place: int, engine: Engine) -> None:
-        stream = torch.cuda.Stream() if kit.device.type == "cuda" else None
-        try:
-            with torch.cuda.stream(stream):
-                found[place] = answers(engine, pair.prompts, pair.count)
-        except Exception as error:
-            found[place] = error
+    def work(engine: Engine) -> list[list[int]]:
+        with torch.cuda.stream(torch.cuda.Stream() if kit.device.type == "cuda" else None):
+            return answers(engine, pair.prompts, pair.count)
 
-    models = [(Target(pocket_pair.load(target_path(), "float32", str(kit.device)))) for _ in range(2)]
-    drafts = [adapt(pocket_pair.load(draft_path(), "float32", str(kit.device)), drafts=True) for _ in range(2)]
-    engines = [Engine(model, ModelDrafter(draft, Chain(4))) for model, draft in zip(models, drafts, strict=True)]
-    running = [threading.Thread(target=work, args=each) for each in enumerate(engines)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    for place, got in sorted(found.items()):
-        if isinstance(got, Exception):
-            raise got
-        yield judged(f"thread {place}", pair.expected, got, torch.float32)
+    def load(path: Path) -> Any:
+        return pocket_pair.load(path, "float32", str(kit.device))
+
+    drafts = [ModelDrafter(adapt(load(draft_path()), drafts=True), Chain(4)) for _ in range(2)]
+    engines = [Engine(Target(load(target_path())), draft) for draft in drafts]
+    with ThreadPoolExecutor(2) as pool:
+        for place, got in enumerate(pool.map(work, engines)):
+            yield judged(f"thread {place}", pair.expected, got, torch.float32)
 
 
 # -- tiny families -------------------------------------------------------------------------------------------
 
 
-class Tiny(NamedTuple):
-    """A tiny random model on the device, its prompts, and their answers by `generate`."""
-
-    target: Target
-    prompts: list[Prompt]
-    expected: list[Reference]
+Tiny = tuple[Target, list[Prompt], list[Reference]]
+"""A tiny random model on the device, its prompts, and their answers by `generate`."""
 
 
 def tiny(kit: Kit, name: str, kinds: Sequence[str] = ()) -> Tiny:
     case = FAMILIES[name]
     rows = [case.row_inputs(kind, row) for kind in kinds or case.kinds[:2] for row in range(1 if kit.small else 2)]
-    expected = reference(kit, case.model(), rows, _count(kit))
+    expected = reference(kit, case.model(), rows, NEW)
     target = adapt(case.model().to(kit.device))
-    return Tiny(target, [split(target.config, each)[0] for each in rows], expected)
+    return (target, [split(target.config, each)[0] for each in rows], expected)
 
 
-def _count(kit: Kit) -> int:
-    return 8 if kit.small else 24
-
-
-def _judge(kit: Kit, model: Tiny, engines: dict[str, Callable[[], Engine]]) -> Iterator[Finding]:
-    for case, make in engines.items():
+def judge(kit: Kit, model: Tiny, drafters: dict[str, Any]) -> Iterator[Finding]:
+    target, prompts, expected = model
+    for case, drafter in drafters.items():
         if kit.left <= 0:
             return
-        got = answers(make(), model.prompts, _count(kit))
-        found = judged(case, model.expected, got, torch.float32)
-        yield {**found, "executor": model.target.executor.name}
+        got = answers(Engine(target, drafter), prompts, NEW)
+        yield {**judged(case, expected, got, torch.float32), "executor": target.executor.name}
 
 
 def family(kit: Kit, name: str) -> Iterator[Finding]:
-    model = tiny(kit, name)
     draft = adapt(FAMILIES[name].draft_model().to(kit.device), drafts=True)
     policies = {"chain": Chain(4), "tree": TREE}
-    engines = {case: partial(Engine, model.target, ModelDrafter(draft, policy)) for case, policy in policies.items()}
-    yield from _judge(kit, model, {"plain": partial(Engine, model.target), **engines})
+    drafters = {case: ModelDrafter(draft, policy) for case, policy in policies.items()}
+    yield from judge(kit, tiny(kit, name), {"plain": None, **drafters})
 
 
 def assistant(kit: Kit) -> Iterator[Finding]:
     model = tiny(kit, "gemma4")
     helper = adapt(assistant_model("gemma4").to(kit.device), drafts=True)
-    drafter = AssistantDrafter(helper, model.target, Chain(3))
-    yield from _judge(
-        kit, model, {"plain": partial(Engine, model.target), "assistant": lambda: Engine(model.target, drafter)}
-    )
+    yield from judge(kit, model, {"plain": None, "assistant": AssistantDrafter(helper, model[0], Chain(3))})
 
 
 def head(kit: Kit, name: str, kind: str) -> Iterator[Finding]:
     """A head of random weights, whose drafts are the answers' own tokens four times out of five."""
-    model = tiny(kit, name)
-    known = {prompt.ids: each.tokens for prompt, each in zip(model.prompts, model.expected, strict=True)}
+    target, prompts, expected = model = tiny(kit, name)
+    known = {prompt.ids: each.tokens for prompt, each in zip(prompts, expected, strict=True)}
     options = {"mask_token": 5, "block": 5} if kind == "dflash" else {}
-    made = build_head(HeadConfig.from_target(model.target, kind, **options)).to(kit.device)
-    engines = {}
-    for policy in (Chain(4),) if kind == "dflash" else (Chain(4), TREE):
-        drafter = Oracle(HeadDrafter(made, model.target, policy), lambda prompt: known[prompt.ids], 0.8)
-        engines[type(policy).__name__] = partial(Engine, model.target, drafter)
-    yield from _judge(kit, model, engines)
+    made = build_head(HeadConfig.from_target(target, kind, **options)).to(kit.device)
+    policies = {"chain": Chain(4), "tree": TREE}
+    drafters = {
+        case: Oracle(HeadDrafter(made, target, policy), lambda prompt: known[prompt.ids], 0.8)
+        for case, policy in policies.items()
+        if kind != "dflash" or case == "chain"
+    }
+    yield from judge(kit, model, drafters)
 
 
 def prediction(kit: Kit) -> Iterator[Finding]:
@@ -333,8 +316,7 @@ def prediction(kit: Kit) -> Iterator[Finding]:
         save_with_mtp("deepseek_v3", Path(folder))
         stock = AutoModelForCausalLM.from_pretrained(folder)
         prompts = [Prompt((5, 9, 3, 17, 9, 3, 17, 4)), Prompt((30, 2, 11, 8, 40))]
-        expected = reference(kit, stock, [{"input_ids": torch.tensor([prompt.ids])} for prompt in prompts], _count(kit))
+        expected = reference(kit, stock, [{"input_ids": torch.tensor([prompt.ids])} for prompt in prompts], NEW)
         target = Target(AutoModelForCausalLM.from_pretrained(folder).to(kit.device))
-        drafter = MtpDrafter(load_mtp(target), target, Chain(3))
-        engines = {"plain": partial(Engine, target), "mtp": partial(Engine, target, drafter)}
-        yield from _judge(kit, Tiny(target, prompts, expected), engines)
+        drafters = {"plain": None, "mtp": MtpDrafter(load_mtp(target), target, Chain(3))}
+        yield from judge(kit, (target, prompts, expected), drafters)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.device.records import SHARES, Records, frames, sentence, shortened
+from benchmarks.device.records import SHARES, Records, frames, sentence
 
 PRETEND = "pretend"
 Finding = dict[str, Any]
@@ -65,7 +65,7 @@ class Kit:
             self.records.write("error", self.part, name, **found)
             usable = self.recover()
         self.records.write("end", self.part, name, seconds=round(time.time() - begun, 2))
-        print(f"{self.part:6} {name} ({time.time() - begun:.1f} s): {shortened('; '.join(lines))}", flush=True)
+        print(f"{self.part:6} {name} ({time.time() - begun:.1f} s): {'; '.join(lines)[:220]}", flush=True)
         return usable
 
     def recover(self) -> bool:

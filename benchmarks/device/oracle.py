@@ -18,27 +18,16 @@ Answer = Callable[[Prompt], Sequence[int]]
 """What the target answers to a prompt, as far as it is known."""
 
 
-class Oracle(Drafter):
+class Oracle:
     """Another drafter, in whose trees the first path holds the target's own next tokens, each with a chance."""
+
+    draws = False
 
     def __init__(self, inner: Drafter, answer: Answer, chance: float, seed: int = 0) -> None:
         self.inner, self.answer, self.chance, self.seed = inner, answer, chance, seed
-        self.draws = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-    @property
-    def model(self) -> Any:  # type: ignore[override]
-        return self.inner.model
-
-    @property
-    def entry_bytes(self) -> int:
-        return self.inner.entry_bytes
-
-    @property
-    def early(self) -> bool:  # type: ignore[override]
-        return self.inner.early
 
     def open(self, rows: int, target: Any) -> Any:
         return _OracleSession(self, self.inner.open(rows, target), rows)
@@ -56,47 +45,35 @@ class _OracleSession:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def load(self, row: int, prompt: Prompt, prefill: Any) -> None:
-        self._begin(row, prompt)
-        self._inner.load(row, prompt, prefill)
-
-    def keep(self, row: int, prompt: Prompt, prefill: Any) -> None:
-        self._begin(row, prompt)
-        self._inner.keep(row, prompt, prefill)
+    def load(self, row: int, prompt: Prompt, *more: Any) -> None:
+        self._answers[row], self._emitted[row] = self._oracle.answer(prompt), 0
+        self._inner.load(row, prompt, *more)
 
     def load_together(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> bool:
-        for row, prompt in zip(rows, prompts, strict=True):
-            self._begin(row, prompt)
-        return bool(self._inner.load_together(rows, prompts))
-
-    def _begin(self, row: int, prompt: Prompt) -> None:
-        self._answers[row], self._emitted[row] = self._oracle.answer(prompt), 0
+        return False
 
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Any, limit: int) -> DraftTree:
         tree = self._inner.propose(rows, new, proposer, limit)
         for row, tokens in zip(rows, new, strict=True):
             self._emitted[row] += len(tokens)
-        right, known = [], []
-        for row in rows:
-            coming = list(self._answers[row][self._emitted[row] : self._emitted[row] + tree.max_depth])
-            is_right = [self._random.random() < self._oracle.chance for _ in coming]
-            right.append([0, *coming, *[0] * (tree.max_depth - len(coming))])
-            known.append([False, *is_right, *[False] * (tree.max_depth - len(coming))])
-        return replace(tree, tokens=_with_path(tree, torch.tensor(right), torch.tensor(known)), q=None)
+        right = torch.full((len(rows), tree.max_depth + 1), -1)
+        for place, row in enumerate(rows):
+            coming = self._answers[row][self._emitted[row] : self._emitted[row] + tree.max_depth]
+            hits = [token if self._random.random() < self._oracle.chance else -1 for token in coming]
+            right[place, 1 : 1 + len(hits)] = torch.tensor(hits, dtype=torch.long)
+        return replace(tree, tokens=_with_path(tree, right.to(tree.tokens.device)), q=None)
 
 
-def _with_path(tree: DraftTree, right: Tensor, known: Tensor) -> Tensor:
-    """Tokens ``[B, N]`` with those of ``right`` ``[B, D + 1]`` along the path of first children, where ``known``."""
-    device = tree.tokens.device
-    right, known = (t.to(device) for t in (right, known))
+def _with_path(tree: DraftTree, right: Tensor) -> Tensor:
+    """Tokens ``[B, N]`` with those of ``right`` ``[B, D + 1]`` along the path of first children, but for -1."""
     batch, count = tree.tokens.shape
     parents, depth, valid = (t.expand(batch, -1) for t in (tree.parents, tree.depth, tree.valid))
-    order = torch.arange(count, device=device)
+    order = torch.arange(count, device=right.device)
     # a node is the first child if no node before it has its parent; the root is nobody's child
     same = (parents[:, :, None] == parents[:, None, :]) & (order[None, :] < order[:, None]) & (order > 0)
     first = valid & ((order == 0) | ~same.any(2))
-    on_path = first.clone()
+    on_path = first
     for _ in range(tree.max_depth):
         on_path = first & on_path.gather(1, parents)
-    chosen = on_path & known.gather(1, depth)
-    return torch.where(chosen, right.gather(1, depth).to(tree.tokens.dtype), tree.tokens)
+    coming = right.gather(1, depth)
+    return torch.where(on_path & (coming >= 0), coming, tree.tokens)

@@ -65,7 +65,3 @@ def frames(error: BaseException, most: int = 6) -> list[str]:
     """The innermost frames of an error, each as file, line and function."""
     found = traceback.extract_tb(error.__traceback__)[-most:]
     return [f"{Path(f.filename).parent.name}/{Path(f.filename).name}:{f.lineno} {f.name}" for f in found]
-
-
-def shortened(text: str, most: int = 220) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."

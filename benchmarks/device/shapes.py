@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -53,7 +53,7 @@ def span_of(kit: Kit, vocab: int) -> tuple[int, int]:
     return (FIRST_WORD, LAST_WORD + 1 - FIRST_WORD) if kit.small else (1000, min(vocab, 150_000) - 1000)
 
 
-@lru_cache(maxsize=2)
+@cache
 def model_of(kit: Kit, name: str) -> Any:
     """A model on the device whose answers are a walk through its words."""
     if kit.small:
@@ -102,7 +102,7 @@ def prompt_of(kit: Kit, vocab: int, length: int, seed: int = 0) -> Prompt:
     return Prompt(tuple(ids.tolist()))
 
 
-@lru_cache(maxsize=2)
+@cache
 def target_of(kit: Kit, name: str) -> Target:
     return Target(model_of(kit, name))
 
@@ -116,9 +116,3 @@ def head_of(kit: Kit, kind: str) -> Head:
         return build_head(config).to(kit.device).eval()
     with torch.device(kit.device):
         return build_head(config).to(kit.device, target.dtype).eval()
-
-
-def release() -> None:
-    """Forget all models."""
-    target_of.cache_clear()
-    model_of.cache_clear()

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from saccade.errors import SaccadeWarning
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target_model.cache import on_device
+from saccade.target_model.forward import additive
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -88,78 +89,53 @@ def speed_of_light(kit: Kit) -> Iterator[Finding]:
     yield {"round_trip_us": 1000 * spent["ms"], "line": f"to the device and back {1000 * spent['ms']:.3g} us"}
 
 
-class Call(NamedTuple):
-    """An attention call as the engine makes it."""
-
-    name: str
-    rows: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    dim: int
-    mask: str  # none, causal (by the argument), tree (added), tree of bools
-    grouped: bool = False
+Call = tuple[str, int, int, int, int, int, int, str]
+"""An attention call as the engine makes it: name, rows, heads, their key heads, queries, keys, head size, and mask:
+none, causal (by the argument), added, or bools."""
 
 
 def calls(small: bool) -> Iterator[Call]:
     keys = 96 if small else 2048
-    for dim in (64, 128, 256):
-        yield Call(f"one token, d {dim}", 1, 4, 4, 7, keys, dim, "none")  # heads of a key head folded into its queries
-        yield Call(f"tree of 60 folded, d {dim}", 1, 4, 4, 60 * 7, keys, dim, "tree")
-    yield Call("16 rows of 8 folded", 16, 4, 4, 8 * 7, keys, 128, "tree")
-    yield Call("tree of bools", 1, 4, 4, 60 * 7, keys, 128, "bools")
-    yield Call("prompt, repeated heads", 1, 28, 28, keys // 4, keys, 128, "tree")
-    yield Call("prompt, causal argument", 1, 28, 28, keys // 4, keys // 4, 128, "causal")
-    yield Call("one token, grouped heads", 1, 28, 4, 1, keys, 128, "none", grouped=True)
-    yield Call("tree, grouped heads", 1, 28, 4, 60, keys, 128, "tree", grouped=True)
+    for dim in (64, 128, 256):  # heads of a key head are folded into its queries
+        yield f"one token, d {dim}", 1, 4, 4, 7, keys, dim, "none"
+        yield f"tree of 60 folded, d {dim}", 1, 4, 4, 60 * 7, keys, dim, "added"
+    yield "16 rows of 8 folded", 16, 4, 4, 8 * 7, keys, 128, "added"
+    yield "tree of bools", 1, 4, 4, 60 * 7, keys, 128, "bools"
+    yield "prompt, repeated heads", 1, 28, 28, keys // 4, keys, 128, "added"
+    yield "prompt, causal argument", 1, 28, 28, keys // 4, keys // 4, 128, "causal"
+    yield "one token, grouped heads", 1, 28, 4, 1, keys, 128, "none"
+    yield "tree, grouped heads", 1, 28, 4, 60, keys, 128, "added"
 
 
 def attention(kit: Kit, dtype: torch.dtype) -> Iterator[Finding]:
     """Which backends take each call, how long each needs, and which one is chosen."""
-    for call in calls(kit.small):
+    for case, rows, heads, kv_heads, queries, keys, dim, kind in calls(kit.small):
         if kit.left <= 0:
             return
-        shapes = [(call.heads, call.queries), (call.kv_heads, call.keys), (call.kv_heads, call.keys)]
-        query, keys, values = (
-            torch.randn(call.rows, heads, count, call.dim).to(kit.device, dtype) for heads, count in shapes
-        )
-        mask = _mask(call, dtype)
-        given: dict[str, Any] = {"attn_mask": None if mask is None else mask.to(kit.device)}
-        given |= {"is_causal": call.mask == "causal", "enable_gqa": call.grouped}
-        run = partial(F.scaled_dot_product_attention, query, keys, values, **given)
-        spent: dict[str, Any] = {}
+        shapes = [(heads, queries), (kv_heads, keys), (kv_heads, keys)]
+        inputs = [torch.randn(rows, *shape, dim).to(kit.device, dtype) for shape in shapes]
+        mask = _mask((rows, 1, queries, keys), kind, dtype)
+        mask = None if mask is None else mask.to(kit.device)
+        more = {"is_causal": kind == "causal", "enable_gqa": heads > kv_heads}
+        run = partial(F.scaled_dot_product_attention, *inputs, mask, **more)
+        spent: dict[str, float] = {}
         for name, backend in BACKENDS.items():
-            with sdpa_kernel([backend]), warnings.catch_warnings():
+            with sdpa_kernel([backend]), warnings.catch_warnings(), suppress(RuntimeError):  # of calls it does not take
                 warnings.simplefilter("ignore")
-                try:
-                    spent[name] = kit.time(run, rounds=5)["device_ms"]
-                except RuntimeError:
-                    continue  # it does not take such a call
+                spent[name] = kit.time(run, rounds=5)["device_ms"]
         chosen = kit.time(run, rounds=5)["device_ms"]
-        nearest = min(spent, key=lambda name: abs(spent[name] - chosen), default="-")
-        asked = torch._fused_sdp_choice(
-            query, keys, values, given["attn_mask"], 0.0, given["is_causal"], enable_gqa=call.grouped
-        )
-        name = next((n for n, b in BACKENDS.items() if int(b) == int(asked)), nearest)
-        times = ", ".join(f"{n} {ms:.3g}" for n, ms in spent.items())
-        yield {
-            **call._asdict(),
-            "backends": spent,
-            "chosen": name,
-            "ms": chosen,
-            "line": f"{call.name}: {name} ({times} ms)",
-        }
+        asked = torch._fused_sdp_choice(*inputs, mask, 0.0, more["is_causal"], enable_gqa=more["enable_gqa"])
+        name = next((name for name, backend in BACKENDS.items() if int(backend) == int(asked)), str(asked))
+        times = ", ".join(f"{name} {ms:.3g}" for name, ms in spent.items())
+        yield {"call": case, "backends": spent, "chosen": name, "ms": chosen, "line": f"{case}: {name} ({times} ms)"}
 
 
-def _mask(call: Call, dtype: torch.dtype) -> Tensor | None:
-    if call.mask in ("none", "causal"):
+def _mask(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor | None:
+    if kind in ("none", "causal"):
         return None
-    seen = torch.rand(call.rows, 1, call.queries, call.keys) < 0.9
+    seen = torch.rand(shape) < 0.9
     seen[..., 0] = True
-    if call.mask == "bools":
-        return seen
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    return seen if kind == "bools" else additive(seen, dtype)
 
 
 def executor(kit: Kit) -> Iterator[Finding]:

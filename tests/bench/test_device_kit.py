@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from families import FAMILIES
 from processes import exit_code_of
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
-from saccade.engine import Engine
+from saccade.engine import Row
 from saccade.loading import adapt
 
 
@@ -62,24 +61,16 @@ def kit(tmp_path: Path) -> Kit:
     return made
 
 
-class Changed(Engine):
-    """An engine that emits a wrong token."""
-
-    def generate(self, *arguments: Any, **options: Any) -> Any:
-        outputs = super().generate(*arguments, **options)
-        for output in outputs:
-            output.tokens[3] += 1
-        return outputs
-
-
-def test_a_planted_token_is_called_wrong(kit: Kit) -> None:
+def test_a_planted_token_is_called_wrong(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     model = exact.tiny(kit, "llava")
-    drafter = ModelDrafter(adapt(FAMILIES["llava"].draft_model(), drafts=True), Chain(4))
-    engines = {"right": partial(Engine, model.target, drafter), "wrong": partial(Changed, model.target, drafter)}
-    right, wrong = exact._judge(kit, model, engines)
+    drafters = {"chain": ModelDrafter(adapt(FAMILIES["llava"].draft_model(), drafts=True), Chain(4))}
+    (right,) = exact.judge(kit, model, drafters)
     assert (right["WRONG"], right["same"]) == (0, 2)
+    emit = Row.emit
+    monkeypatch.setattr(Row, "emit", lambda self, tokens, *more: emit(self, [*tokens[:-1], tokens[-1] ^ 1], *more))
+    (wrong,) = exact.judge(kit, model, drafters)
     assert (wrong["WRONG"], wrong["same"]) == (2, 0)
-    assert "WRONG at 3" in wrong["line"]
+    assert "WRONG at 0" in wrong["line"]
 
 
 def test_a_token_as_likely_as_the_expected_one_is_a_tie_in_bfloat16_alone() -> None:
