@@ -13,6 +13,7 @@ from torch import Tensor
 from families import FAMILIES, _language_model, _sharpen
 from recorded_graphs import record
 from saccade.draft.heads.head import HeadConfig, build_head
+from saccade.draft.model import ModelDraftSession
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
 from saccade.errors import SaccadeWarning
@@ -112,6 +113,35 @@ def test_captured_steps_give_the_tokens_of_ordinary_ones(
     assert used[0].replays
     assert method == "auto" or all(each.replays for each in used)  # auto drafts as long as it pays
     assert all(each._pool.enabled for each in used)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_drafted_chain_is_one_graph(monkeypatch: pytest.MonkeyPatch, family: str, rows: int) -> None:
+    expected = drafted(monkeypatch, engine(family, "chain"), family, rows)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    under_test = engine(family, "chain")
+    again, ahead = drafted(monkeypatch, under_test, family, rows), []
+    assert again == expected
+    for shape in caches(under_test)[1]._steps:
+        ahead.append(shape.ahead[0])
+    assert OPTIONS["chain"]["gamma"] in ahead
+
+
+def drafted(monkeypatch: pytest.MonkeyPatch, under_test: Engine, family: str, rows: int) -> list[Any]:
+    """Tokens of every draft, and of every answer."""
+    seen: list[Any] = []
+    propose = ModelDraftSession.propose
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        tree = propose(self, *arguments)
+        seen.append(tree.tokens.tolist())
+        return tree
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelDraftSession, "propose", noted)
+        answers = tokens(under_test, family, rows, new=32)
+    return [seen, answers]
 
 
 @pytest.mark.usefixtures("captured")

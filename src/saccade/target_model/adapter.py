@@ -452,5 +452,7 @@ class Target:
 def _end(cache: RowCache, block: TokenBlock) -> int:
     """Position behind all that a block's tokens may have where they are derived from lengths."""
     deltas = block.rope_deltas or [0] * len(block.rows)
-    longest = max(cache.lengths[row] + delta for row, delta in zip(block.rows, deltas, strict=True))
-    return longest + cache.pending[block.rows[0]] + block.count
+    lengths = [cache.lengths[row] for row in block.rows]
+    longest: int = max(map(add, lengths, deltas))
+    pending = cache.pending[block.rows[0]]
+    return longest + pending + block.count

@@ -226,8 +226,12 @@ alone takes masks and holds no scores of all queries and keys, copies others in 
 
 def mask_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory of a mask ``[..., K]``, to be written."""
-    width = shape[-1] if device.type == "cpu" else -(-shape[-1] // ALIGNMENT) * ALIGNMENT
-    return torch.empty(*shape[:-1], width, dtype=dtype, device=device)[..., : shape[-1]]
+    *outer, keys = shape
+    width = keys
+    if device.type != "cpu":
+        width = -(-keys // ALIGNMENT) * ALIGNMENT
+    memory = torch.empty(*outer, width, dtype=dtype, device=device)
+    return memory[..., :keys]
 
 
 def _aligned(mask: Tensor | None) -> Tensor | None:
@@ -363,7 +367,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
     """Compute attention ``[A, H, n, D_v]`` of queries ``[A, H, n, D]``; ``grouped`` where keys have fewer heads.
 
     On a CPU whose kernel is slow in 16 bits, such inputs run in float32 for a single query, and for several while that
-    costs nothing: less rounding, less difference between one query and several.
+    costs nothing: less rounding, less difference between one query and several. On CUDA the flash kernel runs what has
+    no mask, the memory-efficient one a tree; torch computes scores where a head's size is no multiple of 8.
     """
     if grouped and keys.is_cuda:  # its fused kernels take no mask with grouped heads; few queries are folded instead
         times = query.shape[1] // keys.shape[1]

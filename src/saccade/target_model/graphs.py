@@ -9,6 +9,8 @@ a large one. A captured forward takes one. It repeats its operations on the same
   slots behind a row's entries;
 - slots and masks are computed inside, from the inputs; nothing is read by the host.
 
+A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before.
+
 A forward is captured when it comes for the third time, and its replay compared with the ordinary one: where their
 logits differ, or capturing fails, no graphs are used any more.
 """
@@ -19,7 +21,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any, cast
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
-from saccade.target_model.executor import SWITCH, LeanExecutor
+from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor
 from saccade.target_model.forward import ForwardOutput, Layout, Requirements, RowGroup, TokenBlock, additive, run_end
 from saccade.target_model.lean import LeanDecoder, are_close
 
@@ -70,8 +72,9 @@ class Shape:
     keys: int  # slots per row that attention reads, as far as the arena goes
     pending: int | None  # uncommitted entries before the tokens; None for causal attention, whose first slot tells
     last: bool  # whether only the last token's logits are computed
-    layers: tuple[int, ...]
-    final: Any
+    layers: tuple[int, ...] = ()
+    final: Any = "post"
+    ahead: tuple[int, int] = (1, 0)  # greedy tokens, and the leading ids that they are chosen from
 
 
 @dataclass(slots=True)
@@ -175,6 +178,13 @@ class GraphExecutor(LeanExecutor):
             return ordinary()
         return [cache.graphs.run(blocks[0], requirements, ordinary)]
 
+    def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
+        """As of `Executor`: in one graph, once there is one."""
+        if cache.graphs is None or not self.enabled:
+            return None
+        chained: Tensor | None = cache.graphs.run_ahead(first, ahead)
+        return chained
+
     def capture(self, function: Callable[[], Any]) -> Captured:
         """Capture a function; what was allocated while it ran is shared with the other graphs, but for its outputs."""
         if self.device.type != "cuda":
@@ -219,15 +229,9 @@ class StepGraphs:
         shape = self._shape(block, requirements) if self._pool.enabled else None
         if shape is None:
             return ordinary()[0]
-        moves = (self._cache.moves, self._pool.moves)
-        if moves != self._moves:
-            self._steps.clear()
-            self._moves = moves
-        step = self._steps.get(shape)
+        step = self._known(shape)
         if step is None:
             return self._first(shape, block, ordinary)
-        self._steps.move_to_end(shape)
-        self.replays += 1
         with self._pool.lock:
             self._fill(step, block)
             step.replay()
@@ -236,30 +240,139 @@ class StepGraphs:
             self._cache.pending[row] += block.count
         return output
 
-    def _first(self, shape: Shape, block: TokenBlock, ordinary: Callable[[], list[ForwardOutput]]) -> ForwardOutput:
-        """Run a forward that has no graph; capture one if it has come often enough."""
+    def run_ahead(self, first: Sequence[int], ahead: Ahead) -> Tensor | None:
+        """Run a chain by its graph; None where it has none. Arguments as of `Executor`."""
+        cache, target = self._cache, self._pool.target
+        rows, tokens, steps, vocab = ahead
+        most = max(map(len, tokens))
+        if most > QUERIES[-1] or vocab > len(target.embedding_weight):
+            return None
+        queries = next(size for size in QUERIES if size >= most)
+        if queries * len(rows) > MOST_TOKENS:
+            return None
+        longest, numbers, starts = 0, list[list[int]](), list[int]()
+        for row, each, position in zip(rows, tokens, first, strict=True):
+            end = cache.lengths[row] + cache.pending[row]
+            behind = end + max(queries, len(each) + steps - 1)
+            if behind > cache.capacity(row):
+                return None
+            longest = max(longest, behind)
+            start = cache.start(row)
+            starts.append(start)
+            padding = [0] * (queries - len(each))
+            numbers.append([*each, *padding, start + end, len(each), position])
+        reach = target.traits.masks.reach
+        if reach is not None and longest > reach:
+            return None
+        shape = Shape(tuple(starts), queries, keys_for(longest), None, last=True, ahead=(steps, vocab))
+        step = self._known(shape)
+        if step is None:
+            if not self._is_due(shape):
+                return None
+            step = self._captured(lambda: self._capture_ahead(shape, numbers))
+            if step is None:
+                return None
+            self._keep(step)
+        with self._pool.lock:
+            step.tokens.copy_(on_device(numbers, self._pool.device))
+            step.replay()
+            logits: Tensor = step.logits[..., :vocab].clone()
+        for row, each in zip(rows, tokens, strict=True):
+            cache.pending[row] += len(each) + steps - 1
+        return logits
+
+    def _known(self, shape: Shape) -> _Step | None:
+        """The graph of a shape, if there is one that still runs on the memory of the cache and the weights."""
+        moves = (self._cache.moves, self._pool.moves)
+        if moves != self._moves:
+            self._steps.clear()
+            self._moves = moves
+        step = self._steps.get(shape)
+        if step is not None:
+            self._steps.move_to_end(shape)
+            self.replays += 1
+        return step
+
+    def _is_due(self, shape: Shape) -> bool:
+        """Count a forward that has no graph; whether it has come often enough to capture one."""
         if len(self._seen) >= _MOST_COUNTED:
             self._seen.clear()
         self._seen[shape] += 1
-        if self._seen[shape] < SEEN:
-            return ordinary()[0]
+        return self._seen[shape] >= SEEN
+
+    def _captured(self, capture: Callable[[], _Step]) -> _Step | None:
+        """Capture a graph and replay it; None, and no graphs from now on, where that fails."""
         try:
             with self._pool.lock:
-                step = self._capture(shape, block)
+                step = capture()
                 step.replay()
-                ours = step.output(block.count).logits.float()
         except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
             first, *_ = str(problem).strip().splitlines() or [""]
             self._pool.give_up(f"capturing failed ({type(problem).__name__}: {first})")
-            return ordinary()[0]
-        output = ordinary()[0]
-        if not are_close(ours, output.logits.float(), self._pool.target.dtype):
-            self._pool.give_up("a captured forward gave other logits than the same one without a graph")
-            return output
-        self._steps[shape] = step
+            return None
+        return step
+
+    def _keep(self, step: _Step) -> None:
+        self._steps[step.shape] = step
         while len(self._steps) > MOST_GRAPHS:
             self._steps.popitem(last=False)
+
+    def _first(self, shape: Shape, block: TokenBlock, ordinary: Callable[[], list[ForwardOutput]]) -> ForwardOutput:
+        """Run a forward that has no graph; capture one if it has come often enough."""
+        step = self._captured(lambda: self._capture(shape, block)) if self._is_due(shape) else None
+        if step is None:
+            return ordinary()[0]
+        ours = step.output(block.count).logits.float()
+        output = ordinary()[0]
+        if are_close(ours, output.logits.float(), self._pool.target.dtype):
+            self._keep(step)
+        else:
+            self._pool.give_up("a captured forward gave other logits than the same one without a graph")
         return output
+
+    def _capture_ahead(self, shape: Shape, numbers: Sequence[Sequence[int]]) -> _Step:
+        """Capture a chain; ``numbers``: per row its tokens, the first one's slot, their count, its position."""
+        pool, cache, target = self._pool, self._cache, self._pool.target
+        rows, size, device = len(shape.starts), shape.queries, pool.device
+        steps, vocab = shape.ahead
+        starts = on_device(shape.starts, device)
+        table = on_device(numbers, device)
+        step = _Step(shape, table, table, table)
+        bound = target.traits.limits.context or torch.iinfo(torch.long).max
+        one = replace(shape, queries=1)
+
+        def forward() -> tuple[Tensor, dict[int, Tensor]]:
+            tokens = table[:, :size]
+            first, count, position = table[:, size:].unbind(1)
+            new = torch.arange(size, device=device)
+            begins = torch.arange(0, rows * size, size, device=device)
+            last = begins + count - 1
+            levels: list[Tensor] = []
+            for each in (shape, *[one] * (steps - 1)):
+                if levels:
+                    tokens = levels[-1][:, :vocab].max(-1, keepdim=True).indices
+                    new = new[:1]
+                at = first[:, None] + new
+                causal = _Step(each, tokens, tokens, first)
+                mask = _mask(causal, starts, target.dtype)
+                groups = _groups(each, mask, cache.slots, target.traits.masks.names)
+                cache.layout = Layout([], at.flatten(), cache.slots, groups)
+                positions = (position[:, None] + new).clamp(max=bound - 1)
+                normed, _ = pool.decoder(
+                    target.embed(tokens).flatten(0, 1), positions.flatten()[None], cache, cache.layout
+                )
+                if not levels:
+                    normed = normed.index_select(0, last)
+                logits = pool.decoder.logits(normed)
+                levels.append(logits)
+                passed = 1 if len(levels) > 1 else count
+                first = first + passed
+                position = position + passed
+            joined = pool.share(torch.cat(levels))
+            return joined.view(steps, rows, -1), {}
+
+        step.replay, (step.logits, step.hidden) = pool.capture(forward)
+        return step
 
     def _capture(self, shape: Shape, block: TokenBlock) -> _Step:
         pool, cache, target = self._pool, self._cache, self._pool.target

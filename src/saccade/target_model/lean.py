@@ -288,7 +288,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tens
 def _onto(x: Tensor, product: Linear, rows: Tensor, is_ours: bool = True) -> Tensor:
     """Return ``x`` plus a product; on an accelerator in one operation, in place where ``x`` is nobody else's."""
     if x.is_cpu or type(product) is not Linear:
-        return torch.add(x, product.product(rows), alpha=product.factor(rows.shape[0]))
+        added = product.product(rows)
+        return torch.add(x, added, alpha=product.factor(rows.shape[0]))
     weight = product.weight.t()
     if is_ours:
         return x.addmm_(rows, weight)
