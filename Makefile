@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
+PINNED ?=
 OLDEST_TORCH ?= 2.11.0
 OLDEST_TRANSFORMERS ?= 5.17.0
 NEWEST_PYTHON ?= python3.13
@@ -28,7 +29,7 @@ help: ## this list
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' torch==$(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' torch==$(TORCH) $(PINNED)
 	@touch $@
 
 demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
@@ -56,18 +57,11 @@ test-ray: $(READY) ## Ray on loopback, mostly in network namespaces; takes minut
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[ray]'
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m ray
 
-test-oldest: ## the tests on the oldest torch and transformers that are supported
-	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) READY=.venv-oldest/.oldest
+test-oldest: ## the tests on the oldest torch and transformers that are supported, on PYTHON=..., by default python3
+	$(MAKE) test VENV=.venv-oldest TORCH=$(OLDEST_TORCH) PINNED=transformers==$(OLDEST_TRANSFORMERS)
 
 test-newest: ## the tests on the newest Python that is supported: NEWEST_PYTHON=..., by default python3.13
 	$(MAKE) test VENV=.venv-newest PYTHON=$(NEWEST_PYTHON)
-
-.venv-oldest/.oldest: pyproject.toml
-	$(PYTHON) -m venv .venv-oldest
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' torch==$(TORCH) \
-		transformers==$(OLDEST_TRANSFORMERS)
-	@touch $@
 
 docs: $(READY) ## the documentation as a site that needs no network: site/index.html
 	$(BIN)/python -m tools.docs --check

@@ -55,6 +55,7 @@ def written(file: Path, form: str) -> Path:
     writer.add_tokenizer_pre("default")
     writer.add_token_list([tokens.get(i, f"<unused{i}>") for i in range(config.vocab_size)])
     writer.add_token_merges(["! !"])  # transformers expects some
+    writer.add_bos_token_id(tokenizer.eos_token_id)  # which transformers 5.17 needs, and nothing adds
     writer.add_eos_token_id(tokenizer.eos_token_id)
     kind = gguf.GGMLQuantizationType[form]
     for name, weight in model.state_dict().items():
