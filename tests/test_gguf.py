@@ -54,7 +54,7 @@ def written(file: Path, form: str) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list([tokens.get(i, f"<unused{i}>") for i in range(config.vocab_size)])
-    writer.add_token_merges(["! !"])  # transformers expects some
+    writer.add_token_merges(["! !"] * 2)  # transformers expects some, and 5.17 more than one
     writer.add_bos_token_id(tokenizer.eos_token_id)  # which transformers 5.17 needs, and nothing adds
     writer.add_eos_token_id(tokenizer.eos_token_id)
     kind = gguf.GGMLQuantizationType[form]
