@@ -45,7 +45,12 @@ def pieces(kit: Kit) -> Iterator[Piece]:
 def machine(kit: Kit) -> Iterator[Finding]:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     versions |= {"transformers": transformers.__version__, "saccade": saccade.__version__}
-    facts: Finding = {"device": str(kit.device), "versions": versions, "threads": torch.get_num_threads()}
+    facts: Finding = {
+        "device": str(kit.device),
+        "small": kit.small,
+        "versions": versions,
+        "threads": torch.get_num_threads(),
+    }
     if kit.device.type == "cuda":
         of = torch.cuda.get_device_properties(kit.device)
         facts |= {"name": of.name, "memory": of.total_memory, "processors": of.multi_processor_count}
