@@ -30,8 +30,7 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _lines(records: Sequence[Record]) -> Iterator[str]:
-    found = [r for r in records if r["kind"] == "finding"]
-    errors = [r for r in records if r["kind"] == "error"]
+    found, errors = ([r for r in records if r["kind"] == kind] for kind in ("finding", "error"))
     wrong = [r for r in found if r.get("WRONG")]
     yield "# What the kit measured\n"
     yield "Written by `python -m benchmarks.device`; models other than the built-in pair have random weights.\n"
