@@ -63,3 +63,20 @@ def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], 
                     old.copy_(new)
 
     return replay, outputs
+
+
+def captured_on(device: Any) -> Callable[..., tuple[Callable[[], None], Any]]:
+    """The same on a pretended device (`pretend_device`), where a replay is one launch."""
+
+    def capture(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        replay, outputs = record(function, pool)
+
+        def once() -> None:
+            with device.counting():  # and forgotten
+                replay()
+            if device.counts is not None:
+                device.counts.launches["graph"] += 1
+
+        return once, outputs
+
+    return capture

@@ -129,11 +129,11 @@ def device_of(name: str) -> Iterator[tuple[torch.device, Any]]:
         yield torch.device(name), None
         return
     from pretend_device import OnPretend, PretendDevice
-    from recorded_graphs import record
+    from recorded_graphs import captured_on
     from saccade.target_model import graphs, lean
 
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # its tensors cannot change their dtype in place
     with PretendDevice() as pretend:
-        graphs.CAPTURES[PRETEND] = record
+        graphs.CAPTURES[PRETEND] = captured_on(pretend)
         lean.DEVICES, lean.WEIGHTS = (*lean.DEVICES, PRETEND), (*lean.WEIGHTS, OnPretend)
         yield torch.device(PRETEND), pretend

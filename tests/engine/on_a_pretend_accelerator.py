@@ -21,7 +21,7 @@ from torch import Tensor
 
 from families import FAMILIES, VOCAB
 from pretend_device import NAME, Counts, MixedDevices, OnPretend, PretendDevice
-from recorded_graphs import record
+from recorded_graphs import captured_on
 from saccade.draft.ensemble.ensemble import EnsembleDrafter
 from saccade.draft.ensemble.views import Multimodal, Pruned
 from saccade.draft.heads.head import Head, HeadConfig, build_head
@@ -244,23 +244,6 @@ def test_rows_with_forms_upload_nothing_that_blocks_and_wait_a_few_times(
         assert sum(counts.waits.values()) <= 3 + 2 * 5, counts.waits
 
 
-def _captured_on(device: PretendDevice) -> Any:
-    """Captures on the pretended device; a replay is one launch."""
-
-    def capture(function: Any, pool: Any) -> tuple[Any, Any]:
-        replay, outputs = record(function, pool)
-
-        def once() -> None:
-            with device.counting():  # and forgotten
-                replay()
-            if device.counts is not None:
-                device.counts.launches["graph"] += 1
-
-        return once, outputs
-
-    return capture
-
-
 @pytest.mark.parametrize(
     ("method", "rows"),
     [
@@ -273,7 +256,7 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
     device: PretendDevice, monkeypatch: pytest.MonkeyPatch, method: str, rows: int
 ) -> None:
     alone = run(engine(method, NAME), False, device, rows, new=14)
-    monkeypatch.setitem(graphs.CAPTURES, NAME, _captured_on(device))
+    monkeypatch.setitem(graphs.CAPTURES, NAME, captured_on(device))
     monkeypatch.setenv(graphs.SWITCH, "graphs")
     models = [Target(make().to(NAME)) for make in (CASE.model, CASE.draft_model)]
     under_test = build(method, Models(*models), **OPTIONS[method])
