@@ -184,15 +184,37 @@ def test_runs_that_lack_something_have_a_report_with_unique_ids(run: RecordedRun
 
 
 @pytest.mark.usefixtures("without_figures")
+def test_a_report_says_how_to_write_it_again_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = read(write_run(tmp_path / "runs" / "mine", prompts=1))
+    for here, place in ((tmp_path, "runs/mine"), (tmp_path / "runs", "mine")):
+        monkeypatch.chdir(here)
+        assert f"saccade report {place}\n" in render(contents([run])).replace("</pre>", "\n")
+
+
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_opens_with_the_fastest_lossless_method(run: RecordedRun) -> None:
     said = headline(run)
     results = metrics.by_method(run.records)
     speeds = {m: r.speedup.value for m, r in results.items() if r.lossless and r.speedup and m != "plain"}
     best = max(speeds, key=lambda method: speeds[method])
-    assert said.startswith(f"{best}, the fastest of 3 lossless methods, is {speeds[best]:.2f} times (95 % interval ")
+    assert said.startswith(
+        f"{best}, level with dynamic-tree by its prompts, is {speeds[best]:.2f} times (95 % interval "
+    )
     text = render(contents([run]))
     assert text.index('class="headline"') < text.index("Comparison")
     assert said.split(" (")[0] in document(contents([run]))
+
+
+def test_a_headline_names_what_its_prompts_cannot_tell_apart() -> None:
+    near = make_run(prompts=12, methods=("plain", "chain", "prompt-lookup"), seed=1)
+    ours, theirs = (metrics.records_by_method(near.records)[name] for name in ("chain", "prompt-lookup"))
+    for fast, slow in zip(ours, theirs, strict=True):
+        slow.stats["seconds"] = {stage: 1.0 * value for stage, value in fast.stats["seconds"].items()}
+        slow.stats["new_tokens"] = fast.stats["new_tokens"]
+    assert headline(near).startswith("chain, level with prompt-lookup by its prompts, is ")
+    for slow in theirs:
+        slow.stats["seconds"]["total"] *= 1.1
+    assert headline(near).startswith("chain, the fastest of 2 lossless methods, is ")
 
 
 def test_a_headline_claims_no_speed_within_the_noise_and_names_a_faster_lossy_method() -> None:

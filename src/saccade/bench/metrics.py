@@ -239,7 +239,8 @@ def mean(values: Iterable[float]) -> float | None:
 def headline(run: RecordedRun) -> str:
     """Name the fastest lossless method and its speed-up; empty for runs where none was timed beside plain decoding.
 
-    A lossy method that is faster is named behind it, with the share of plain decoding's score that it kept.
+    Methods that it does not beat by an interval, prompt by prompt, are named as level with it. A lossy method that is
+    faster is named behind it, with the share of plain decoding's score that it kept.
     """
     timed = [(r, r.speedup) for r in by_method(run.records).values() if r.method != BASELINE and r.speedup is not None]
     fastest_first = sorted(timed, key=lambda pair: -pair[1].value)
@@ -259,7 +260,10 @@ def headline(run: RecordedRun) -> str:
             text = f"No lossless method is clearly faster than plain decoding; the best, {best.method}, has"
             text += f" {times(speed)} its speed"
         else:
+            level = _level_with(best.method, [other.method for other, _ in lossless[1:]], run)
             place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
+            if level:
+                place = f", level with {' and '.join(level)} by its prompts,"
             text = f"{best.method}{place} is {times(speed)} as fast as plain decoding"
         if best.compared:
             same = f"{best.equal} of its {best.compared} answers are"
@@ -272,6 +276,13 @@ def headline(run: RecordedRun) -> str:
         text += f" {lossy[0].method}, which is lossy, is {times(lossy[1])} as fast"
         text += f" and keeps {kept.value:.1%} of the score." if kept is not None else "; no score was measured."
     return text
+
+
+def _level_with(best: str, others: Sequence[str], run: RecordedRun) -> list[str]:
+    """Those of some methods whose speed the best one's is not clearly above, on the same prompts."""
+    records = records_by_method(run.records)
+    pairs = {other: median_estimate(paired_ratios(records[best], records[other], rate)) for other in others}
+    return [other for other, pair in pairs.items() if pair is None or pair.low is None or pair.low <= 1]
 
 
 def cautions(run: RecordedRun) -> Iterator[str]:

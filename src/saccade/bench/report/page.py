@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,12 +79,18 @@ def _section(content: Content, index: int, prompts: int) -> dict[str, Any]:
         "marks": {mark for prompt in shown for answer in prompt.answers for mark in answer.marks},
         "methods": [{"name": m, "lossy": not r.lossless, "chosen": m == picked} for m, r in results.items()],
         "commands": "\n".join(
-            filter(None, (header.places.get("command"), f"saccade report {content.run.folder.name}"))
+            filter(None, (header.places.get("command"), f"saccade report {shlex.quote(_place(content.run.folder))}"))
         ),
         "environment": _facts(header.environment),
         "models": _facts(header.models),
         "config": json.dumps(header.config, indent=2, ensure_ascii=False),
     }
+
+
+def _place(folder: Path) -> str:
+    """A folder as seen from the current one; its name alone elsewhere, as pages are passed on."""
+    whole, here = folder.absolute(), Path.cwd()
+    return str(whole.relative_to(here)) if whole.is_relative_to(here) else folder.name
 
 
 def _notes(content: Content) -> list[str]:
