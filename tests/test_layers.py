@@ -80,7 +80,7 @@ PARTS = {
     "cli": (("cli",), 2_170),
     "serve": (("serve",), 6_053),
     "training": (("train", "distill"), 4_952),
-    "measuring": (("bench", "theory", "memory_plan"), 3_988),
+    "measuring": (("bench", "theory", "memory_plan"), 3_989),
     "jobs": (("jobs", "data", "ray_cluster"), 2_437),
     "checkpoints": (("checkpoints", "evaluators"), 1_243),
     "pocket": (("pocket",), 1_433),

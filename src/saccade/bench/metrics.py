@@ -281,8 +281,13 @@ def headline(run: RecordedRun) -> str:
 def _level_with(best: str, others: Sequence[str], run: RecordedRun) -> list[str]:
     """Those of some methods whose speed the best one's is not clearly above, on the same prompts."""
     records = records_by_method(run.records)
-    pairs = {other: median_estimate(paired_ratios(records[best], records[other], rate)) for other in others}
-    return [other for other, pair in pairs.items() if pair is None or pair.low is None or pair.low <= 1]
+    level = []
+    for other in others:
+        ratios = paired_ratios(records[best], records[other], rate)
+        pair = median_estimate(ratios)
+        if pair is None or pair.low is None or pair.low <= 1:
+            level.append(other)
+    return level
 
 
 def cautions(run: RecordedRun) -> Iterator[str]:
