@@ -117,7 +117,7 @@ def load(
         executor: what runs the decoders (`saccade.target_model.executor`): ``stock`` (transformers' modules), ``lean``,
             ``graphs`` (CUDA graphs), ``openvino`` (CPUs; ``pip install saccade[openvino]``), or ``auto``, the fastest.
         weights: of the target's decoder: ``stored``, or ``int8``, rounded to steps of int8, with which answers are
-            other ones, but the same for all methods and executors.
+            other ones, of all methods alike; with openvino, which rounds activations, too, but for near ties.
         options: override the method's defaults, for example ``gamma=7`` (Hugging Face's and vLLM's
             ``num_assistant_tokens`` and ``num_speculative_tokens`` are accepted for it).
 
