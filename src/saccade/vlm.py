@@ -415,7 +415,7 @@ class VLM:
             trace: attach the verified tree to every chunk.
         """
         if kv_memory is None:
-            kv_memory = int(KV_MEMORY_SHARE * free_memory(self.target.device))
+            kv_memory = int(KV_MEMORY_SHARE * free_memory(self.target, self.draft_model))
         sizes = {"kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "media_cache": media_cache}
         running = self.engine.open(max_rows, **sizes)
         running.trace = trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.model import ModelDraftSession
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
+from saccade.engine.slots import free_memory
 from saccade.errors import SaccadeWarning
 from saccade.inputs.families import split
 from saccade.methods import build
@@ -113,6 +115,20 @@ def test_captured_steps_give_the_tokens_of_ordinary_ones(
     assert used[0].replays
     assert method == "auto" or all(each.replays for each in used)  # auto drafts as long as it pays
     assert all(each._pool.enabled for each in used)
+
+
+def test_free_memory_leaves_room_for_the_graphs_of_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20)
+    plain = engine("llava", "chain")
+    assert free_memory(plain.target, plain.drafter.model) == 1 << 40
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    under_test = engine("llava", "chain")
+    tokens(under_test, "llava", new=24)
+    models = [under_test.target, under_test.drafter.model]
+    assert free_memory(*models) == (1 << 40) - sum(model.executor.reserved for model in models)
+    for model in models:
+        held = model.executor._logits.values()
+        assert 0 < sum(each.nbytes for each in held) < model.executor.reserved
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -161,11 +161,14 @@ def _entry_bytes(target: Target, drafter: Drafter | None) -> tuple[int, int]:
     return entry, row
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes of free memory on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_memory(target: Target, draft_model: Target | None) -> int:
+    """Bytes of free memory on a target's device, without what graphs of the models may take there."""
+    models = [model for model in (target, draft_model) if model is not None and model.device == target.device]
+    if target.device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(target.device)[0])
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, free - sum(model.executor.reserved for model in models))
 
 
 class BatchState:

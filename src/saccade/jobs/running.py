@@ -273,7 +273,7 @@ class ItemWorker:
             self._forms[True] = OpenAIForm(self._vlm, self._job, created)
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
-        kv_memory = int(self._kv_share * free_memory(self._vlm.target.device))
+        kv_memory = int(self._kv_share * free_memory(self._vlm.target, self._vlm.draft_model))
         rows, threads = self._attempt.max_rows, self._attempt.threads
         self._batch = self._vlm.engine.open(rows, kv_memory=kv_memory)
         feed = Feed(pending, self._prepare, threads, rows + threads)

@@ -258,7 +258,7 @@ class Owner:
         if limits.kv_memory_mib is not None:
             self._kv_memory = limits.kv_memory_mib * MIB
         elif not self._kv_memory:
-            self._kv_memory = int(KV_MEMORY_SHARE * free_memory(job.vlm.target.device))
+            self._kv_memory = int(KV_MEMORY_SHARE * free_memory(job.vlm.target, job.vlm.draft_model))
         batch = job.vlm.engine.open(
             limits.max_rows,
             kv_memory=self._kv_memory // limits.batches,

@@ -78,6 +78,8 @@ class Executor(Protocol):
     """Whether activations are rounded to int8 before products."""
     fixed_shapes: bool
     """Whether forwards are fast in few shapes alone: rows of one size, with logits of all tokens or of the last."""
+    reserved: int
+    """Bytes that it may take on the device beside caches."""
 
     @property
     def is_current(self) -> bool:
@@ -137,6 +139,7 @@ class StockExecutor:
     name = "stock"
     rounds = False
     fixed_shapes = False
+    reserved = 0
     is_current = True
 
     def __init__(self, target: Any) -> None:
@@ -262,6 +265,7 @@ class LeanExecutor:
     name = "lean"
     rounds = False
     fixed_shapes = False
+    reserved = 0
 
     def __init__(self, target: Any, decoder: LeanDecoder) -> None:
         self.target, self.decoder = target, decoder

@@ -126,6 +126,12 @@ class GraphExecutor(LeanExecutor):
         self._pool: Any = None
         self._logits: dict[int, Tensor] = {}
         self.spare: RowCache | None = None
+        inner = max(layer.gate_up.weight.shape[0] for layer in decoder._layers)
+        logits = 2 * target.vocab_size  # of all powers of two of tokens
+        activations = 8 * decoder.width + 2 * inner
+        mask = target.traits.limits.context or 0
+        numbers = logits + activations + mask
+        self.reserved = MOST_TOKENS * numbers * target.dtype.itemsize
 
     @classmethod
     def of(cls, target: Any, decoder: LeanDecoder, named: bool = False) -> GraphExecutor | None:
