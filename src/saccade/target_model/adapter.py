@@ -387,9 +387,7 @@ class Target:
     def plan(self, cache: RowCache, blocks: Sequence[TokenBlock]) -> tuple[Layout, Tensor, Tensor | None]:
         """Layout, positions ``[3 or 1, T]``, and indices of the tokens whose logits are computed (None: all)."""
         positions, parts = self.positions_of(cache, blocks), []
-        last = None
-        if all(block.positions is None for block in blocks):
-            last = max(_end(cache, block) for block in blocks) - 1
+        ends = [_end(cache, block) for block in blocks if block.positions is None]
         for block in blocks:
             lengths, count = [cache.lengths[row] for row in block.rows], block.count
             pending = cache.pending[block.rows[0]]
@@ -397,7 +395,8 @@ class Target:
             masks = self.traits.masks.build(*entries, self.dtype, self.device, block.slot_shifts)
             parts.append((block.rows, count, masks))
         layout = cache.plan_layout(parts)
-        layout.last = last
+        if len(ends) == len(blocks):
+            layout.last = max(ends) - 1
         if cache.states is not None:
             cache.states.plan(
                 [(b.rows, b.count, b.attention_mask, b.chain, cache.pending[b.rows[0]] - b.count) for b in blocks],
@@ -452,7 +451,8 @@ class Target:
 def _end(cache: RowCache, block: TokenBlock) -> int:
     """Position behind all that a block's tokens may have where they are derived from lengths."""
     deltas = block.rope_deltas or [0] * len(block.rows)
-    lengths = [cache.lengths[row] for row in block.rows]
+    lengths = map(cache.lengths.__getitem__, block.rows)
     longest: int = max(map(add, lengths, deltas))
     pending = cache.pending[block.rows[0]]
-    return longest + pending + block.count
+    new = block.tokens.shape[1]
+    return longest + pending + new
