@@ -77,8 +77,8 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_170),
-    "serve": (("serve",), 6_053),
+    "cli": (("cli",), 2_165),
+    "serve": (("serve",), 6_033),
     "training": (("train", "distill"), 4_952),
     "measuring": (("bench", "theory", "memory_plan"), 3_989),
     "jobs": (("jobs", "data", "ray_cluster"), 2_437),
@@ -86,9 +86,9 @@ PARTS = {
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 27_900
+CORE = 27_695
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 54_000, 11_400
+TESTS, TOOLS = 53_740, 11_400
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.0
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
