@@ -1,4 +1,4 @@
-"""What runs a decoder's forward on blocks of tokens and a cache: the stock modules, or fused weights.
+"""Executors: what runs a decoder's forward on blocks of tokens and a cache: the stock modules, or fused weights.
 
 A `Target` has the stock modules and, where the architecture fits, one faster executor beside them (`EXECUTORS`), whose
 logits equalled theirs when it was made. Where that is not `is_current` any more, since the model was changed or hooked,
