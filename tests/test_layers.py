@@ -86,7 +86,7 @@ PARTS = {
     "pocket": (("pocket",), 1_433),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 27_695
+CORE = 27_701
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 53_740, 11_400
 """Most lines of the tests, and of tools and benchmarks together."""

@@ -17,7 +17,7 @@ from saccade.draft.heads.head import Head
 from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.row import plan
-from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
+from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.errors import InputError
 from saccade.files import is_profile
 from saccade.inputs.families import vision_signature
@@ -415,7 +415,7 @@ class VLM:
             trace: attach the verified tree to every chunk.
         """
         if kv_memory is None:
-            kv_memory = int(KV_MEMORY_SHARE * free_memory(self.target, self.draft_model))
+            kv_memory = int(KV_MEMORY_SHARE * self.engine.free_memory())
         sizes = {"kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "media_cache": media_cache}
         running = self.engine.open(max_rows, **sizes)
         running.trace = trace

@@ -14,10 +14,10 @@ from torch import Tensor
 from families import FAMILIES, _language_model, _sharpen
 from recorded_graphs import record
 from saccade.draft.heads.head import HeadConfig, build_head
-from saccade.draft.model import ModelDraftSession
+from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
-from saccade.engine.slots import free_memory
 from saccade.errors import SaccadeWarning
 from saccade.inputs.families import split
 from saccade.methods import build
@@ -120,12 +120,14 @@ def test_captured_steps_give_the_tokens_of_ordinary_ones(
 def test_free_memory_leaves_room_for_the_graphs_of_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20)
     plain = engine("llava", "chain")
-    assert free_memory(plain.target, plain.drafter.model) == 1 << 40
+    assert plain.free_memory() == 1 << 40
     monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
     under_test = engine("llava", "chain")
     tokens(under_test, "llava", new=24)
     models = [under_test.target, under_test.drafter.model]
-    assert free_memory(*models) == (1 << 40) - sum(model.executor.reserved for model in models)
+    assert under_test.free_memory() == (1 << 40) - sum(model.executor.reserved for model in models)
+    alone = Engine(under_test.target, ModelDrafter(under_test.target, Chain(2)))
+    assert alone.free_memory() == (1 << 40) - under_test.target.executor.reserved
     for model in models:
         held = model.executor._logits.values()
         assert 0 < sum(each.nbytes for each in held) < model.executor.reserved

@@ -14,7 +14,7 @@ import torch
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.engine.costs import LONGEST_STEP, Pacer, StepSizes
 from saccade.engine.row import Request, Row, RowPlan, plan
-from saccade.engine.slots import PATIENCE, BatchState
+from saccade.engine.slots import PATIENCE, BatchState, free_memory
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
 from saccade.inputs.families import family_of
@@ -263,6 +263,10 @@ class Engine:
                 "without --sample, --top-p, --top-k and --min-p), or choose a method that samples."
             )
         return self._rule or (Sampling() if do_sample else Greedy())
+
+    def free_memory(self) -> int:
+        """Bytes of free memory on the target's device, without what graphs may take there."""
+        return free_memory(self.target, None if self.drafter is None else self.drafter.model)
 
     def open(self, rows: int = 1, **options: Any) -> RunningBatch:
         """Open a running batch of up to ``rows`` rows; further options as in `RunningBatch`."""

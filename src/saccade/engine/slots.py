@@ -163,7 +163,9 @@ def _entry_bytes(target: Target, drafter: Drafter | None) -> tuple[int, int]:
 
 def free_memory(target: Target, draft_model: Target | None) -> int:
     """Bytes of free memory on a target's device, without what graphs of the models may take there."""
-    models = [model for model in (target, draft_model) if model is not None and model.device == target.device]
+    models = [target]
+    if draft_model is not None and draft_model is not target and draft_model.device == target.device:
+        models.append(draft_model)
     if target.device.type == "cuda":
         free = int(torch.cuda.mem_get_info(target.device)[0])
     else:

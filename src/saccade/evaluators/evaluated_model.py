@@ -16,7 +16,7 @@ import torch
 
 from saccade.engine import Row
 from saccade.engine.row import UNSUPPORTED, plan
-from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
+from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
 from saccade.files import write_file
@@ -185,7 +185,7 @@ class EvaluatedModel:
         self.vlm: VLM = load(**loading)
         self._media = MediaOptions(self._options.num_frames, self._options.fps, text_as_text=True)
         self.max_rows: int = self._options.batch_size
-        kv_memory = int(KV_MEMORY_SHARE * free_memory(self.vlm.target, self.vlm.draft_model))
+        kv_memory = int(KV_MEMORY_SHARE * self.vlm.engine.free_memory())
         self._batch = self.vlm.engine.open(self.max_rows, kv_memory=kv_memory)
         self._running: list[TaskQuestion] = []
         self._scoring = Context(self.vlm.target, 1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from saccade.data.conversations import media_parts
 from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan, plan
-from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
+from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
@@ -273,7 +273,7 @@ class ItemWorker:
             self._forms[True] = OpenAIForm(self._vlm, self._job, created)
 
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
-        kv_memory = int(self._kv_share * free_memory(self._vlm.target, self._vlm.draft_model))
+        kv_memory = int(self._kv_share * self._vlm.engine.free_memory())
         rows, threads = self._attempt.max_rows, self._attempt.threads
         self._batch = self._vlm.engine.open(rows, kv_memory=kv_memory)
         feed = Feed(pending, self._prepare, threads, rows + threads)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from saccade.engine import Request, Row, RunningBatch
-from saccade.engine.slots import KV_MEMORY_SHARE, free_memory
+from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.output import Mark, Output, TicketChunk, TreeTrace
 from saccade.serve.configuration import MIB, Limits
 from saccade.serve.decoding import Planned, TokenLogprob
@@ -258,7 +258,7 @@ class Owner:
         if limits.kv_memory_mib is not None:
             self._kv_memory = limits.kv_memory_mib * MIB
         elif not self._kv_memory:
-            self._kv_memory = int(KV_MEMORY_SHARE * free_memory(job.vlm.target, job.vlm.draft_model))
+            self._kv_memory = int(KV_MEMORY_SHARE * job.vlm.engine.free_memory())
         batch = job.vlm.engine.open(
             limits.max_rows,
             kv_memory=self._kv_memory // limits.batches,
