@@ -99,6 +99,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
         (methods.add_rule, "exact", Forgiving),
         (methods.add_head, "eagle2", HeadKind("my_heads:Mixed", "heads.Eagle2Objective")),
         (methods.add_head, "chain", HeadKind("my_heads:Mixed", "heads.Eagle2Objective")),
+        (methods.add_head, "model", HeadKind("my_heads:Mixed", "heads.Eagle2Objective")),
     ):
         with pytest.raises(MethodError, match="already; choose another name"):
             add(name, part)  # type: ignore[operator]

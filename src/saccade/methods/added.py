@@ -16,11 +16,10 @@ def add_head(name: str, parts: HeadKind) -> None:
     """Add a kind of head, and the method that drafts with it.
 
     Raises:
-        MethodError: there is a method of the name.
+        MethodError: there is a method or a drafter of the name.
     """
-    if name in METHODS and name not in HEAD_KINDS:
-        raise MethodError(f"There is a method {name} already; choose another name for the head.")
-    is_new = HEAD_KINDS.get(name, parts) == parts
+    taken = {*METHODS, *CHOICES["drafter"]["draft_with"].choices}
+    is_new = name not in taken or HEAD_KINDS.get(name) == parts
     _add_choice("drafter", "draft_with", name, is_new)
     HEAD_KINDS[name] = parts
     METHODS[name] = of_head(name, parts)
