@@ -77,20 +77,20 @@ NAMESAKES = {
 """File names that occur more than once, with what each file is about."""
 
 PARTS = {
-    "cli": (("cli",), 2_165),
-    "serve": (("serve",), 6_033),
-    "training": (("train", "distill"), 4_952),
-    "measuring": (("bench", "theory", "memory_plan"), 3_989),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_437),
+    "cli": (("cli",), 2_330),
+    "serve": (("serve",), 6_100),
+    "training": (("train", "distill"), 5_080),
+    "measuring": (("bench", "theory", "memory_plan"), 4_200),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_450),
     "checkpoints": (("checkpoints", "evaluators"), 1_243),
-    "pocket": (("pocket",), 1_433),
+    "pocket": (("pocket",), 1_520),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 27_701
+CORE = 28_500
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 53_740, 11_400
+TESTS, TOOLS = 54_700, 11_600
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 11.0
+TOKENS = 11.02
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
