@@ -22,13 +22,14 @@ from saccade.draft.merged import MergedDrafter
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, RunningBatch
-from saccade.errors import InputError, ModelError
+from saccade.errors import InputError
 from saccade.inputs.families import media_spans, split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM, round_to_segment
 from saccade.target_model.media_cache import tower_of
 from saccade.target_model.selfcheck import self_check
+from versions import MLLAMA
 
 
 def needed(batch: RunningBatch, prompt: Prompt, n: int) -> int:
@@ -101,7 +102,7 @@ def test_a_head_s_bytes_are_counted_when_copies_are_merged_with_its_drafts() -> 
     assert batch.context.cache.max_slots == 2**20 // (target.entry_bytes + head.entry_bytes)
 
 
-@pytest.mark.parametrize("name", ["mistral4", "kimi_k25", "mllama"])
+@pytest.mark.parametrize("name", ["mistral4", "kimi_k25", pytest.param("mllama", marks=MLLAMA)])
 def test_what_a_row_needs_is_what_the_caches_allocate(name: str) -> None:
     """Latent attention caches what keys and values are made of; cross-attention caches pictures beside the tokens."""
     case = ARCHITECTURES[name]
@@ -109,10 +110,7 @@ def test_what_a_row_needs_is_what_the_caches_allocate(name: str) -> None:
     if name != "mllama":
         config.get_text_config().kv_lora_rank = 24  # another size than that of the rotated part
     target = Target(type(case.model())(config))
-    try:
-        self_check(target)
-    except ModelError as problem:
-        pytest.skip(f"this version of transformers cannot run it on trees, and loading refuses it: {problem}")
+    self_check(target)
     under_test = Engine(target, ModelDrafter(Target(case.draft_model()), Chain(3)))
     for kind in case.kinds:
         (prompt,) = split(config, case.row_inputs(kind, 0))
