@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ def randomised(head: AnyHead) -> AnyHead:
         for name, weight in head.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
+            if name == "residuals":
+                torch.nn.init.normal_(weight)
             if "gates" in name:
                 torch.nn.init.constant_(weight, 0.7)
         if isinstance(head, Eagle3) and head.has_lm_head:
@@ -130,6 +133,19 @@ class PlainEagle(Plain):
 
 class PlainMsd(PlainEagle):
     alone = True
+
+
+class PlainHiViS(Plain):
+    def behind(self, text: Text, guesses: Guesses, positions: Tensor) -> Tensor:
+        shown = (~text.visual).nonzero()[:, 0]
+        inputs = [(text.embeddings[token], text.states[before], 0) for before, token in pairwise(shown)]
+        inputs += [(word, out, step) for step, (word, out) in enumerate(guesses, 1)]
+        rows = self.weights["residual"]
+        mixed = [torch.cat([word, feature, rows[min(step, len(rows) - 1)]]) for word, feature, step in inputs]
+        places = torch.arange(len(mixed))
+        if self.values["model_type"] != "llama":
+            places = torch.cat([shown[1:] - 1, torch.arange(len(guesses)) + len(text.ids) - 1])
+        return self.block(self.linear(torch.stack(mixed), "fc"), places)
 
 
 class PlainEagle3(Plain):
@@ -264,6 +280,7 @@ _QWEN = {
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     "vision_config": {"depth": 2},
 }
+_QWEN_ALONE = {"model_type": "qwen2_5_vl"}  # nothing of M-RoPE
 _DREAM = {"keep": 1.0, "gate": "tanh", "rotary": False, "direct": False, "form": "released"}
 
 
@@ -309,6 +326,8 @@ CASES: dict[str, Released] = {
     "peagle-frozen": _peagle(
         "qwen3_vl", {"fc_norm": True, "embed_requires_grad": False}, state_norms="each", **_FROZEN
     ),
+    "hivis": Released("llava", "hivis", {"norms": "none", "bias": True}, PlainHiViS),
+    "hivis-qwen": Released("qwen2_5_vl", "hivis", {"norms": "none", "positions": "tokens"}, PlainHiViS, _QWEN_ALONE),
     "vispec": Released("llava", "vispec", {"queries": 2, "form": "released", "bias": True}, PlainViSpec),
     "vispec-qwen": Released("qwen2_5_vl", "vispec", {"queries": 3, "form": "released", "bias": False}, PlainViSpec),
     "dream": Released("llava", "dream", _DREAM, PlainDream),
@@ -324,6 +343,9 @@ def release(case: str, folder: Path, head: Any = None, prefix: str = "", binary:
         theirs = {key.replace("stack.", "layers."): weight for key, weight in weights.items()}
         theirs["embed_tokens.weight"] = torch.ones(150, 64)
         theirs["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    elif released.kind == "hivis":
+        theirs = _renamed(weights, {"block.": "layers.0.", "residuals": "residual", "w.bias": "fc.bias"})
+        theirs["fc.weight"] = torch.cat([theirs.pop(f"{name}.weight") for name in ("w2", "w1", "w")], 1)
     elif released.kind == "vispec":
         theirs = _renamed(weights, {"adaptor.": "imadpt.", "image_fc.": "img_fc.", "block.": "layers.0."})
         theirs["imadpt.q"] = theirs.pop("imadpt.queries").unflatten(-1, (head.config.heads, -1))

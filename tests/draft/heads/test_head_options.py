@@ -130,7 +130,7 @@ def test_a_configuration_that_cannot_be_is_refused() -> None:
     for changes, message in (
         ({"heads": 3}, "heads that are a multiple of its kv_heads"),
         ({"steps": 0}, "steps must be a whole number from 1 to 256, not 0"),
-        ({"options": {}}, r"takes the options \['after_image', 'norms'\]"),
+        ({"options": {}}, r"takes the options \['after_image', 'bias', 'norms', 'positions'\]"),
         ({"rope": {"rope_type": "wavy", "rope_theta": 1.0}}, "rope type 'wavy' is not known"),
     ):
         with pytest.raises(ModelError, match=message):

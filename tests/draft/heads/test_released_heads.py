@@ -84,6 +84,7 @@ def by_number(session: HeadDraftSession, row: int, prompt: Any, tokens: Tensor) 
 RIGHT = DreamDraftSession._entries
 MISTAKES: dict[str, tuple[type, str, Any]] = {
     "eagle3-mrope": (HeadDraftSession, "_positions", by_number),
+    "hivis-qwen": (HeadDraftSession, "_positions", by_number),
     "vispec": (HeadDraftSession, "_positions", by_number),
     "dream": (DreamDraftSession, "_entries", without_the_first),
 }
@@ -257,6 +258,12 @@ DAMAGE: dict[tuple[str, str], tuple[Callable[[Path], object], str]] = {
     ("dream", "no gate"): (
         weighs(lambda w: w.pop("layers.1.cross_attn_mlp_gate")),
         "lacks the weight layers.1.cross_attn_mlp_gate; copy the whole folder again",
+    ),
+    ("hivis", "hidden size"): (lambda d: edit(d, hidden_size=48), "hidden size is 48 but this target's is 64"),
+    ("hivis", "no mixing"): (weighs(lambda w: w.pop("fc.weight")), "lacks the weight fc.weight"),
+    ("hivis", "pair"): (
+        with_weight("fc.weight", 64, 128),
+        r"of the shapes \(64, 128\) and \(4, 64\); expected \(64, 192\)",
     ),
     ("vispec", "hidden size"): (lambda d: edit(d, hidden_size=48), "hidden size is 48 but this target's is 64"),
     ("vispec", "no adaptor"): (weighs(lambda w: w.pop("imadpt.k_proj.weight")), "lacks the weight imadpt.k_proj"),

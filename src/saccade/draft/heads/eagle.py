@@ -166,11 +166,17 @@ class HiViS(Head):
     An entry's input is ``f w1 + e w2 + r^s w``: the feature f, the embedding e, and a learned vector for the draft step
     s. ``r^0`` is for entries with the target's feature, ``r^s`` for draft tokens s levels deep; deeper than trained,
     the last one is reused. Positions are text positions without gaps for the hidden tokens. With ``norms="all"``, which
-    the paper lacks, f and e are normalised first.
+    the paper lacks, f and e are normalised first; released heads have ``norms="none"`` (`published.blocks`).
     """
 
     kind: ClassVar[str] = "hivis"
-    defaults: ClassVar[Mapping[str, Any]] = {"after_image": AFTER_IMAGE, "norms": ("block", "all")}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "after_image": AFTER_IMAGE,
+        "norms": ("block", "all", "none"),
+        "bias": (False, True),  # of the layer that mixes the inputs
+        "positions": ("entries", "tokens"),
+    }
+    loaded_only: ClassVar[tuple[str, ...]] = ("bias", "positions")
     default_steps: ClassVar[int] = 4
     hides_visual = True
     is_shown_visual = False
@@ -182,9 +188,10 @@ class HiViS(Head):
         self.embedding_norm = RMSNorm(width, config.norm_eps) if normed else nn.Identity()
         self.w1 = nn.Linear(width, width, bias=False)
         self.w2 = nn.Linear(width, width, bias=False)
-        self.w = nn.Linear(width, width, bias=False)
+        self.w = nn.Linear(width, width, bias=config.options["bias"])
         self.residuals = nn.Parameter(torch.zeros(config.steps, width))
-        self.block = Block(config)
+        self.block = Block(config, normed=config.options["norms"] != "none")
+        self.positions = config.options["positions"]
 
     def forward(self, features: Tensor, embeddings: Tensor, at: Placement, step: Step = 0) -> Tensor:
         last = self.config.steps - 1

@@ -136,8 +136,7 @@ class Released:
             target_layers=self.shape.layers,
             rope=_rope(self.values, mrope),
             norm_eps=self.values.get("rms_norm_eps") or 1e-6,
-            steps=kind.default_steps,
-            **{"layers": kind.reads(self.shape.layers), **more},
+            **{"layers": kind.reads(self.shape.layers), "steps": kind.default_steps, **more},
         )
         rotary_of(config)
         return config
