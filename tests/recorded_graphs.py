@@ -2,18 +2,20 @@
 
 As with a graph on a GPU, a repetition sees new inputs only through the memory of the recorded ones: a number that the
 host computed, a tensor that was made outside, and every shape stay as they were. A host that reads a tensor while it is
-recorded is refused (`HostRead`), as a GPU refuses it.
+recorded is refused (`HostRead`), as a GPU refuses it. A graph holds no tensor that was made outside: nor does a record,
+which finds out where nobody else does (`Freed`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _READS = (
     "aten::_local_scalar_dense",
@@ -29,20 +31,44 @@ class HostRead(RuntimeError):
     """The host read a tensor inside a recorded part."""
 
 
+class Freed(RuntimeError):
+    """A recorded part reads a tensor that nobody holds any more."""
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.operations: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        self._inside: set[int] = set()  # memory of tensors that were made here
+        self._views: list[Tensor] = []  # and views of others that were
+
+    def _held(self, value: Any) -> Any:
+        is_outside = isinstance(value, Tensor) and _memory(value) not in self._inside
+        return weakref.ref(value) if is_outside else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in _READS:
             raise HostRead(f"{func._schema.name} inside a recorded part")
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        made = [x if isinstance(x, Tensor) and _memory(x) not in given else None for x in tree_leaves(out)]
-        self.operations.append((func, args, kwargs, made))  # type: ignore[arg-type]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = set(map(_memory, tensors))
+        outputs = tree_leaves(out)
+        made = [x if isinstance(x, Tensor) and _memory(x) not in given else None for x in outputs]
+        held_args, held_kwargs = tree_map(self._held, (args, kwargs))
+        self._inside |= {_memory(x) for x in made if x is not None}
+        self._views += [x for x in outputs if isinstance(x, Tensor) and not any(x is each for each in tensors)]
+        self.operations.append((func, held_args, held_kwargs, made))
         return out
+
+
+def _alive(value: Any) -> Any:
+    if not isinstance(value, weakref.ref):
+        return value
+    tensor = value()
+    if tensor is None:
+        raise Freed("a tensor that a recorded part reads is gone")
+    return tensor
 
 
 def _memory(tensor: Tensor) -> int:
@@ -57,7 +83,8 @@ def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], 
         outputs = function()
 
     def replay() -> None:
-        for func, args, kwargs, made in recorder.operations:
+        for func, *arguments, made in recorder.operations:
+            args, kwargs = tree_map(_alive, arguments)
             for old, new in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
                 if old is not None:
                     old.copy_(new)

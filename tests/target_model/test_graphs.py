@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, _language_model, _sharpen
-from recorded_graphs import record
+from recorded_graphs import Freed, record
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain
@@ -146,6 +145,22 @@ def test_a_drafted_chain_is_one_graph(monkeypatch: pytest.MonkeyPatch, family: s
     assert OPTIONS["chain"]["gamma"] in ahead
 
 
+def test_a_captured_chain_that_differs_from_ordinary_forwards_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known mistake: tokens at other positions than their own."""
+    expected = drafted(monkeypatch, engine("llava", "chain"), "llava", 2)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    right = StepGraphs._capture_ahead
+
+    def moved(self: StepGraphs, shape: Any, numbers: Any) -> Any:
+        return right(self, shape, [[*row, position + 5] for *row, position in numbers])
+
+    monkeypatch.setattr(StepGraphs, "_capture_ahead", moved)
+    under_test = engine("llava", "chain")
+    with pytest.warns(SaccadeWarning, match="gave other logits"):
+        assert drafted(monkeypatch, under_test, "llava", 2) == expected
+    assert not under_test.drafter.model.executor.enabled
+
+
 def drafted(monkeypatch: pytest.MonkeyPatch, under_test: Engine, family: str, rows: int) -> list[Any]:
     """Tokens of every draft, and of every answer."""
     seen: list[Any] = []
@@ -268,9 +283,8 @@ def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.Mon
     ours, theirs = twins(monkeypatch, 1)
     right = graphs._mask
 
-    def baked(step: Any, *rest: Any) -> Tensor:
-        known = torch.full_like(step.first, int(step.first.tolist()[0]))
-        return right(replace(step, first=known), *rest)
+    def baked(shape: Any, starts: Tensor, first: Tensor, *rest: Any) -> Tensor:
+        return right(shape, starts, torch.full_like(first, int(first.tolist()[0])), *rest)
 
     monkeypatch.setattr(graphs, "_mask", baked)
     with pytest.raises(AssertionError, match="not close"):
@@ -297,7 +311,7 @@ def test_graphs_are_dropped_when_the_arena_moves(monkeypatch: pytest.MonkeyPatch
         each.context.cache.preallocate(each.context.cache.slots * 4)
     if not is_noticed:
         ours.context.cache.moves = ours.graphs._moves[0]
-        with pytest.raises(AssertionError, match="not close"):
+        with pytest.raises(Freed):
             compare(ours, theirs)
         return
     compare(ours, theirs)
@@ -424,6 +438,15 @@ def test_hidden_states_are_those_that_are_required(monkeypatch: pytest.MonkeyPat
     plain = steps.context.forward([0], token)
     for layer, state in plain.hidden.items():
         torch.testing.assert_close(output.hidden[layer], state, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tensor_that_a_graph_reads_and_nobody_holds_is_noticed() -> None:
+    tensors = [torch.ones(2), torch.ones(2)]
+    replay, _ = record(lambda: torch.add(*tensors), None)
+    replay()
+    tensors.pop()
+    with pytest.raises(Freed):
+        replay()
 
 
 def test_keys_come_in_few_sizes_that_hold_what_they_must() -> None:

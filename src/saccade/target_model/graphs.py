@@ -9,7 +9,8 @@ a large one. A captured forward takes one. It repeats its operations on the same
   slots behind a row's entries;
 - slots and masks are computed inside, from the inputs; nothing is read by the host.
 
-A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before.
+A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before. So is a
+draft of a head (`saccade.draft.heads.captured`).
 
 A forward is captured when it comes for the third time, and its replay compared with the ordinary one: where their
 logits differ, or capturing fails, no graphs are used any more.
@@ -32,7 +33,16 @@ from torch import Tensor
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor
-from saccade.target_model.forward import ForwardOutput, Layout, Requirements, RowGroup, TokenBlock, additive, run_end
+from saccade.target_model.forward import (
+    ALL,
+    ForwardOutput,
+    Layout,
+    Requirements,
+    RowGroup,
+    TokenBlock,
+    additive,
+    run_end,
+)
 from saccade.target_model.lean import LeanDecoder, are_close
 
 QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens per row of captured forwards
@@ -79,9 +89,10 @@ class Shape:
 
 @dataclass(slots=True)
 class _Step:
-    """A captured forward, with the memory of its inputs and outputs."""
+    """A captured forward, with the memory of its inputs and outputs, which nothing else holds."""
 
     shape: Shape
+    starts: Tensor  # `[A]` those of the shape
     tokens: Tensor  # `[A, n]`
     positions: Tensor  # `[1, A, n]`
     first: Tensor  # `[A]` slot of each row's first token
@@ -217,16 +228,62 @@ class GraphExecutor(LeanExecutor):
         )
 
 
-class StepGraphs:
+class Graphs:
+    """Captured functions by all that is fixed in them, on the memory of some caches and weights."""
+
+    def __init__(self, pool: GraphExecutor) -> None:
+        self._pool = pool
+        self._steps: OrderedDict[Any, Any] = OrderedDict()
+        self._seen: Counter[Any] = Counter()
+        self._moves: tuple[int, ...] = ()
+        self.replays = 0
+
+    def _current(self, shape: Any, *moves: int) -> Any:
+        """The function captured for a shape; None without one. ``moves`` count how often memory that it reads moved."""
+        if moves != self._moves:
+            self._steps.clear()
+            self._moves = moves
+        step = self._steps.get(shape)
+        if step is not None:
+            self._steps.move_to_end(shape)
+            self.replays += 1
+        return step
+
+    def _is_due(self, shape: Any) -> bool:
+        """Count a function that is not captured; whether it has come often enough to be."""
+        if len(self._seen) >= _MOST_COUNTED:
+            self._seen.clear()
+        self._seen[shape] += 1
+        return self._seen[shape] >= SEEN
+
+    def _captured(self, capture: Callable[[], Any]) -> Any:
+        """Capture a function and replay it; None, and no graphs from now on, where that fails."""
+        try:
+            with self._pool.lock:
+                step = capture()
+                step.replay()
+        except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
+            first, *_ = str(problem).strip().splitlines() or [""]
+            self._pool.give_up(f"capturing failed ({type(problem).__name__}: {first})")
+            return None
+        return step
+
+    def _keep(self, shape: Any, step: Any, agrees: bool) -> None:
+        """Keep what was captured if ``agrees``, its replay with ordinary operations; else use no graphs any more."""
+        if not agrees:
+            return self._pool.give_up("a captured forward gave other logits than the same one without a graph")
+        self._steps[shape] = step
+        while len(self._steps) > MOST_GRAPHS:
+            self._steps.popitem(last=False)
+        return None
+
+
+class StepGraphs(Graphs):
     """Captured forwards of one cache."""
 
     def __init__(self, pool: GraphExecutor, cache: RowCache) -> None:
-        self._pool: GraphExecutor = pool
+        super().__init__(pool)
         self._cache = cast("RowCache", weakref.proxy(cache))  # which owns this
-        self._steps: OrderedDict[Shape, _Step] = OrderedDict()
-        self._seen: Counter[Shape] = Counter()
-        self._moves = (0, 0)
-        self.replays = 0
 
     def run(
         self, block: TokenBlock, requirements: Requirements, ordinary: Callable[[], list[ForwardOutput]]
@@ -278,7 +335,9 @@ class StepGraphs:
             step = self._captured(lambda: self._capture_ahead(shape, numbers))
             if step is None:
                 return None
-            self._keep(step)
+            self._keep(shape, step, self._chains_agree(step.logits[..., :vocab].clone(), first, ahead))
+            if not self._pool.enabled:
+                return None
         with self._pool.lock:
             step.tokens.copy_(on_device(numbers, self._pool.device))
             step.replay()
@@ -288,40 +347,8 @@ class StepGraphs:
         return logits
 
     def _known(self, shape: Shape) -> _Step | None:
-        """The graph of a shape, if there is one that still runs on the memory of the cache and the weights."""
-        moves = (self._cache.moves, self._pool.moves)
-        if moves != self._moves:
-            self._steps.clear()
-            self._moves = moves
-        step = self._steps.get(shape)
-        if step is not None:
-            self._steps.move_to_end(shape)
-            self.replays += 1
+        step: _Step | None = self._current(shape, self._cache.moves, self._pool.moves)
         return step
-
-    def _is_due(self, shape: Shape) -> bool:
-        """Count a forward that has no graph; whether it has come often enough to capture one."""
-        if len(self._seen) >= _MOST_COUNTED:
-            self._seen.clear()
-        self._seen[shape] += 1
-        return self._seen[shape] >= SEEN
-
-    def _captured(self, capture: Callable[[], _Step]) -> _Step | None:
-        """Capture a graph and replay it; None, and no graphs from now on, where that fails."""
-        try:
-            with self._pool.lock:
-                step = capture()
-                step.replay()
-        except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
-            first, *_ = str(problem).strip().splitlines() or [""]
-            self._pool.give_up(f"capturing failed ({type(problem).__name__}: {first})")
-            return None
-        return step
-
-    def _keep(self, step: _Step) -> None:
-        self._steps[step.shape] = step
-        while len(self._steps) > MOST_GRAPHS:
-            self._steps.popitem(last=False)
 
     def _first(self, shape: Shape, block: TokenBlock, ordinary: Callable[[], list[ForwardOutput]]) -> ForwardOutput:
         """Run a forward that has no graph; capture one if it has come often enough."""
@@ -330,11 +357,22 @@ class StepGraphs:
             return ordinary()[0]
         ours = step.output(block.count).logits.float()
         output = ordinary()[0]
-        if are_close(ours, output.logits.float(), self._pool.target.dtype):
-            self._keep(step)
-        else:
-            self._pool.give_up("a captured forward gave other logits than the same one without a graph")
+        self._keep(shape, step, are_close(ours, output.logits.float(), self._pool.target.dtype))
         return output
+
+    def _chains_agree(self, chained: Tensor, first: Sequence[int], ahead: Ahead) -> bool:
+        """Whether ordinary forwards over all tokens of a chain give its logits ``[steps, A, V]``."""
+        pool, cache = self._pool, self._cache
+        for place, (row, tokens) in enumerate(zip(ahead.rows, ahead.tokens, strict=True)):
+            ours, pending = chained[:, place], cache.pending[row]
+            every = torch.cat([on_device(tokens, pool.device), ours[:-1].argmax(-1)])
+            positions = torch.arange(first[place], first[place] + len(every), device=pool.device)
+            block = TokenBlock([row], every[None], positions=positions[None, None], logits_from=len(tokens) - 1)
+            (output,) = LeanExecutor.forward(pool, cache, [block], Requirements())
+            cache.pending[row] = pending
+            if not are_close(ours.float(), output.logits[0, :, : ahead.vocab].float(), pool.target.dtype):
+                return False
+        return True
 
     def _capture_ahead(self, shape: Shape, numbers: Sequence[Sequence[int]]) -> _Step:
         """Capture a chain; ``numbers``: per row its tokens, the first one's slot, their count, its position."""
@@ -343,7 +381,7 @@ class StepGraphs:
         steps, vocab = shape.ahead
         starts = on_device(shape.starts, device)
         table = on_device(numbers, device)
-        step = _Step(shape, table, table, table)
+        step = _Step(shape, starts, table, table, table)
         bound = target.traits.limits.context or torch.iinfo(torch.long).max
         one = replace(shape, queries=1)
 
@@ -358,11 +396,7 @@ class StepGraphs:
                 if levels:
                     tokens = levels[-1][:, :vocab].max(-1, keepdim=True).indices
                     new = new[:1]
-                at = first[:, None] + new
-                causal = _Step(each, tokens, tokens, first)
-                mask = _mask(causal, starts, target.dtype)
-                groups = _groups(each, mask, cache.slots, target.traits.masks.names)
-                cache.layout = Layout([], at.flatten(), cache.slots, groups)
+                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names)
                 positions = (position[:, None] + new).clamp(max=bound - 1)
                 normed, _ = pool.decoder(
                     target.embed(tokens).flatten(0, 1), positions.flatten()[None], cache, cache.layout
@@ -386,7 +420,7 @@ class StepGraphs:
         starts = on_device(shape.starts, device)
         requirements = Requirements(shape.layers, shape.final)
         tokens = torch.zeros(rows, shape.queries, dtype=torch.long, device=device)
-        step = _Step(shape, tokens, tokens[None].clone(), tokens[:, 0].clone())
+        step = _Step(shape, starts, tokens, tokens[None].clone(), tokens[:, 0].clone())
         if shape.pending is not None:
             step.mask = tokens.new_zeros(rows, shape.queries, shape.pending + shape.queries, dtype=torch.bool)
         if shape.last:
@@ -394,11 +428,7 @@ class StepGraphs:
         self._fill(step, block)
 
         def forward() -> tuple[Tensor, dict[int, Tensor]]:
-            new = torch.arange(shape.queries, device=device)
-            slots = (step.first[:, None] + new).flatten()
-            mask = _mask(step, starts, target.dtype)
-            groups = _groups(shape, mask, cache.slots, target.traits.masks.names)
-            cache.layout = Layout([], slots, cache.slots, groups)
+            lay_out(cache, shape, starts, step.first, target.dtype, target.traits.masks.names, step.mask)
             x = target.embed(step.tokens).flatten(0, 1)
             normed, states = pool.decoder(x, step.positions.flatten(1), cache, cache.layout, requirements)
             if step.last is not None:
@@ -451,6 +481,21 @@ class StepGraphs:
             torch.arange(count - 1, len(rows) * step.shape.queries, step.shape.queries, out=step.last)
 
 
+def lay_out(
+    cache: RowCache,
+    shape: Shape,
+    starts: Tensor,
+    first: Tensor,
+    dtype: torch.dtype,
+    kinds: Sequence[str] = (ALL,),
+    mask: Tensor | None = None,
+) -> None:
+    """Lay out a captured forward in a cache; ``starts`` are those of the shape, others as of `_Step`."""
+    new = torch.arange(shape.queries, device=starts.device)
+    groups = _groups(shape, _mask(shape, starts, first, dtype, mask), cache.slots, kinds)
+    cache.layout = Layout([], (first[:, None] + new).flatten(), cache.slots, groups)
+
+
 def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> list[RowGroup]:
     """Rows by attention kernel call, which those too near the end of an arena of ``slots`` share with none."""
     groups, at = [], 0
@@ -466,19 +511,18 @@ def _groups(shape: Shape, mask: Tensor, slots: int, kinds: Sequence[str]) -> lis
     return groups
 
 
-def _mask(step: _Step, starts: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask(shape: Shape, starts: Tensor, first: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
     """Additive mask ``[A, 1, n, K]`` over the slots of each row's segment."""
-    shape = step.shape
     keys = torch.arange(shape.keys, device=starts.device)
-    first = step.first - starts  # counted within the segments
-    if step.mask is None:
+    first = first - starts  # counted within the segments
+    if mask is None:
         new = torch.arange(shape.queries, device=starts.device)
         last = first[:, None] + new  # [A, n]
         return additive(keys <= last[..., None], dtype)[:, None]
     assert shape.pending is not None
     behind = keys - (first - shape.pending)[:, None]  # [A, K] index among the uncommitted entries
-    known = step.mask.shape[2]
+    known = mask.shape[2]
     index = behind.clamp(0, known - 1)[:, None]
-    visible = step.mask.gather(2, index.expand(-1, shape.queries, -1))
+    visible = mask.gather(2, index.expand(-1, shape.queries, -1))
     uncommitted = visible & (behind < known)[:, None]
     return additive((behind < 0)[:, None] | uncommitted, dtype)[:, None]
