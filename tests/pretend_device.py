@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -41,6 +42,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from saccade.target_model import lean
 
 NAME = "pretend"
+_KERNELS = torch.library.Library("aten", "IMPL")
+"""Of what torch calls below all modes."""
 
 _CONVERSIONS = {"aten::_to_copy", "aten::to"}
 _FREE = {
@@ -149,8 +152,28 @@ class _Pinned(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-class PretendDevice(TorchDispatchMode):
-    """The device is there, and counted, while this is open."""
+class _Operations(TorchDispatchMode):
+    """Operations of a thread on tensors of the device."""
+
+    def __enter__(self) -> Any:
+        self._lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) goes through the CPU
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(self._lifts)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, _ = tree_flatten((args, kwargs))
+        if any(isinstance(x, OnPretend) or _is_pretend(x) for x in flat):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class PretendDevice(_Operations):
+    """The device is there, and counted, while this is open, for this thread and those that begin meanwhile."""
 
     _open: ClassVar[list[PretendDevice]] = []
     _is_known: ClassVar[bool] = False
@@ -158,21 +181,20 @@ class PretendDevice(TorchDispatchMode):
     def __init__(self) -> None:
         if not PretendDevice._is_known:
             _setup_privateuseone_for_python_backend(NAME)
+            _KERNELS.impl("_local_scalar_dense", _item, "PrivateUse1")
             PretendDevice._is_known = True
         super().__init__()
         self.counts: Counts | None = None
         self._restore = ExitStack()
 
     def __enter__(self) -> PretendDevice:
-        lifts = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=NAME) goes through the CPU
-        self._restore.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         for owner, name, replacement in (
             (torch.inference_mode, "__enter__", _enter_no_grad),
             (torch.inference_mode, "__exit__", _leave_no_grad),
             (Tensor, "pin_memory", _pinned),
             (torch.cuda, "synchronize", lambda *_: _count_wait("synchronize")),
             (torch.cuda, "current_stream", _Stream),
+            (Thread, "run", _run_thread),
             (F, "rms_norm", _norm),
             (F, "scaled_dot_product_attention", _attention),
             (lean, "WEIGHTS", (*lean.WEIGHTS, OnPretend)),  # a subclass of Tensor, as quantised weights are
@@ -186,13 +208,6 @@ class PretendDevice(TorchDispatchMode):
         super().__exit__(*error)
         PretendDevice._open.pop()
         self._restore.close()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        flat, _ = tree_flatten((args, kwargs))
-        if any(isinstance(x, OnPretend) or _is_pretend(x) for x in flat):
-            return _run(func, args, kwargs)
-        return func(*args, **kwargs)
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
@@ -235,7 +250,18 @@ def _leave_no_grad(self: Any, *error: Any) -> None:
     self._inference_mode_context.__exit__(*error)
 
 
-_PLAIN_NORM, _PLAIN_ATTENTION = F.rms_norm, F.scaled_dot_product_attention
+_PLAIN_RUN, _PLAIN_NORM, _PLAIN_ATTENTION = Thread.run, F.rms_norm, F.scaled_dot_product_attention
+
+
+def _item(self: OnPretend) -> Any:
+    """A number that is read by itself, as by `torch.tensor` of tensors."""
+    _count_wait("item")
+    return self.raw.item()
+
+
+def _run_thread(self: Thread) -> None:
+    with _Operations():
+        _PLAIN_RUN(self)
 
 
 def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -343,7 +369,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     raw_args, raw_kwargs = tree_unflatten([raw(x) for x in flat], spec)
     if raw_kwargs.get("pin_memory"):
         raw_kwargs["pin_memory"] = False
-    out = func(*raw_args, **raw_kwargs)
+    if name == "aten::histc":  # CUDA counts integers, too
+        out = func(raw_args[0].float(), *raw_args[1:], **raw_kwargs).to(raw_args[0].dtype)
+    else:
+        out = func(*raw_args, **raw_kwargs)
     if is_copy and out is raw_args[0] and (ours and to_device):
         return flat[0]
     if "out" in kwargs:

@@ -48,8 +48,6 @@ TASKS = ("scene", "chart", "receipt", "document")
 NEW = 16
 """Tokens of a tiny model's answer."""
 TREE = DynamicTree(top=3, max_depth=4, total=12)
-NOT_PRETENDED = ("qwen", "deepseek", "nemotron", "two threads")
-"""Beginnings of pieces whose stock modules the pretend device does not run, or that need a thread of their own."""
 FAMILY_TEXTS = ("mistral", "nemotron_h", "lfm2")
 FAMILY_PICTURES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "gemma3", "llava", "idefics3")
 
@@ -62,12 +60,6 @@ class Reference(NamedTuple):
 
 
 def pieces(kit: Kit) -> Iterator[Piece]:
-    for name, work in _pieces(kit):
-        if kit.pretend is None or not name.startswith(NOT_PRETENDED):
-            yield name, work
-
-
-def _pieces(kit: Kit) -> Iterator[Piece]:
     few = 1 if kit.small else 3
     yield "built-in pair in float32", partial(pocket, kit, "float32", few)
     for name in ("qwen2_5_vl", "qwen3_5"):

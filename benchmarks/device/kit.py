@@ -128,12 +128,12 @@ def device_of(name: str) -> Iterator[tuple[torch.device, Any]]:
     if name != PRETEND:
         yield torch.device(name), None
         return
-    from pretend_device import OnPretend, PretendDevice
+    from pretend_device import PretendDevice
     from recorded_graphs import captured_on
     from saccade.target_model import graphs, lean
 
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # its tensors cannot change their dtype in place
     with PretendDevice() as pretend:
         graphs.CAPTURES[PRETEND] = captured_on(pretend)
-        lean.DEVICES, lean.WEIGHTS = (*lean.DEVICES, PRETEND), (*lean.WEIGHTS, OnPretend)
+        lean.DEVICES = (*lean.DEVICES, PRETEND)
         yield torch.device(PRETEND), pretend

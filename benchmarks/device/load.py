@@ -50,13 +50,15 @@ def load(kit: Kit, clients: int, chance: float | None) -> Iterator[Finding]:
     owner = Owner(limits, lambda deliver: deliver())
     vlm = SimpleNamespace(engine=Engine(target, drafter), target=target, lossless=True)
     clients_of = [_Client(kit, owner, vlm, seed, length, new, each) for seed in range(clients)]
-    owner._thread = threading.current_thread()  # to which the pretend device belongs
     running = [threading.Thread(target=client.run, daemon=True) for client in clients_of]
     begun = time.perf_counter()
-    for thread in [*running, threading.Thread(target=_end, args=(owner, running), daemon=True)]:
+    owner.start()
+    for thread in running:
         thread.start()
-    owner._run()
+    for thread in running:
+        thread.join()
     spent = time.perf_counter() - begun
+    owner.stop()
     for client in clients_of:
         if client.error is not None:
             raise client.error
@@ -70,13 +72,6 @@ def load(kit: Kit, clients: int, chance: float | None) -> Iterator[Finding]:
     found |= {"first_token_ms": 1000 * median(first), "first_token_95": 1000 * late, "tokens_per_pass": median(passes)}
     words = f"{tokens / spent:.4g} tokens/s, first token {1000 * median(first):.3g} ms (95 %: {1000 * late:.3g})"
     yield {**found, "line": f"{words}, {median(passes):.2f} tokens a pass, {wrong} WRONG of {len(first)}"}
-
-
-def _end(owner: Owner, clients: list[threading.Thread]) -> None:
-    """End the server once all clients have their answers."""
-    for client in clients:
-        client.join()
-    owner.end()
 
 
 class _Client:

@@ -25,7 +25,6 @@ from saccade.target_model.adapter import Target
 
 QWEN7, QWEN3, HYBRID = "Qwen2.5-VL-7B", "Qwen2.5-VL-3B", "Qwen3.5-9B"
 _TINY = {QWEN7: "qwen2_5_vl", QWEN3: "qwen2_5_vl", HYBRID: "qwen3_5"}
-_PRETENDED = {QWEN7: "llava", QWEN3: "llava", HYBRID: "lfm2"}
 _SIZES = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
 _THREE: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 _ROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
@@ -57,8 +56,7 @@ def span_of(kit: Kit, vocab: int) -> tuple[int, int]:
 def model_of(kit: Kit, name: str) -> Any:
     """A model on the device whose answers are a walk through its words."""
     if kit.small:
-        case = FAMILIES[(_TINY if kit.pretend is None else _PRETENDED)[name]]
-        model = case.model()
+        model = FAMILIES[_TINY[name]].model()
     else:
         config = config_of(name)
         with torch.device(kit.device):

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.device import ROOT, exact
 from benchmarks.device.__main__ import options_of, work, write_page
-from benchmarks.device.kit import Kit
+from benchmarks.device.kit import Kit, device_of
 from benchmarks.device.page import page
 from benchmarks.device.records import SHARES, Record, Records
 from families import FAMILIES
@@ -52,6 +52,25 @@ def test_the_same_runs_on_the_pretend_device_with_graphs(tmp_path: Path, monkeyp
     check(records, ("cost", "load"))
     passes = {r["graphs"]: r["launches"] for r in records if r.get("nodes") == 8 and r.get("rows") == 1}
     assert passes[True] < passes[False]
+
+
+PRETENDED = ("qwen3_5", "deepseek_v3 (MLA) and its MTP", "nemotron_h", "two threads")
+
+
+def test_the_pretend_device_runs_stock_modules_and_every_thread(tmp_path: Path) -> None:
+    """Modules that give tensors to `torch.tensor`, count experts, or are loaded by threads of their own."""
+
+    def measure() -> None:
+        with device_of("pretend") as (device, pretend):
+            kit = Kit(Records(tmp_path), device, small=True, ends=time.time() + 500, pretend=pretend)
+            kit.begin("exact")
+            for name, piece in exact.pieces(kit):
+                assert name not in PRETENDED or kit.run(name, piece)
+
+    assert exit_code_of(measure) == 0
+    records = Records(tmp_path).read()
+    check(records, ("exact",))
+    assert {r["piece"] for r in records if r.get("same")} == set(PRETENDED)
 
 
 @pytest.fixture
