@@ -83,6 +83,12 @@ def test_a_prediction_agrees_with_the_single_formulas(alpha: float, gamma: int, 
     assert isclose(p.verified_per_token * p.block_efficiency, gamma + 1)
 
 
+def test_a_drafter_that_drafts_in_one_pass_pays_for_its_draft_once() -> None:
+    p = theory.predict(0.8, 5, 0.15, one_pass=True, longest=7)
+    assert isclose(p.speedup, chain_speedup(0.8, 5, 0.03))
+    assert p.best == theory.BestGamma(7, theory.speedup(theory.accepted_length(0.8, 7) + 1, 1, 0.15))
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

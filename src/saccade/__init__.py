@@ -1,4 +1,4 @@
-"""Speculative decoding for vision-language models: several times faster, with the same answers.
+"""Speculative decoding for vision-language models: faster, with the same answers.
 
 >>> import saccade
 >>> vlm = saccade.load("path/to/target", drafter="path/to/drafter")

@@ -1,6 +1,7 @@
-"""Memory, disk and tokens of a run by published configurations alone: no weights, no GPU.
+"""Memory, disk, tokens and costs of a run by published configurations alone: no weights, no GPU.
 
-`Preset` has the settings for a GPU's memory, `ModelSize` the bytes of a model, and `Lengths` the tokens of the data.
+`Preset` has the settings for a GPU's memory, `ModelSize` the bytes of a model, `PairSize` those that steps of it and of
+its drafter read, and `Lengths` the tokens of the data.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ import torch
 from PIL import Image
 
 from saccade.data.conversations import resolve
+from saccade.draft.heads.head import MARK, HeadConfig, TargetShape, check_fit, empty_head
+from saccade.draft.heads.published.released import DRAFT_VOCAB
+from saccade.draft.heads.registry import HEAD_KINDS, head_class
+from saccade.draft.heads.store import layout_of, read_values
 from saccade.errors import InputError, ModelError
 from saccade.inputs.chat import normalise
 from saccade.inputs.families import family_of
-from saccade.loading import check_checkpoint, check_dtype, empty_model
+from saccade.loading import check_checkpoint, check_dtype, drafts_in_parallel, empty_model
 from saccade.options import make
 from saccade.target_model.adapter import Target
 from saccade.wording import nearest
@@ -105,6 +110,23 @@ class ModelSize:
         """Bytes of one entry of the KV cache over all layers."""
         return self.target.entry_bytes // self.target.dtype.itemsize * self.each
 
+    def check_unquantised(self) -> None:
+        """Raise `ModelError` for a quantised model, whose bytes its configuration does not say."""
+        if getattr(self.target.config, "quantization_config", None) is not None:
+            raise ModelError(f"{self.name} is quantised, and its bytes are not known; give the model it was made from.")
+
+    def step(self, tokens: int = 1) -> float:
+        """Bytes of weights that a decoding step over some tokens reads; of experts, as many as chance chooses."""
+        text = self.target.text_config
+        experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 0)
+        chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
+        share = 1 - (1 - chosen / experts) ** tokens if experts else 1.0
+        read = float(self.lm_head)
+        for layer in self.target.layers:
+            for name, weight in layer.named_parameters():
+                read += weight.numel() * (share if "experts." in name and "shared" not in name else 1.0)
+        return read * self.each
+
     def picture(self, width: int, height: int) -> tuple[int, int]:
         """Visual tokens and patches of a picture, by the checkpoint's image settings."""
         if (width, height) in self._pictures:
@@ -134,6 +156,58 @@ class ModelSize:
                 f"The image settings of {self.name} cannot be read; give a folder that has preprocessor_config.json "
                 "beside config.json, or a hub id."
             ) from problem
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class PairSize:
+    """A target and a drafter without weights, and what a step of each reads: its time where memory limits it."""
+
+    target: ModelSize
+    weights: int  # of the drafter
+    step: float  # bytes of weights that a step of the drafter reads
+    one_pass: bool  # a step drafts all tokens
+    longest: int  # most tokens of a draft
+
+    @classmethod
+    def of(cls, target: str, drafter: str) -> PairSize:
+        """Return a pair by the configurations in folders or on the hub; a drafter may be a kind of head."""
+        size = ModelSize(target)
+        size.check_unquantised()
+        values = {} if drafter in HEAD_KINDS else read_values(drafter)
+        layout = layout_of(drafter, values, shapes=dict)
+        kind = layout.kind(values).kind if layout else drafter if drafter in HEAD_KINDS else values.get(MARK)
+        if kind is None:  # a head with a Llama's block reads as much as a model of one layer
+            model = ModelSize(drafter)
+            model.check_unquantised()
+            return cls(size, model.weights, model.step(), drafts_in_parallel(model.target.config), 32)
+        if MARK in values:
+            config = HeadConfig.from_values(values, drafter)
+        else:
+            nested = {**values, **(values.get("transformer_layer_config") or {})}
+            said = {"own_vocabulary": nested.get(DRAFT_VOCAB), "blocks": nested.get("num_hidden_layers")}
+            options = {name: n for name, n in said.items() if n and name in head_class(kind).defaults}
+            config = HeadConfig.from_target(size.target, kind, mlp=nested.get("intermediate_size"), **options)
+            config = replace(config, hidden_size=nested.get("hidden_size") or config.hidden_size)
+        check_fit(config, TargetShape.of(size.target))
+        head = empty_head(config)
+        weights = {name: weight.numel() for name, weight in head.named_parameters()}
+        read = sum(count for name, count in weights.items() if not name.startswith("embed_tokens"))
+        read += 0 if head.has_lm_head else size.lm_head
+        exit = head.layers[0] / len(size.target.layers) if kind == "kangaroo" else 0.0  # layers that draft with it
+        step = read * size.each + exit * (size.step() - size.lm_head * size.each)
+        return cls(size, sum(weights.values()), step, head.drafts_in_one_pass, head.reach or 32)
+
+    @property
+    def cost(self) -> float:
+        """A drafter step as a share of a target step."""
+        return self.step / self.target.step()
+
+    def verify_cost(self, tokens: int) -> float:
+        """A target pass over some tokens as a share of one over a single token."""
+        return self.target.step(tokens) / self.target.step()
 
 
 LETTERS = 4

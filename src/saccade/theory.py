@@ -102,15 +102,24 @@ class BestGamma:
     speedup: float  # expected at that gamma
 
 
-def best_gamma(acceptance: float, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32) -> BestGamma:
+def best_gamma(
+    acceptance: float,
+    draft_cost: float,
+    *,
+    verify_cost: VerifyCost = FREE,
+    longest: int = 32,
+    one_pass: bool = False,
+) -> BestGamma:
     """Gamma from 0 to `longest` with the highest expected speed-up; the shorter one of equals.
+
+    With ``one_pass`` the draft cost is that of the whole draft, as of DFlash and Medusa.
 
     (SAGE's Theorem 4.7, ``floor(log(c_t / c_d) / log(1 / p))``, is an upper bound: 13 for p = 0.8, c = 0.05, not 8.)
     """
     best = BestGamma(0, 1.0)
     for gamma in range(1, longest + 1):
         tokens = accepted_length(acceptance, gamma) + 1
-        rate = speedup(tokens, gamma, draft_cost, verify_cost=verify_cost(gamma + 1))
+        rate = speedup(tokens, 1 if one_pass else gamma, draft_cost, verify_cost=verify_cost(gamma + 1))
         if rate > best.speedup:
             best = BestGamma(gamma, rate)
     return best
@@ -122,7 +131,7 @@ class ChainEstimate:
 
     acceptance: float
     gamma: int
-    draft_cost: float  # `T_q / T_p`
+    draft_cost: float  # `T_q / T_p` of a draft token
     verify_cost: float  # `T_p(gamma + 1) / T_p(1)`
     accepted_length: float  # draft tokens accepted per pass
     block_efficiency: float  # tokens emitted per pass
@@ -133,11 +142,22 @@ class ChainEstimate:
 
 
 def predict(
-    acceptance: float, gamma: int, draft_cost: float, *, verify_cost: VerifyCost = FREE, longest: int = 32
+    acceptance: float,
+    gamma: int,
+    draft_cost: float,
+    *,
+    verify_cost: VerifyCost = FREE,
+    longest: int = 32,
+    one_pass: bool = False,
 ) -> ChainEstimate:
-    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best."""
+    """Predict a chain's accepted length, block efficiency and speed-up, and the gamma that would be best.
+
+    With ``one_pass`` the draft cost is that of the whole draft.
+    """
     length = accepted_length(acceptance, _count("draft length gamma", gamma, 1))
     cost = verify_cost(gamma + 1)
+    best = best_gamma(acceptance, draft_cost, verify_cost=verify_cost, longest=longest, one_pass=one_pass)
+    draft_cost = draft_cost / gamma if one_pass else draft_cost
     return ChainEstimate(
         acceptance=acceptance,
         gamma=gamma,
@@ -148,7 +168,7 @@ def predict(
         speedup=speedup(length + 1, gamma, draft_cost, verify_cost=cost),
         verified_per_token=(gamma + 1) / (length + 1),
         break_even=break_even(gamma, draft_cost, verify_cost=cost),
-        best=best_gamma(acceptance, draft_cost, verify_cost=verify_cost, longest=longest),
+        best=best,
     )
 
 

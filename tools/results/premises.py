@@ -111,7 +111,7 @@ def premises(
     The target must take pictures; the built-in pair is the default. Without a draft VLM the modality gap and the cost
     of a head are measured. Nothing is trained.
 
-    Example: `python -m tools.results premises -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
+    Example: `python -m tools.results premises -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
     tasks = [_task(each.strip()) for each in dict.fromkeys(prompts.split(","))]
     suite = parse({"tasks": tasks, "methods": ["plain"], "per_task": count, "seed": seed}, "premises", "--prompts")

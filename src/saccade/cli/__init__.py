@@ -19,7 +19,7 @@ if "OMP_WAIT_POLICY" not in os.environ:  # which the count would override
 IMPORTED = "SACCADE_IMPORT"
 app = typer.Typer(
     name="saccade",
-    help="Speculative decoding for vision-language models: several times faster, with the same answers.",
+    help="Speculative decoding for vision-language models: faster, with the same answers.",
     epilog="Start with `saccade demo`; it needs no download. `saccade COMMAND --help` explains each command.",
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

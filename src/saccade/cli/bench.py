@@ -155,7 +155,7 @@ def bench(
     - `saccade bench --suite quick --methods chain,prompt-lookup --repeats 3 --out runs/mine`
     - `saccade bench --suite heads -t pocket --head hivis=runs/hivis/best --head eagle2=runs/eagle2/best`
     - `saccade bench --suite quick --dataset textvqa@hivis --dataset mmmu -t Qwen/Qwen2.5-VL-7B-Instruct --plan`
-    - `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
+    - `saccade bench --suite quick --data prompts.jsonl -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct`
     """
     if chosen.suite is None:
         if chosen != SuiteOptions() or models.target or models.drafter or out or plan:
@@ -270,7 +270,7 @@ def tune(
     Examples:
 
     - `saccade tune -t pocket`
-    - `saccade tune -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
+    - `saccade tune -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --data prompts.jsonl --per-task 16`
     """
     models = models.or_pocket()
     if is_profile(models.named()):

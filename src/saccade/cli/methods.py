@@ -8,12 +8,14 @@ import re
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from saccade.cli import screen
 from saccade.cli.option_groups import method_names, option, place_of
-from saccade.wording import count
+from saccade.errors import InputError
+from saccade.wording import count, parse_value
 
 
 def methods(
@@ -52,21 +54,88 @@ def methods(
 
 
 def predict(
-    acceptance: float = option(
-        ..., "Probability, 0 to 1, that the target accepts one more draft token.", "-a", min=0, max=1
+    acceptance: float | None = option(
+        None, "Probability, 0 to 1, that the target accepts one more draft token.", "-a", min=0, max=1
     ),
-    cost: float = option(..., "A drafter step as a share of a plain target step (T_q / T_p).", "-c", min=0, max=1e6),
+    cost: float | None = option(
+        None, "A drafter step as a share of a plain target step (T_q / T_p).", "-c", min=0, max=1e6
+    ),
+    verify: str | None = option(
+        None,
+        "A target pass over gamma + 1 tokens as a share of one over a single token, or a run that measured it.",
+        "-v",
+        metavar="NUMBER|FOLDER",
+    ),
     gamma: int = option(5, "Draft tokens per target pass.", "-g", min=1),
+    target: str | None = option(None, "Compute the costs from config.json: of this target,", "-t", metavar="PATH"),
+    drafter: str | None = option(None, "and of this model, head or kind of head.", "-d", metavar="PATH"),
 ) -> None:
     """Predict the speed-up of a draft chain: tokens per target pass, over the cost of its drafts and the pass.
 
-    Break-even is the acceptance below which speculation slows decoding down. The acceptance of a run is in
-    `saccade generate --json` under `acceptance_by_depth`; `saccade.theory` takes costs of verification, too.
+    With a target and a drafter, folders or hub ids of which config.json alone is read, costs are in proportion to the
+    weights that a step reads, as on a GPU with one row. Break-even is the acceptance below which speculation slows
+    decoding down. The acceptance of a run is in `saccade generate --json` under `acceptance_by_depth`.
+
+    Examples:
+
+    - `saccade predict -a 0.8 -c 0.05 -v 1.6`
+    - `saccade predict -a 0.8 -c 0.05 -v runs/quick`
+    - `saccade predict -t Qwen/Qwen2.5-VL-7B-Instruct -d Rayzl/qwen2.5-vl-7b-eagle3-sgl`
+    - `saccade predict -t Qwen/Qwen2.5-VL-7B-Instruct -d hivis -a 0.7`
     """
     from saccade import theory
 
-    prediction = asdict(theory.predict(acceptance, gamma, cost))
-    screen.facts("a chain of draft tokens", {name.replace("_", " "): value for name, value in prediction.items()})
+    if (target is None) != (drafter is None) or (target is None) != (cost is not None):
+        raise InputError("Give either --cost, or --target and --drafter, from which it is computed.")
+    if target is None and acceptance is None:
+        raise InputError("No acceptance is given; add --acceptance, such as 0.7.")
+    about, verify_cost = dict[str, Any](), theory.FREE
+    drafts: dict[str, Any] = {}
+    if target and drafter:
+        from saccade.memory_plan import PairSize
+        from saccade.pocket import draft_path
+
+        screen.quiet_libraries()
+        pair = PairSize.of(place_of(target), str(draft_path()) if drafter == "pocket" else drafter)
+        cost, verify_cost = pair.cost, pair.verify_cost
+        drafts = {"longest": pair.longest, "one_pass": pair.one_pass}
+        sizes = {"target": (pair.target.weights, pair.target.step()), "drafter": (pair.weights, pair.step)}
+        for name, (weights, step) in sizes.items():
+            about[name] = f"{weights / 1e6:,.0f} million weights; a step reads {step / 1e9:.3g} GB"
+        about["cost ratio"] = cost
+    if verify is not None:
+        verify_cost = theory.cost_curve(_measured(verify, gamma + 1))
+    assert cost is not None
+    chances = [0.5, 0.6, 0.7, 0.8, 0.9] if acceptance is None else [acceptance]
+    found = [theory.predict(chance, gamma, cost, verify_cost=verify_cost, **drafts) for chance in chances]
+    if about:
+        about |= {"verify cost": found[0].verify_cost, "break even": found[0].break_even}
+        screen.facts(f"{target} drafted by {drafter}; costs by the weights that a step reads", about)
+    if acceptance is not None:
+        values = {name.replace("_", " "): value for name, value in asdict(found[0]).items()}
+        screen.facts("a chain of draft tokens", values)
+        return
+    columns = ["acceptance", "tokens/pass", f"speed-up, gamma {gamma}", "best gamma", "its speed-up"]
+    rows = [
+        [each.acceptance, each.block_efficiency, each.speedup, each.best.gamma, each.best.speedup] for each in found
+    ]
+    screen.table(columns, [[cell if isinstance(cell, int) else f"{cell:.2f}" for cell in row] for row in rows])
+
+
+def _measured(verify: str, tokens: int) -> dict[int, float]:
+    """Return costs of passes by their tokens: a number for this many, or those of a run of `saccade bench`."""
+    number = parse_value(verify)
+    if isinstance(number, int | float):
+        if not 0 < number < 1e6:
+            raise InputError(f"--verify takes a number above 0, such as 1.6, not {verify}.")
+        return {tokens: float(number)}
+    from saccade.bench.cost import Costs
+    from saccade.bench.records import read
+
+    costs = Costs.of(read(Path(verify)).header.costs)
+    if costs is None:
+        raise InputError(f"The run in {verify} measured no costs of passes; give a number, such as 1.6.")
+    return {n: seconds / costs.target[1] for n, seconds in costs.target.items()}
 
 
 def inspect(

@@ -46,7 +46,7 @@ def serve(
     Examples:
 
     - `saccade serve -t pocket`
-    - `saccade serve -t Qwen/Qwen2.5-VL-7B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --api-key-file keys.txt`
+    - `saccade serve -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct --api-key-file keys.txt`
     - `saccade serve --config serve.toml --plan`
     - `saccade serve --config serve.toml --ray=auto --replicas 4`
     """

@@ -19,6 +19,7 @@ from saccade.draft.heads.published.released import (
     SPECULATORS,
     Released,
     ReleasedLayout,
+    Shapes,
     Values,
     Weights,
     check_form,
@@ -123,8 +124,11 @@ def kind_in(folder: Any) -> str | None:
         return head_class(values[MARK]).kind if layout is None else layout.kind(values).kind
 
 
-def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout | None:
-    """Return the layout of the released head in a folder; None for ours and for other folders."""
+def layout_of(folder: str | Path, values: Mapping[str, Any], shapes: Shapes | None = None) -> ReleasedLayout | None:
+    """Return the layout of the released head in a folder; None for ours and for other folders.
+
+    ``shapes`` are those of its weights, by default read from their file.
+    """
     if MARK in values:
         return None
     from saccade.draft.heads.published.blocks import block_layout
@@ -140,7 +144,7 @@ def layout_of(folder: str | Path, values: Mapping[str, Any]) -> ReleasedLayout |
         from saccade.draft.heads.published.peagle import PEAGLE
 
         return PEAGLE
-    return eagle3_layout(values) or stack_layout(values) or block_layout(values, lambda: _shapes(folder))
+    return eagle3_layout(values) or stack_layout(values) or block_layout(values, shapes or (lambda: _shapes(folder)))
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
