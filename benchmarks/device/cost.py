@@ -32,13 +32,14 @@ from saccade.verify.rule import Greedy
 NODES, ROWS = (1, 4, 8, 16, 30, 60), (1, 4, 16, 64)
 LEVELS = (1, 2, 4, 7, 8)
 HEADS = ("eagle3", "hivis", "dflash")
-BIG_TREE = DynamicTree(top=10, max_depth=6, total=60)
+TREE = "large tree"
 WORKSPACE = 8 * 2**30
 """Bytes that a measurement leaves free."""
 
 
 def pieces(kit: Kit) -> Iterator[Piece]:
     near, *far = (24, 40) if kit.small else (1024, 8192, 32768)
+    yield "memory of graphs", partial(memory, kit, near)
     yield f"{QWEN7}: passes behind {near}", partial(passes, kit, QWEN7, near)
     yield "transformers' step", partial(stock_step, kit, near)
     for kind in HEADS:
@@ -69,27 +70,49 @@ def passes(kit: Kit, name: str, context: int) -> Iterator[Finding]:
             yield {"line": f"left out from {rows} rows of {nodes} on, no time left"}
             return
         needed = rows * (context + 128) * target.entry_bytes
-        if kit.device.type == "cuda" and needed + WORKSPACE > torch.cuda.mem_get_info()[0]:
-            yield {"rows": rows, "nodes": nodes, "line": f"{rows} rows left out, {needed / 2**30:.0f} GiB of entries"}
+        if kit.device.type == "cuda" and kit.recover() and needed + WORKSPACE > torch.cuda.mem_get_info()[0]:
+            yield {"rows": rows, "line": f"{rows} rows of {nodes} left out, {needed / 2**30:.0f} GiB of entries"}
             continue
         filled = behind(target, rows, context)
-        tokens, mask, depth = tree_of(kit, target, rows, nodes)
-        call = partial(filled.forward, range(rows), tokens, mask, depth)
-        for graphs, switched in ways(target):
+        call = partial(filled.forward, range(rows), *tree_of(kit, target, rows, nodes))
+        shape = {"model": name, "context": context, "rows": rows, "nodes": nodes}
+        for switched in ways(target):
+            replays = replays_of(filled)
             with switched:
                 spent = kit.time(call, partial(filled.cache.drop, range(rows)))
-            replays = getattr(filled.cache.graphs, "replays", 0)
-            found = {
-                "model": name,
-                "context": context,
-                "rows": rows,
-                "nodes": nodes,
-                "graphs": graphs,
-                "replays": replays,
-            }
-            found |= {"limits": limits(target, rows, nodes, context), **spent}
+            graphs = replays_of(filled) > replays
+            found = {**shape, "graphs": graphs, "limits": limits(target, rows, nodes, context), **spent}
             yield {**found, "line": f"{rows} x {nodes}{' graph' if graphs else ''} {spent['ms']:.3g} ms"}
-        del filled
+            if not graphs:  # as the other way is, too
+                break
+        del filled, call
+
+
+def replays_of(context: Context) -> int:
+    return getattr(context.cache.graphs, "replays", 0)
+
+
+def memory(kit: Kit, context: int) -> Iterator[Finding]:
+    """What graphs take of the device's memory, beside what is set aside for all of a model's graphs."""
+    target, shapes = target_of(kit, QWEN7), [(rows, nodes) for rows in (1, 4) for nodes in NODES]
+    executor, filled = target.executor, behind(target, 4, context)
+    if not getattr(executor, "enabled", False):
+        yield {"line": f"no graphs on {kit.device.type}"}
+        return
+
+    def taken(times: int) -> int:
+        for rows, nodes in shapes * times:
+            filled.forward(range(rows), *tree_of(kit, target, rows, nodes))
+            filled.cache.drop(range(rows))
+        kit.recover()
+        return torch.cuda.memory_reserved() if kit.device.type == "cuda" else 0
+
+    with replaced([(executor, "enabled", False)]):
+        before = taken(1)
+    grown, aside = taken(4) - before, executor.reserved
+    found = {"captured": len(shapes), "graph_bytes": grown, "reserved": aside}
+    words = f"took {grown / 2**20:.4g} MiB" if kit.device.type == "cuda" else f"are not weighed on {kit.device.type}"
+    yield {**found, "line": f"{len(shapes)} graphs {words}, {aside / 2**20:.4g} MiB are set aside"}
 
 
 def behind(target: Target, rows: int, context: int) -> Context:
@@ -117,12 +140,11 @@ def tree_of(kit: Kit, target: Target, rows: int, nodes: int) -> tuple[Any, Any, 
     return tokens, mask.to(kit.device), depth.to(kit.device)
 
 
-def ways(target: Target) -> list[tuple[bool, Any]]:
-    """With graphs, where there are any, and without; each with a context."""
-    fast = target.executor
-    if not getattr(fast, "enabled", False):
-        return [(False, nullcontext())]
-    return [(True, nullcontext()), (False, replaced([(fast, "enabled", False)]))]
+def ways(target: Target) -> list[Any]:
+    """Contexts: with graphs, where there are any, and without."""
+    if not getattr(target.executor, "enabled", False):
+        return [nullcontext()]
+    return [nullcontext(), replaced([(target.executor, "enabled", False)])]
 
 
 def limits(target: Target, rows: int, nodes: int, context: int) -> dict[str, int]:
@@ -139,11 +161,14 @@ def limits(target: Target, rows: int, nodes: int, context: int) -> dict[str, int
 # -- drafts --------------------------------------------------------------------------------------------------
 
 
+def big_tree(kit: Kit) -> DynamicTree:
+    return DynamicTree(2, 2, 4) if kit.small else DynamicTree(10, 6, 60)
+
+
 def drafter_of(kit: Kit, kind: str, policy: Any) -> Drafter:
     if kind == QWEN3:
-        return ModelDrafter(
-            target_of(kit, QWEN3), policy, min(target_of(kit, name).vocab_size for name in (QWEN3, QWEN7))
-        )
+        draft = target_of(kit, QWEN3)
+        return ModelDrafter(draft, policy, min(draft.vocab_size, target_of(kit, QWEN7).vocab_size))
     return HeadDrafter(head_of(kit, kind), target_of(kit, QWEN7), policy)
 
 
@@ -152,7 +177,7 @@ def drafting(kit: Kit, kind: str, context: int) -> Iterator[Finding]:
     target = target_of(kit, QWEN7)
     cases: list[tuple[str, int, Any]] = [(f"chain {k}", 1, Chain(k)) for k in ((7,) if kit.small else LEVELS)]
     if kind != "dflash":
-        cases.append(("tree of 60", 1, DynamicTree(2, 2, 4) if kit.small else BIG_TREE))
+        cases.append((TREE, 1, big_tree(kit)))
     cases += [("chain 7", rows, Chain(7)) for rows in (() if kit.small else (4, 16))]
     for case, rows, policy in cases:
         if kit.left <= 0:
@@ -162,7 +187,8 @@ def drafting(kit: Kit, kind: str, context: int) -> Iterator[Finding]:
         spent = kit.time(propose, rounds=8)
         levels = policy.max_depth
         found = {"drafter": kind, "case": case, "rows": rows, "levels": levels, "context": context, **spent}
-        yield {**found, "line": f"{case} x {rows} {spent['ms']:.3g} ms ({spent['host_ms']:.3g} of the host)"}
+        words = case if rows == 1 else f"{case} of {rows} rows"
+        yield {**found, "line": f"{words} {spent['ms']:.3g} ms ({spent['host_ms']:.3g} of the host)"}
 
 
 def proposing(kit: Kit, drafter: Drafter, target: Target, rows: int, context: int) -> Callable[[], DraftTree]:
@@ -183,13 +209,13 @@ def steps(kit: Kit, context: int) -> Iterator[Finding]:
     target = target_of(kit, QWEN7)
     methods: dict[str, Drafter | None] = {"plain": None}
     count = 8 if kit.small else 96
-    for case, policy in {"chain 7": Chain(7), "tree": DynamicTree(2, 2, 4) if kit.small else BIG_TREE}.items():
+    for case, policy in {"chain 7": Chain(7), TREE: big_tree(kit)}.items():
         inner = drafter_of(kit, "eagle3", policy)
         methods[f"eagle3, {case}"] = Oracle(inner, lambda p: answer(kit, target.vocab_size, p, count + 96), 0.7)
     for name, drafter in methods.items():
-        for graphs, switched in ways(target):
+        for switched in ways(target):
             with switched:
-                yield {"method": name, "graphs": graphs, **_step(kit, Engine(target, drafter), context, count, name)}
+                yield {"method": name, **_step(kit, Engine(target, drafter), context, count, name)}
 
 
 def _step(kit: Kit, engine: Engine, context: int, count: int, name: str) -> Finding:
@@ -211,12 +237,9 @@ def _step(kit: Kit, engine: Engine, context: int, count: int, name: str) -> Find
             raise each.error
     expected = answer(kit, engine.target.vocab_size, prompt, count)
     verdict = "same" if row[0].output == expected[: len(row[0].output)] else "WRONG"
-    return {
-        **spent,
-        "context": context,
-        "WRONG": int(verdict != "same"),
-        "line": f"{name} {spent['ms']:.3g} ms, {verdict}",
-    }
+    words = f"{name}{' with graphs' if getattr(engine.target.executor, 'enabled', False) else ''}"
+    found = {"context": context, "WRONG": int(verdict != "same"), **spent}
+    return {**found, "line": f"{words} {spent['ms']:.3g} ms, {verdict}"}
 
 
 # -- the rest ------------------------------------------------------------------------------------------------

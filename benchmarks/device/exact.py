@@ -48,8 +48,9 @@ TASKS = ("scene", "chart", "receipt", "document")
 NEW = 16
 """Tokens of a tiny model's answer."""
 TREE = DynamicTree(top=3, max_depth=4, total=12)
-FAMILY_TEXTS = ("mistral", "nemotron_h", "lfm2")
-FAMILY_PICTURES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "gemma3", "llava", "idefics3")
+POLICIES: dict[str, Any] = {"chain": Chain(4), "tree": TREE}
+FIRST = ("qwen2_5_vl", "qwen3_5")
+OTHERS = ("qwen3_vl", "gemma3", "llava", "idefics3", "mistral", "nemotron_h", "lfm2")
 
 
 class Reference(NamedTuple):
@@ -60,11 +61,10 @@ class Reference(NamedTuple):
 
 
 def pieces(kit: Kit) -> Iterator[Piece]:
-    few = 1 if kit.small else 3
-    yield "built-in pair in float32", partial(pocket, kit, "float32", few)
-    for name in ("qwen2_5_vl", "qwen3_5"):
+    yield "built-in pair in float32", partial(pocket, kit, "float32")
+    for name in FIRST:
         yield name, partial(family, kit, name)
-    yield "built-in pair in bfloat16", partial(pocket, kit, "bfloat16", few)
+    yield "built-in pair in bfloat16", partial(pocket, kit, "bfloat16")
     yield "deepseek_v3 (MLA) and its MTP", partial(prediction, kit)
     yield "gemma4 and its assistant", partial(assistant, kit)
     yield "EAGLE-3 on llava", partial(head, kit, "llava", "eagle3")
@@ -74,7 +74,7 @@ def pieces(kit: Kit) -> Iterator[Piece]:
     yield "a storm of arrivals", partial(storm, kit)
     yield "reuse of a prefix", partial(prefix, kit)
     yield "two threads", partial(threads, kit)
-    for name in (*FAMILY_PICTURES[2:], *FAMILY_TEXTS):
+    for name in OTHERS:
         yield name, partial(family, kit, name)
 
 
@@ -98,16 +98,11 @@ def judged(case: str, expected: Sequence[Reference], got: Sequence[Sequence[int]
     """A finding of all answers of a case."""
     verdicts = [compare(a, b, dtype) for a, b in zip(expected, got, strict=True)]
     counts = {name: sum(v["verdict"] == name for v in verdicts) for name in ("same", "tie", "WRONG")}
-    gaps = [
-        f"{v['verdict']} at {v['at']}, gap {v.get('gap', float('nan')):.2g}" for v in verdicts if v["verdict"] != "same"
-    ]
+    parted = [v for v in verdicts if v["verdict"] != "same"]
+    gaps = [f"{v['verdict']} at {v['at']}, gap {v.get('gap', float('nan')):.2g}" for v in parted]
     words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return {
-        "case": case,
-        **counts,
-        "differences": gaps,
-        "line": f"{case}: {words}{' (' + '; '.join(gaps) + ')' if gaps else ''}",
-    }
+    line = f"{case}: {words}{' (' + '; '.join(gaps) + ')' if gaps else ''}"
+    return {"case": case, **counts, "differences": gaps, "line": line}
 
 
 @torch.no_grad()
@@ -144,13 +139,12 @@ class Pocket(NamedTuple):
 
 
 @cache
-def pocket_of(kit: Kit, dtype: str, prompts: int) -> Pocket:
-    count = 12 if kit.small else 48
+def pocket_of(kit: Kit, dtype: str) -> Pocket:
+    count, prompts = (12, 1) if kit.small else (48, 3)
     models = [pocket_pair.load(path, dtype, "cpu") for path in (target_path(), draft_path())]
     processor = InputProcessor.load(str(target_path()))
-    asked = [
-        processor.prompt(draw(pocket_pair.FIRST_SEED + at, TASKS[at % len(TASKS)]).messages()) for at in range(prompts)
-    ]
+    drawn = [draw(pocket_pair.FIRST_SEED + at, TASKS[at % len(TASKS)]) for at in range(prompts)]
+    asked = [processor.prompt(each.messages()) for each in drawn]
     stock = copy.deepcopy(models[0])
     expected = reference(kit, stock, [pocket_pair.stock_inputs(stock, [each]) for each in asked], count)
     heads = [head_path(kind) for kind in head_paths()]
@@ -159,8 +153,8 @@ def pocket_of(kit: Kit, dtype: str, prompts: int) -> Pocket:
     return Pocket(vlm, asked, expected, count)
 
 
-def pocket(kit: Kit, dtype: str, prompts: int) -> Iterator[Finding]:
-    pair = pocket_of(kit, dtype, prompts)
+def pocket(kit: Kit, dtype: str) -> Iterator[Finding]:
+    pair = pocket_of(kit, dtype)
     methods = ("plain", "chain", "dynamic-tree", "sage", "auto", *head_paths())
     for method in methods[:2] if kit.small and dtype == "bfloat16" else methods:
         if kit.left <= 0:
@@ -171,24 +165,25 @@ def pocket(kit: Kit, dtype: str, prompts: int) -> Iterator[Finding]:
 
 def executors(kit: Kit) -> Iterator[Finding]:
     """The same answers by graphs, by ordinary launches and by the stock modules."""
-    pair = pocket_of(kit, "float32", 1 if kit.small else 3)
-    drafter = adapt(pocket_pair.load(draft_path(), "float32", str(kit.device)), drafts=True)
+    pair = pocket_of(kit, "float32")
+    drafter = ModelDrafter(adapt(_loaded(kit, draft_path()), drafts=True), TREE)
     for name in ("graphs", "lean", "stock"):
         if name == "graphs" and kit.device.type not in CAPTURES:
             yield {"case": name, "line": f"no graphs on {kit.device.type}"}
             continue
-        target = Target(pocket_pair.load(target_path(), "float32", str(kit.device)), executor=name)
-        engine = Engine(target, ModelDrafter(drafter, TREE))
-        got = answers(engine, pair.prompts, pair.count)
-        found = judged(f"{target.executor.name}, as {name}", pair.expected, got, torch.float32)
-        found["enabled"] = getattr(target.executor, "enabled", None)
-        yield found
+        target = Target(_loaded(kit, target_path()), executor=name)
+        got = answers(Engine(target, drafter), pair.prompts, pair.count)
+        yield judged(name, pair.expected, got, torch.float32) | {"executor": target.executor.name}
+
+
+def _loaded(kit: Kit, path: Path, dtype: str = "float32") -> Any:
+    return pocket_pair.load(path, dtype, str(kit.device))
 
 
 def exact_mode(kit: Kit) -> Iterator[Finding]:
     """Bit for bit: chains and trees give plain decoding's tokens in bfloat16, ties included."""
-    pair = pocket_of(kit, "bfloat16", 1 if kit.small else 3)
-    target = Target(pocket_pair.load(target_path(), "bfloat16", str(kit.device)), exact=True)
+    pair = pocket_of(kit, "bfloat16")
+    target = Target(_loaded(kit, target_path(), "bfloat16"), exact=True)
     plain = [Reference(tokens) for tokens in answers(Engine(target), pair.prompts, pair.count)]
     drafter = pair.vlm.draft_model
     assert drafter is not None
@@ -199,7 +194,7 @@ def exact_mode(kit: Kit) -> Iterator[Finding]:
 
 def storm(kit: Kit) -> Iterator[Finding]:
     """Requests that arrive while others run, in a batch with fewer rows than requests."""
-    pair, rng = pocket_of(kit, "float32", 1 if kit.small else 3), random.Random(0)
+    pair, rng = pocket_of(kit, "float32"), random.Random(0)
     for method in ("plain", "chain"):
         engine = pair.vlm.using(method).engine
         plans = plan(engine.target, pair.prompts, max_new_tokens=pair.count)
@@ -219,32 +214,27 @@ def storm(kit: Kit) -> Iterator[Finding]:
 
 def prefix(kit: Kit) -> Iterator[Finding]:
     """The same prompt twice in one session: the second time most of it is in the cache."""
-    pair = pocket_of(kit, "float32", 1 if kit.small else 3)
+    pair = pocket_of(kit, "float32")
     engine = pair.vlm.using("chain").engine
     session = engine.open(1)
     for case in ("first", "again"):
         (output,) = engine.generate([Request(pair.prompts[0])], session, max_new_tokens=pair.count)
         found = judged(case, pair.expected[:1], [list(output.tokens)], torch.float32)
-        yield {
-            **found,
-            "reused": output.stats.reused_tokens,
-            "line": f"{found['line']}, {output.stats.reused_tokens} reused",
-        }
+        reused = output.stats.reused_tokens
+        yield {**found, "reused": reused, "line": f"{found['line']}, {reused} tokens reused"}
 
 
 def threads(kit: Kit) -> Iterator[Finding]:
     """Two threads with models of their own, on streams of their own where the device has streams."""
-    pair = pocket_of(kit, "float32", 1 if kit.small else 3)
+    pair = pocket_of(kit, "float32")
 
     def work(engine: Engine) -> list[list[int]]:
         with torch.cuda.stream(torch.cuda.Stream() if kit.device.type == "cuda" else None):
             return answers(engine, pair.prompts, pair.count)
 
-    def load(path: Path) -> Any:
-        return pocket_pair.load(path, "float32", str(kit.device))
-
-    drafts = [ModelDrafter(adapt(load(draft_path()), drafts=True), Chain(4)) for _ in range(2)]
-    engines = [Engine(Target(load(target_path())), draft) for draft in drafts]
+    drafts = [ModelDrafter(adapt(_loaded(kit, draft_path()), drafts=True), Chain(4)) for _ in range(2)]
+    engines = [Engine(Target(_loaded(kit, target_path())), draft) for draft in drafts]
+    kit.sync()  # the weights' own stream, for which the threads' streams do not wait
     with ThreadPoolExecutor(2) as pool:
         for place, got in enumerate(pool.map(work, engines)):
             yield judged(f"thread {place}", pair.expected, got, torch.float32)
@@ -262,7 +252,7 @@ def tiny(kit: Kit, name: str, kinds: Sequence[str] = ()) -> Tiny:
     rows = [case.row_inputs(kind, row) for kind in kinds or case.kinds[:2] for row in range(1 if kit.small else 2)]
     expected = reference(kit, case.model(), rows, NEW)
     target = adapt(case.model().to(kit.device))
-    return (target, [split(target.config, each)[0] for each in rows], expected)
+    return target, [split(target.config, each)[0] for each in rows], expected
 
 
 def judge(kit: Kit, model: Tiny, drafters: dict[str, Any]) -> Iterator[Finding]:
@@ -276,8 +266,7 @@ def judge(kit: Kit, model: Tiny, drafters: dict[str, Any]) -> Iterator[Finding]:
 
 def family(kit: Kit, name: str) -> Iterator[Finding]:
     draft = adapt(FAMILIES[name].draft_model().to(kit.device), drafts=True)
-    policies = {"chain": Chain(4), "tree": TREE}
-    drafters = {case: ModelDrafter(draft, policy) for case, policy in policies.items()}
+    drafters = {case: ModelDrafter(draft, policy) for case, policy in POLICIES.items()}
     yield from judge(kit, tiny(kit, name), {"plain": None, **drafters})
 
 
@@ -293,12 +282,9 @@ def head(kit: Kit, name: str, kind: str) -> Iterator[Finding]:
     known = {prompt.ids: each.tokens for prompt, each in zip(prompts, expected, strict=True)}
     options = {"mask_token": 5, "block": 5} if kind == "dflash" else {}
     made = build_head(HeadConfig.from_target(target, kind, **options)).to(kit.device)
-    policies = {"chain": Chain(4), "tree": TREE}
-    drafters = {
-        case: Oracle(HeadDrafter(made, target, policy), lambda prompt: known[prompt.ids], 0.8)
-        for case, policy in policies.items()
-        if kind != "dflash" or case == "chain"
-    }
+    policies = {"chain": POLICIES["chain"]} if kind == "dflash" else POLICIES
+    heads = {case: HeadDrafter(made, target, policy) for case, policy in policies.items()}
+    drafters = {case: Oracle(each, lambda prompt: known[prompt.ids], 0.8) for case, each in heads.items()}
     yield from judge(kit, model, drafters)
 
 

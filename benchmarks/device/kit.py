@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.device.records import SHARES, Records, frames, sentence
+from saccade.errors import SaccadeWarning
 
 PRETEND = "pretend"
 Finding = dict[str, Any]
@@ -55,15 +57,21 @@ class Kit:
             return True
         self.records.write("begin", self.part, name)
         begun, lines, usable = time.time(), list[str](), True
-        try:
-            for finding in work():
-                self.records.write("finding", self.part, name, **finding)
-                lines.append(str(finding["line"]))
-        except Exception as error:
-            lines.append(f"ERROR {type(error).__name__}: {sentence(error)}")
-            found = {"error": type(error).__name__, "line": sentence(error), "frames": frames(error)}
-            self.records.write("error", self.part, name, **found)
-            usable = self.recover()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                for finding in work():
+                    self.records.write("finding", self.part, name, **finding)
+                    lines.append(str(finding["line"]))
+            except Exception as error:
+                lines.append(f"ERROR {type(error).__name__}: {sentence(error)}")
+                found = {"error": type(error).__name__, "line": sentence(error), "frames": frames(error)}
+                self.records.write("error", self.part, name, **found)
+                usable = self.recover()
+        ours = [warning.message for warning in caught if issubclass(warning.category, SaccadeWarning)]
+        for words in dict.fromkeys(sentence(each) for each in ours if isinstance(each, Warning)):
+            self.records.write("warning", self.part, name, line=words)
+            lines.append(f"WARNING: {words}")
         self.records.write("end", self.part, name, seconds=round(time.time() - begun, 2))
         print(f"{self.part:6} {name} ({time.time() - begun:.1f} s): {'; '.join(lines)[:220]}", flush=True)
         return usable
@@ -93,20 +101,20 @@ class Kit:
         for _ in range(warm):
             call()
             after()
-        spent = list[tuple[float, float, float]]()
+        is_cuda, spent = self.device.type == "cuda", list[tuple[float, float, float]]()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_cuda else []
         for _ in range(rounds):
             self.sync()
-            start, stop = self._event(), self._event()
             begun = time.perf_counter()
-            if start is not None:
-                start.record()
+            for event in events[:1]:
+                event.record()
             call()
-            if stop is not None:
-                stop.record()
+            for event in events[1:]:
+                event.record()
             returned = time.perf_counter()
             self.sync()
             ended = time.perf_counter()
-            on_device = ended - begun if start is None else start.elapsed_time(stop) / 1000
+            on_device = events[0].elapsed_time(events[1]) / 1000 if events else ended - begun
             spent.append((returned - begun, on_device, ended - begun))
             after()
         host, device, whole = (round(1000 * median(column), 3) for column in zip(*spent, strict=True))
@@ -117,9 +125,6 @@ class Kit:
             after()
             found |= {"launches": counts.launches.total(), "waits": counts.waits.total()}
         return found
-
-    def _event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
 
 
 @contextmanager

@@ -7,14 +7,14 @@ is answered.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from statistics import median, quantiles
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.device.cost import drafter_of
 from benchmarks.device.kit import Finding, Kit, Piece
@@ -23,6 +23,7 @@ from benchmarks.device.shapes import QWEN7, answer, prompt_of, target_of
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
+from saccade.inputs.families.family import Prompt
 from saccade.serve.configuration import Limits
 from saccade.serve.decoding import Planned
 from saccade.serve.owner import Event, Job, Owner
@@ -36,7 +37,7 @@ def pieces(kit: Kit) -> Iterator[Piece]:
     for chance in (None, *(CHANCES[:1] if kit.small else CHANCES)):
         name = "plain" if chance is None else f"drafts right with {chance:.0%}"
         for count in clients:
-            yield f"{count} clients, {name}", partial(load, kit, count, chance)
+            yield f"{count} client{'s' * (count > 1)}, {name}", partial(load, kit, count, chance)
 
 
 def load(kit: Kit, clients: int, chance: float | None) -> Iterator[Finding]:
@@ -46,70 +47,53 @@ def load(kit: Kit, clients: int, chance: float | None) -> Iterator[Finding]:
     if chance is not None:
         inner = drafter_of(kit, "eagle3", Chain(GAMMA))
         drafter = Oracle(inner, lambda prompt: answer(kit, target.vocab_size, prompt, new), chance)
-    limits = Limits(max_rows=clients, max_queue=2 * clients, batches=1)
-    owner = Owner(limits, lambda deliver: deliver())
+    owner = Owner(Limits(max_rows=clients, max_queue=2 * clients, batches=1), lambda deliver: deliver())
     vlm = SimpleNamespace(engine=Engine(target, drafter), target=target, lossless=True)
-    clients_of = [_Client(kit, owner, vlm, seed, length, new, each) for seed in range(clients)]
-    running = [threading.Thread(target=client.run, daemon=True) for client in clients_of]
-    begun = time.perf_counter()
+    seeds = [range(each * client, each * client + each) for client in range(clients)]
+    prompts = [[prompt_of(kit, target.vocab_size, length, seed) for seed in some] for some in seeds]
+    plans = [plan(target, some, max_new_tokens=new) for some in prompts]
+
+    def client(asked: Sequence[Prompt], planned: Sequence[Any]) -> list[Answered]:
+        return [ask(owner, vlm, *pair) for pair in zip(asked, planned, strict=True)]
+
     owner.start()
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    spent = time.perf_counter() - begun
-    owner.stop()
-    for client in clients_of:
-        if client.error is not None:
-            raise client.error
-    tokens = sum(len(a) for c in clients_of for a in c.answers)
-    first = [seconds for c in clients_of for seconds in c.first]
-    pairs = [pair for c in clients_of for pair in zip(c.prompts, c.answers, strict=True)]
-    wrong = sum(got != answer(kit, target.vocab_size, prompt, new) for prompt, got in pairs)
-    passes = [output.stats.block_efficiency for c in clients_of for output in c.outputs]
+    begun = time.perf_counter()
+    try:
+        with ThreadPoolExecutor(clients) as pool:
+            answered = [one for some in pool.map(client, prompts, plans) for one in some]
+        spent = time.perf_counter() - begun
+    finally:
+        owner.stop()
+    wrong = sum(one.tokens != answer(kit, target.vocab_size, one.prompt, new) for one in answered)
+    rate, passes = sum(len(one.tokens) for one in answered) / spent, median(one.tokens_per_pass for one in answered)
+    first = [1000 * one.first for one in answered]
     late = quantiles(first, n=20)[-1] if len(first) > 1 else first[0]
-    found: Finding = {"clients": clients, "chance": chance, "tokens_per_second": tokens / spent, "WRONG": wrong}
-    found |= {"first_token_ms": 1000 * median(first), "first_token_95": 1000 * late, "tokens_per_pass": median(passes)}
-    words = f"{tokens / spent:.4g} tokens/s, first token {1000 * median(first):.3g} ms (95 %: {1000 * late:.3g})"
-    yield {**found, "line": f"{words}, {median(passes):.2f} tokens a pass, {wrong} WRONG of {len(first)}"}
+    found: Finding = {"clients": clients, "chance": chance, "tokens_per_second": rate, "WRONG": wrong}
+    found |= {"first_token_ms": median(first), "first_token_95": late, "tokens_per_pass": passes}
+    words = f"{rate:.4g} tokens/s, first token {median(first):.3g} ms (95 %: {late:.3g})"
+    yield {**found, "line": f"{words}, {passes:.2f} tokens a pass, {wrong} WRONG of {len(first)}"}
 
 
-class _Client:
-    """Sends requests one after the other, and notes what comes when."""
+class Answered(NamedTuple):
+    """A client's answer, and the seconds until its first token."""
 
-    def __init__(self, kit: Kit, owner: Owner, vlm: Any, seed: int, length: int, new: int, each: int) -> None:
-        self._owner, self._vlm = owner, vlm
-        self.prompts = [prompt_of(kit, vlm.target.vocab_size, length, 100 * seed + number) for number in range(each)]
-        self._plans = plan(vlm.target, self.prompts, max_new_tokens=new)
-        self.answers, self.first, self.outputs = list[list[int]](), list[float](), list[Any]()
-        self.error: BaseException | None = None
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    prompt: Prompt
+    tokens: list[int]
+    first: float
+    tokens_per_pass: float
 
-    def send(self, number: int) -> None:
-        planned = Planned(self._plans[number], None, "")
-        self._sent = time.perf_counter()
-        job = Job((QWEN7, ""), self._vlm, Request(self.prompts[number]), planned, lambda: planned, self._events.put)
-        self._owner.submit([job])
 
-    def wait(self) -> None:
-        """Take the answer's parts until its end."""
-        tokens = list[int]()
-        while True:
-            event = self._events.get(timeout=300)
-            if event.tokens and not tokens:
-                self.first.append(time.perf_counter() - self._sent)
-            tokens.extend(event.tokens)
-            if event.error is not None:
-                raise event.error
-            if event.output is not None:
-                break
-        self.answers.append(tokens)
-        self.outputs.append(event.output)
-
-    def run(self) -> None:
-        try:
-            for number in range(len(self.prompts)):
-                self.send(number)
-                self.wait()
-        except BaseException as error:
-            self.error = error
+def ask(owner: Owner, vlm: Any, prompt: Prompt, row_plan: Any) -> Answered:
+    """Send a request, and take its answer's parts until the end."""
+    events, planned = SimpleQueue[Event](), Planned(row_plan, None, "")
+    sent, first, tokens = time.perf_counter(), 0.0, list[int]()
+    owner.submit([Job((QWEN7, ""), vlm, Request(prompt), planned, lambda: planned, events.put)])
+    while True:
+        event = events.get(timeout=300)
+        if event.tokens and not tokens:
+            first = time.perf_counter() - sent
+        tokens.extend(event.tokens)
+        if event.error is not None:
+            raise event.error
+        if event.output is not None:
+            return Answered(prompt, tokens, first, event.output.stats.block_efficiency)

@@ -17,8 +17,8 @@ METHODS = {
     "EAGLE-3, chain": ("EAGLE-3-chain", "eagle3", "chain 7"),
     "HiViS, chain": ("HiViS-chain", "hivis", "chain 7"),
     "draft VLM, chain": ("draft-VLM-chain", "Qwen2.5-VL-3B", "chain 7"),
-    "EAGLE-3, tree": ("EAGLE-3", "eagle3", "tree of 60"),
-    "HiViS, tree": ("HiViS", "hivis", "tree of 60"),
+    "EAGLE-3, tree": ("EAGLE-3", "eagle3", "large tree"),
+    "HiViS, tree": ("HiViS", "hivis", "large tree"),
 }
 """Method: its row of docs/results/heads.csv, its drafter, and the drafts whose time counts."""
 GUESSES, NODES = 5, 30
@@ -30,16 +30,17 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _lines(records: Sequence[Record]) -> Iterator[str]:
-    found, errors = ([r for r in records if r["kind"] == kind] for kind in ("finding", "error"))
+    found, warned, errors = ([r for r in records if r["kind"] == kind] for kind in ("finding", "warning", "error"))
     wrong = [r for r in found if r.get("WRONG")]
     yield "# What the kit measured\n"
     yield "Written by `python -m benchmarks.device`; models other than the built-in pair have random weights.\n"
     if [r for r in found if r.get("small")]:
         yield "**Tiny models stand for all that are named**, so that no time here says anything about these.\n"
     seconds = sum(r.get("seconds", 0.0) for r in records if r["kind"] == "end")
-    yield f"{len(found)} findings in {seconds:.0f} s, {len(wrong)} WRONG, {len(errors)} errors.\n"
-    for record in wrong:
-        yield f"- **WRONG** {record['part']}, {record['piece']}: {record['line']}"
+    counts = f"{len(wrong)} WRONG, {len(warned)} warnings, {len(errors)} errors"
+    yield f"{len(found)} findings in {seconds:.0f} s, {counts}.\n"
+    for kind, some in (("WRONG", wrong), ("warning", warned)):
+        yield from (f"- **{kind}** {record['part']}, {record['piece']}: {record['line']}" for record in some)
     for record in errors:
         frames = " < ".join(reversed(record["frames"][-3:]))
         yield f"- **error** {record['part']}, {record['piece']}: {record['error']}: {record['line']} ({frames})"
@@ -71,16 +72,14 @@ def _passes(found: Sequence[Record]) -> Iterator[str]:
     rows = []
     for shape, ways in shapes.items():
         first = next(iter(ways.values()))
-        by = {
-            "bytes": first["limits"]["bytes"] / copies / 1e6,
-            "operations": first["limits"]["operations"] / products / 1e9,
-        }
+        needs = first["limits"]
+        by = {"bytes": needs["bytes"] / copies / 1e6, "operations": needs["operations"] / products / 1e9}
         limit = max(by, key=lambda name: by[name])
         times = [_number(ways.get(way, {}).get("ms")) for way in (True, False)]
         host = _number(ways.get(False, {}).get("host_ms"))
         launches = [str(ways.get(way, {}).get("launches", "-")) for way in (True, False)]
         rows.append([*map(str, shape), *times, host, f"{by[limit]:.3g} ({limit})", " / ".join(launches)])
-    head = ["model", "context", "rows", "nodes", "ms, graph", "ms", "of them the host's", "limit", "launches"]
+    head = ["model", "context", "rows", "nodes", "ms, graph", "ms", "host, ms", "limit, ms", "launches, graph / not"]
     yield f"Limits by {copies:.4g} GB/s and {products:.4g} TFLOP/s in bfloat16.\n"
     yield from table(head, rows)
     yield ""
@@ -94,12 +93,8 @@ def acceptances() -> dict[str, float]:
     """Tokens per pass of every row of docs/results/heads.csv, over all tasks."""
     with (ROOT / "docs" / "results" / "heads.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    passes = [
-        r
-        for r in rows
-        if r["section"] == "comparison" and r["task"] == "all tasks" and r["quantity"] == "block efficiency"
-    ]
-    return {r["method"]: float(r["value"]) for r in passes}
+    wanted = {"section": "comparison", "task": "all tasks", "quantity": "block efficiency"}
+    return {r["method"]: float(r["value"]) for r in rows if wanted.items() <= r.items()}
 
 
 def _expected(found: Sequence[Record]) -> Iterator[str]:
@@ -123,23 +118,17 @@ def _expected(found: Sequence[Record]) -> Iterator[str]:
             acceptance = theory.acceptance_of_length(tokens - 1, GUESSES)
             tokens, nodes = theory.accepted_length(acceptance, 7) + 1, 8
         for batch in sorted({rows for rows, _ in target}):
-            draft, verify, one = (
-                drafts.get((drafter, case, batch)),
-                target.get((batch, nodes)),
-                target.get((batch, 1)),
-            )
+            draft, verify, one = drafts.get((drafter, case, batch)), target.get((batch, nodes)), target.get((batch, 1))
             if draft is None or verify is None or one is None:
                 continue
             step = one + rest
             rate = theory.speedup(tokens, 1, draft / step, verify_cost=(verify + rest) / step)
-            rows.append(
-                [method, str(batch), f"{tokens:.2f}", _number(verify), _number(draft), _number(step), f"{rate:.2f}"]
-            )
+            costs = [_number(cost) for cost in (verify, draft, step)]
+            rows.append([method, str(batch), f"{tokens:.2f}", *costs, f"{rate:.2f}"])
     if not rows:
         return
     yield f"**Computed, not measured**: speed-ups of Qwen2.5-VL-7B behind {near} tokens, from the costs here and the"
     yield "acceptances of the built-in pair (docs/results/heads.md); a chain has 7 guesses.\n"
-    yield from table(
-        ["method", "rows", "tokens a pass", "pass, ms", "draft, ms", "plain step, ms", "expected speed-up"], rows
-    )
+    head = ["method", "rows", "tokens a pass", "pass, ms", "draft, ms", "plain step, ms", "expected speed-up"]
+    yield from table(head, rows)
     yield ""

@@ -25,7 +25,7 @@ class Records:
         return self.folder / "records.jsonl"
 
     def write(self, kind: str, part: str, piece: str = "", **values: Any) -> None:
-        """Append one: ``part``, ``begin``, ``finding``, ``error``, ``left out`` or ``end``."""
+        """Append one: ``part``, ``begin``, ``finding``, ``warning``, ``error``, ``left out`` or ``end``."""
         record = {"kind": kind, "part": part, "piece": piece, "at": round(time.time(), 2), **values}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, default=str) + "\n")

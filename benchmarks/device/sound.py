@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import saccade
 from benchmarks import pocket_pair
 from benchmarks.device.kit import Finding, Kit, Piece
 from saccade.engine import Request
-from saccade.errors import SaccadeWarning
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path
 from saccade.target_model.cache import on_device
@@ -43,33 +41,25 @@ def pieces(kit: Kit) -> Iterator[Piece]:
 
 
 def machine(kit: Kit) -> Iterator[Finding]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "saccade": saccade.__version__}
-    facts: Finding = {
-        "device": str(kit.device),
-        "small": kit.small,
-        "versions": versions,
-        "threads": torch.get_num_threads(),
-    }
+    facts: Finding = {"device": str(kit.device), "small": kit.small, "threads": torch.get_num_threads()}
+    words = [f"{kit.device}, which is no GPU", *(f"{name} {version}" for name, version in versions.items())]
     if kit.device.type == "cuda":
         of = torch.cuda.get_device_properties(kit.device)
         facts |= {"name": of.name, "memory": of.total_memory, "processors": of.multi_processor_count}
         facts |= {"capability": f"{of.major}.{of.minor}", "tf32": torch.backends.cuda.matmul.allow_tf32}
-        facts["clocks"] = clocks()
-    name = facts.get("name", f"{kit.device}, which is no accelerator" if kit.device.type == "cpu" else str(kit.device))
-    yield {
-        **facts,
-        "line": f"{name}; {', '.join(f'{k} {v}' for k, v in versions.items())}; clocks {facts.get('clocks', '-')}",
-    }
+        words[0] = f"{of.name}, {of.total_memory / 2**30:.0f} GiB"
+        words.append(f"CUDA {torch.version.cuda}; clocks, power and driver: {clocks()}")
+    yield {**facts, "versions": versions, "line": ", ".join(words)}
 
 
 def clocks() -> str:
-    """Clocks of processors and memory, and the driver, where nvidia-smi tells them."""
-    if shutil.which("nvidia-smi") is None:
-        return "-"
-    fields = "clocks.sm,clocks.mem,power.draw,driver_version"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    """Clocks of processors and memory, power and the driver, where nvidia-smi tells them in time."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return "unknown"
 
 
 def speed_of_light(kit: Kit) -> Iterator[Finding]:
@@ -82,7 +72,7 @@ def speed_of_light(kit: Kit) -> Iterator[Finding]:
     yield {"gigabytes_per_second": bandwidth, "line": f"copies {bandwidth:.4g} GB/s, read and written"}
     del source, aim
     for dtype in (torch.bfloat16, torch.float32):
-        a, b = (torch.randn(side, side).to(kit.device, dtype) for _ in range(2))
+        a, b = (torch.randn(side, side, dtype=dtype, device=kit.device) for _ in range(2))
         spent = kit.time(partial(torch.matmul, a, b), rounds=10)
         rate, name = 2 * side**3 / spent["device_ms"] / 1e9, str(dtype).removeprefix("torch.")
         yield {"dtype": name, "teraflops": rate, "line": f"{name} products {rate:.4g} TFLOP/s"}
@@ -147,16 +137,11 @@ def executor(kit: Kit) -> Iterator[Finding]:
     """What runs the built-in pair, and whether its steps become graphs."""
     for dtype in ("bfloat16", "float32"):
         model, draft = (pocket_pair.load(path, dtype, str(kit.device)) for path in (target_path(), draft_path()))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            vlm = saccade.VLM(model, InputProcessor.load(str(target_path())), drafter=draft, method="chain")
-            prompt = vlm.processor.prompt(draw(pocket_pair.FIRST_SEED, "scene").messages())
-            session = vlm.engine.open(1)
-            (output,) = vlm.engine.generate([Request(prompt)], session, max_new_tokens=64)
-        fast, graphs = vlm.target.executor, session.context.cache.graphs
-        warned = [str(w.message) for w in caught if issubclass(w.category, SaccadeWarning)]
-        facts = {"dtype": dtype, "executor": fast.name, "graphs": getattr(fast, "enabled", False), "warnings": warned}
-        facts |= {"replays": getattr(graphs, "replays", 0), "packs": vlm.target.stock_modules._packs}
-        ran = f"graphs {'on' if facts['graphs'] else 'off'}, {facts['replays']} replays"
-        rate = f"{output.stats.block_efficiency:.2f} tokens a pass"
-        yield {**facts, "line": f"{dtype}: {fast.name}, {ran}, {rate}, {'; '.join(warned) or 'no warnings'}"}
+        vlm = saccade.VLM(model, InputProcessor.load(str(target_path())), drafter=draft, method="chain")
+        prompt = vlm.processor.prompt(draw(pocket_pair.FIRST_SEED, "scene").messages())
+        session = vlm.engine.open(1)
+        (output,) = vlm.engine.generate([Request(prompt)], session, max_new_tokens=64)
+        fast, replays = vlm.target.executor, getattr(session.context.cache.graphs, "replays", 0)
+        facts = {"dtype": dtype, "executor": fast.name, "replays": replays, "packs": vlm.target.stock_modules._packs}
+        ran = f"{replays} replays of graphs" if getattr(fast, "enabled", False) else "no graphs"
+        yield {**facts, "line": f"{dtype}: {fast.name}, {ran}, {output.stats.block_efficiency:.2f} tokens a pass"}

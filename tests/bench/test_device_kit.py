@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from processes import exit_code_of
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Row
+from saccade.errors import SaccadeWarning
 from saccade.loading import adapt
 
 
@@ -39,7 +41,7 @@ def test_one_command_measures_a_cpu_from_end_to_end(tmp_path: Path) -> None:
     subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     check(Records(tmp_path).read(), tuple(SHARES))
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert "0 WRONG, 0 errors" in text
+    assert "0 WRONG, 0 warnings, 0 errors" in text
     assert "Computed, not measured" in text
 
 
@@ -52,6 +54,9 @@ def test_the_same_runs_on_the_pretend_device_with_graphs(tmp_path: Path, monkeyp
     check(records, ("cost", "load"))
     passes = {r["graphs"]: r["launches"] for r in records if r.get("nodes") == 8 and r.get("rows") == 1}
     assert passes[True] < passes[False]
+    (graphs,) = (r for r in records if "reserved" in r)
+    assert graphs["reserved"] > 0
+    assert graphs["line"] in page(records)
 
 
 PRETENDED = ("qwen3_5", "deepseek_v3 (MLA) and its MTP", "nemotron_h", "two threads")
@@ -101,13 +106,14 @@ def test_a_token_as_likely_as_the_expected_one_is_a_tie_in_bfloat16_alone() -> N
     assert exact.compare(expected, [3], torch.bfloat16)["verdict"] == "WRONG"
 
 
-def test_an_exception_is_recorded_without_paths_and_stops_nothing(kit: Kit) -> None:
+def test_exceptions_and_warnings_are_recorded_without_paths_and_stop_nothing(kit: Kit) -> None:
     def broken() -> Iterator[Any]:
         yield {"line": "before"}
         raise RuntimeError(f"no file {Path(__file__)} here\nand more")
 
     assert kit.run("broken", broken)
     assert kit.run("whole", lambda: iter([{"line": "fine"}]))
+    assert kit.run("slower", lambda: warnings.warn("no graphs", SaccadeWarning, stacklevel=1) or iter([]))
     kit.ends = kit.part_ends = 0.0
     assert kit.run("late", broken)
     kinds = [(r["kind"], r["piece"]) for r in kit.records.read()]
@@ -118,6 +124,7 @@ def test_an_exception_is_recorded_without_paths_and_stops_nothing(kit: Kit) -> N
     write_page(kit.records.folder)
     text = (kit.records.folder / "page.md").read_text(encoding="utf-8")
     assert "**error** exact, broken: RuntimeError" in text
+    assert "**warning** exact, slower: no graphs" in text
     assert "whole: fine" in text
 
 
