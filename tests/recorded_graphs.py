@@ -54,7 +54,8 @@ class _Recorder(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         given = set(map(_memory, tensors))
         outputs = tree_leaves(out)
-        made = [x if isinstance(x, Tensor) and _memory(x) not in given else None for x in outputs]
+        is_new = [isinstance(x, Tensor) and _memory(x) not in given for x in outputs]
+        made = [x.detach() if new else None for x, new in zip(outputs, is_new, strict=True)]  # or its shape may change
         held_args, held_kwargs = tree_map(self._held, (args, kwargs))
         self._inside |= {_memory(x) for x in made if x is not None}
         self._views += [x for x in outputs if isinstance(x, Tensor) and not any(x is each for each in tensors)]

@@ -250,6 +250,8 @@ def test_rows_with_forms_upload_nothing_that_blocks_and_wait_a_few_times(
         *(pytest.param(method, 1, marks=pytest.mark.slow) for method in ("plain", "chain")),
         ("plain", ROWS),
         ("dynamic-tree", 1),
+        ("eagle2", 1),
+        pytest.param("dream", ROWS, marks=pytest.mark.slow),
     ],
 )
 def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_once(
@@ -259,7 +261,8 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
     monkeypatch.setitem(graphs.CAPTURES, NAME, captured_on(device))
     monkeypatch.setenv(graphs.SWITCH, "graphs")
     models = [Target(make().to(NAME)) for make in (CASE.model, CASE.draft_model)]
-    under_test = build(method, Models(*models), **OPTIONS[method])
+    trained = head(method, NAME) if method in HEAD_KINDS else None
+    under_test = build(method, Models(*models, head=trained), **OPTIONS[method])
     first, again = (run(under_test, False, device, rows, new=14) for _ in range(2))
     assert first.tokens == again.tokens == alone.tokens
     few = [counts for counts in again.steps if counts.launches["graph"]]

@@ -142,7 +142,7 @@ class GraphExecutor(LeanExecutor):
         activations = 8 * decoder.width + 2 * inner
         mask = target.traits.limits.context or 0
         numbers = logits + activations + mask
-        self.reserved = MOST_TOKENS * numbers * target.dtype.itemsize
+        self.reserved = self._of_forwards = MOST_TOKENS * numbers * target.dtype.itemsize
 
     @classmethod
     def of(cls, target: Any, decoder: LeanDecoder, named: bool = False) -> GraphExecutor | None:
@@ -165,6 +165,11 @@ class GraphExecutor(LeanExecutor):
         """As of `Executor`."""
         self.check_weights()
         return super().is_current
+
+    def reserve_drafts(self) -> None:
+        """Count drafts of heads, too: logits of two levels, of one of them in float32 as well."""
+        size = 2 * self.target.dtype.itemsize + 4
+        self.reserved = self._of_forwards + MOST_TOKENS * self.target.vocab_size * size
 
     def check_weights(self) -> None:
         """Drop all graphs if weights have moved."""

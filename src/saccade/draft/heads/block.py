@@ -49,6 +49,7 @@ class Rotary:
         # By device [D] frequencies, once for each half that is rotated, and the sines' signs, scaled.
         self._parts = {torch.device("cpu"): (frequencies.float().repeat(2), signs)}
         self._tables: dict[torch.device, Tensor] = {}  # [P, 2 * D]
+        self._outgrown: list[Tensor | None] = []  # tables that a graph may read
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[B, N, 1, D]`` of ``positions`` ``[B, N]``, or ``[3, B, N]``, for `turn`."""
@@ -75,6 +76,7 @@ class Rotary:
         else:
             table = self._tables.get(positions.device)
             if table is None or len(table) <= last:
+                self._outgrown.append(table)
                 every = torch.arange(max(MOST_READ, 2 * last), device=positions.device)
                 table = self._tables[positions.device] = torch.cat([part[0, :, 0] for part in self(every[None])], 1)
             cos, sin = F.embedding(positions, table)[:, :, None].chunk(2, -1)
@@ -179,8 +181,19 @@ class FusedHead:
     """Fused modules of a head that drafts."""
 
     def __init__(self, head: nn.Module) -> None:
+        self._head = head
         self._modules = [module for module in head.modules() if isinstance(module, Fusable)]
+        self._guard: lean.ModuleGuard | None = None
+        self._moves = 0
         self.refresh()
+
+    def moves(self) -> int | None:
+        """How often modules were replaced or weights moved, as far as was asked; None while there are hooks."""
+        if self._guard is None or not self._guard.is_current:
+            tensors = [*self._head.parameters(), *self._head.buffers()]
+            self._guard = lean.ModuleGuard(self._head, [self._head], tensors)
+            self._moves += 1
+        return self._moves if self._guard.is_current else None
 
     @torch.inference_mode(False)  # the weights may be trained later
     @torch.no_grad()

@@ -118,11 +118,13 @@ class DreamDraftSession(HeadDraftSession):
         self._dream = drafter.head
         self._pruning = drafter.head.pruning
         self._dropped: list[list[int]] = [[] for _ in range(rows)]
-        self.memory = RowCache([self._device] * len(self._dream.cross), rows)  # of features; slot j holds token j
+        self.memory = self._caches[1]  # of features; slot j holds token j
         self.memory.share_numbers(self.cache)
-        self._caches = [self.cache, self.memory]
         if self._pruning.needs_attention:
             target.requirements.add_attention(self._pruning.layers, "all")
+
+    def _new_caches(self, rows: int) -> list[RowCache]:
+        return [*super()._new_caches(rows), RowCache([self._device] * self._head.memories, rows)]
 
     def reserve(self, row: int, capacity: int) -> None:
         super().reserve(row, capacity)

@@ -29,6 +29,7 @@ class HeadKind:
     summary: str = ""
     source: str = ""
     settings: Mapping[str, Any] = field(default_factory=lambda: {"tree": "dynamic"})  # of that method
+    captured: bool = False  # whether its drafts are one CUDA graph each (`saccade.draft.heads.captured`)
 
 
 HEAD_KINDS: dict[str, HeadKind] = {
@@ -37,12 +38,14 @@ HEAD_KINDS: dict[str, HeadKind] = {
         "heads.Eagle2Objective",
         summary="a trained head drafts from the target's predicted states; EAGLE-2's tree",
         source="Li et al. 2024, EAGLE-2; the tree as in HiViS, Section 4",
+        captured=True,
     ),
     "eagle3": HeadKind(
         "eagle.Eagle3",
         "heads.Eagle3Objective",
         summary="a trained head mixes states of three layers and predicts tokens alone; EAGLE-2's tree",
         source="Li et al. 2025, EAGLE-3, Section 3",
+        captured=True,
     ),
     "peagle": HeadKind(
         "peagle.PEagle",
@@ -58,6 +61,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         recipe="eagle2",
         summary="EAGLE-2's head, with visual tokens that come without the target's states",
         source="Lin et al. 2025, MSD, Speculative Decoding Reimagined for Multimodal LLMs; EAGLE-2's tree",
+        captured=True,
     ),
     "vispec": HeadKind(
         "vispec.ViSpec",
@@ -73,6 +77,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         "heads.HiViSObjective",
         summary="a trained head without visual tokens, whose content arrives in the target's states",
         source="HiViS, Section 3 and Algorithm 1; EAGLE-2's tree; top=8 max_depth=4 total=30 is ViSpec's setting",
+        captured=True,
     ),
     "dream": HeadKind(
         "dream.Dream",
@@ -82,6 +87,7 @@ HEAD_KINDS: dict[str, HeadKind] = {
         summary="a trained head attends to the target's states of all tokens and keeps a share of the visual ones",
         source="DREAM, Sections 3.1 and 3.3; EAGLE-2's tree of 4 children, 6 levels and 32 nodes",
         settings={"tree": "dynamic", "tree=dynamic": {"top": 4, "total": 32}},
+        captured=True,
     ),
     "medusa": HeadKind(
         "medusa.Medusa",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,16 +14,19 @@ from torch.nn.functional import pad
 
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.heads.block import FusedHead
+from saccade.draft.heads.captured import POLICIES, CapturedDraft, Drafted, DraftGraphs
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
-from saccade.draft.heads.registry import part_of
-from saccade.draft.trees.policy import Frontier, Growth, Proposer, TreePolicy, grow
+from saccade.draft.heads.registry import HEAD_KINDS, part_of
+from saccade.draft.trees.policy import Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
 from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
+from saccade.target_model import lean
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, MaskPlan
+from saccade.target_model.graphs import GraphExecutor
 from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.tree import DraftTree, Rows, at_nodes
 from saccade.verify.rule import Verdict
@@ -30,6 +35,8 @@ CHUNK = 1024
 """Prompt entries per forward; bounds the attention mask."""
 TRIAL = 32
 """Drafts that are judged."""
+LEAST_ALIKE = 0.5
+"""Share of tokens in which trees of the same states must agree; rounding decides between tokens that nearly tie."""
 LEAST = 0.1
 """Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
 
@@ -56,6 +63,14 @@ class HeadDrafter(Drafter):
         self._drafts = TRIAL if in_training else 0  # that were judged
         self._accepted: Tensor | int = 0  # tokens of those
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
+        self.is_captured = False  # whether greedy drafts are
+        kind, executor = HEAD_KINDS.get(head.kind), target.executor
+        is_plain = all(type(p) in lean.WEIGHTS and p.device == target.device for p in head.parameters())
+        is_known = kind is not None and kind.captured and type(policy) in POLICIES
+        if isinstance(executor, GraphExecutor) and is_known and is_plain:
+            self.is_captured = True
+            executor.reserve_drafts()
+        self.spare: list[RowCache] = []  # caches of the last session, where their graphs are found again
 
     @property
     def entry_bytes(self) -> int:
@@ -115,10 +130,18 @@ class HeadDraftSession(DraftSession):
         self._like = next(self._head.parameters())
         self._slack = drafter.policy.max_run + drafter.policy.max_nodes
         self._order = torch.arange(self._slack + 1, device=self._device)
-        self.cache: RowCache = self._head.new_cache(rows)  # of the head; one entry per visible token but the first
+        self._caches, drafter.spare = drafter.spare, []  # those with an entry per token run
+        if self._caches and self._caches[0].rows == rows:
+            for cache in self._caches:
+                cache.reset()
+        else:
+            self._caches = self._new_caches(rows)
+        if drafter.is_captured:
+            weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
+        self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
+        self._fixed: CapturedDraft | None = None  # that is being captured
         self._masks = MaskPlan(self._head.window, ())
         self._depths: list[int] = []  # of the pending entries, where a window needs them
-        self._caches = [self.cache]  # those with an entry per token run
         if not self._head.blocks:  # a cache without layers has no device
             self.cache.numbers = target.cache.numbers
         self._numbers = self.cache.share_numbers(target.cache)
@@ -130,6 +153,9 @@ class HeadDraftSession(DraftSession):
         self._features = [self._like.new_zeros(0, self._head.config.hidden_size) for _ in range(rows)]
         target.requirements.add_layers(*self._head.layers)
         target.requirements.embeddings |= self._head.is_shown_visual
+
+    def _new_caches(self, rows: int) -> list[RowCache]:
+        return [self._head.new_cache(rows)]
 
     def reserve(self, row: int, capacity: int) -> None:
         self._room[row] = capacity
@@ -191,19 +217,91 @@ class HeadDraftSession(DraftSession):
     def propose(self, rows: Sequence[int], new: Sequence[Sequence[int]], proposer: Proposer, limit: int) -> DraftTree:
         self._drafter.fused.refresh()
         new = [self._read_late(row, tokens) for row, tokens in zip(rows, new, strict=True)]
+        captured = self._captured(rows, new, proposer, limit)
+        if isinstance(captured, DraftTree):
+            return captured
         self._send_numbers(rows, new)
-        ran = [self._catch_up(rows, new)]  # [A, 1, d] of the root, then [A, W, d] of every level
-
-        def run(frontier: Frontier) -> Tensor:
-            ran.append(self._run(rows, frontier, ran))
-            return self._scores(ran[-1], frontier).expand(-1, frontier.tokens.shape[1], -1)
-
-        roots = self._numbers.get([tokens[-1] for tokens in new])
-        growth = self._begun(self._shaping.begin(rows, roots, proposer))
-        tree = grow(self._drafter.policy, growth, self._scores(ran[0], None), run, limit, rows, proposer.guide)
+        root = self._catch_up(rows, new)  # [A, 1, d]
+        first = self._numbers.get([tokens[-1] for tokens in new])
+        if captured is not None:
+            self.cache.graphs.keep(captured, self._agrees(rows, root, first, captured.drafted, limit))
+            for cache in self._caches:
+                cache.drop(rows)
+        tree = self._grown(rows, root, first, proposer, limit).tree
         for cache in self._caches:
             cache.drop(rows)
         return tree
+
+    def _grown(self, rows: Rows, root: Tensor, first: Tensor, proposer: Proposer, limit: int) -> Drafted:
+        """Grow trees from the roots' states ``[A, 1, d]`` and tokens ``[A]``."""
+        ran, frontiers = [root], list[Frontier]()
+
+        def run(frontier: Frontier) -> Tensor:
+            ran.append(self._run(rows, frontier, ran))
+            frontiers.append(frontier)
+            return self._scores(ran[-1], frontier).expand(-1, frontier.tokens.shape[1], -1)
+
+        growth = self._begun(self._shaping.begin(rows, first, proposer))
+        tree = grow(self._drafter.policy, growth, self._scores(root, None), run, limit, rows, proposer.guide)
+        return Drafted(tree, growth, ran, frontiers)
+
+    def _captured(
+        self, rows: Rows, new: Sequence[Sequence[int]], proposer: Proposer, limit: int
+    ) -> DraftTree | CapturedDraft | None:
+        """Return the trees of a captured draft, one that was captured just now and remains to be compared, or None."""
+        drafter, executor = self._drafter, self._drafter.target.executor
+        is_greedy = type(proposer) is TopProposer and proposer.guide is None
+        if not (drafter.is_captured and is_greedy and isinstance(executor, GraphExecutor) and executor.enabled):
+            return None
+        graphs, moves = self.cache.graphs, drafter.fused.moves()
+        if graphs is None or graphs.pool is not executor:
+            graphs = self.cache.graphs = DraftGraphs(executor, drafter.policy)
+        positions = [self.cache.lengths[row] + self._ahead[row] for row in rows]
+        shape = graphs.shape(self._caches, rows, max(positions) + graphs.width + drafter.max_depth, limit)
+        features = self._latest(rows, graphs.width)
+        if moves is None or shape is None or min(map(len, features)) < graphs.width:
+            return None
+        table: tuple[int, ...] = ()
+        for row, tokens, position in zip(rows, new, positions, strict=True):
+            padding = [0] * (graphs.width - len(tokens))
+            places = [number for cache in self._caches for number in (cache.start(row), *cache.ends([row]))]
+            table += (*tokens, *padding, len(tokens), position, *places)
+        self._numbers.send([table, *self._context.numbers_of(rows)])
+        numbers = self._numbers.get(table).view(len(rows), -1)
+        moved = [moves, *(cache.moves for cache in self._caches)]
+        tree: DraftTree | None = graphs.run(shape, numbers, features, moved)
+        if tree is None:
+            captured: CapturedDraft | None = graphs.captured(shape, numbers, features, partial(self._fix, rows, limit))
+            return captured
+        self._pass(rows, [len(tokens) for tokens in new])
+        return tree
+
+    def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
+        """Draft with all numbers in fixed memory."""
+        self._fixed = inputs
+        try:
+            states = self._forward(rows, inputs.features, inputs.tokens, None, None, 0)
+            last = inputs.count[:, None] - 1
+            first = inputs.tokens.gather(1, last)[:, 0]
+            return self._grown(rows, at_nodes(states, last), first, TopProposer(), limit)
+        finally:
+            self._fixed = None
+
+    def _agrees(self, rows: Rows, root: Tensor, first: Tensor, drafted: Drafted, limit: int) -> bool:
+        """Whether ordinary operations on every level of a captured draft give its states, and its states its trees."""
+        ran, ids = drafted.ran, self._head.token_ids
+        dtype = min(self._like.dtype, self._drafter.target.dtype, key=lambda each: each.itemsize)
+        levels = list[Tensor]()
+        for place, frontier in enumerate([None, *drafted.frontiers]):
+            states = root if frontier is None else self._run(rows, frontier, ran[:place])
+            pair = self._scores(ran[place], frontier), self._scores(states, frontier)
+            levels.append(pair[0])
+            ours, theirs = (scores.float() if ids is None else scores[..., ids].float() for scores in pair)
+            if not lean.are_close(ours, theirs, dtype):
+                return False
+        growth = self._shaping.begin(rows, first, TopProposer())
+        tree = grow(self._drafter.policy, growth, levels[0], lambda frontier: levels[frontier.depth], limit)
+        return bool((tree.tokens == drafted.tree.tokens).float().mean() > LEAST_ALIKE)
 
     def _begun(self, growth: Growth) -> Growth:
         """Inform a step's trees of what the head knows beside its logits."""
@@ -297,17 +395,24 @@ class HeadDraftSession(DraftSession):
         counts = [len(tokens) for tokens in new]
         width = max(counts)
         tokens = self._numbers.get(_padded(new)).view(-1, width)
-        firsts = [max(self._known[row] - self.lag, 0) for row in rows]
-        parts = [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
-        hidden = self._forward(rows, torch.stack(parts), tokens, None, None, 0)
-        for cache in self._caches:
-            cache.commit(rows, [range(count) for count in counts])
-        for row, count in zip(rows, counts, strict=True):
-            self._known[row] += count
+        hidden = self._forward(rows, torch.stack(self._latest(rows, width)), tokens, None, None, 0)
+        self._pass(rows, counts)
         if min(counts) == width:
             return hidden[:, -1:]
         last = self._numbers.get(counts) - 1
         return at_nodes(hidden, last[:, None])
+
+    def _latest(self, rows: Rows, width: int) -> list[Tensor]:
+        """The target's states ``[width, d]`` for the next entries of every row, as far as there is memory."""
+        firsts = [max(self._known[row] - self.lag, 0) for row in rows]
+        return [self._features[row][first : first + width] for row, first in zip(rows, firsts, strict=True)]
+
+    def _pass(self, rows: Rows, counts: Sequence[int]) -> None:
+        """Commit the entries of the tokens that every row emitted last."""
+        for cache in self._caches:
+            cache.commit(rows, [range(count) for count in counts])
+        for row, count in zip(rows, counts, strict=True):
+            self._known[row] += count
 
     def _run(self, rows: Sequence[int], frontier: Frontier, ran: list[Tensor]) -> Tensor:
         """Return the states ``[A, W, d]`` of a frontier; each node gets its parent's state of those in ``ran``."""
@@ -324,9 +429,12 @@ class HeadDraftSession(DraftSession):
         self, rows: Rows, features: Tensor, tokens: Tensor, mask: Tensor | None, gap: int | None, step: int
     ) -> Tensor:
         """Run pending entries of some rows, ``gap`` positions after their committed ones; None: one behind another."""
-        at = self._placed(rows, tokens.shape[1], gap)
-        for cache in self._caches:
-            self._lay(cache, rows, tokens.shape[1], mask, gap)
+        if self._fixed is not None:
+            at = self._fixed.place(self._caches, tokens.shape[1], mask, gap)
+        else:
+            at = self._placed(rows, tokens.shape[1], gap)
+            for cache in self._caches:
+                self._lay(cache, rows, tokens.shape[1], mask, gap)
         return self._outputs(features, self._embed(rows, tokens), at, step)
 
     def _outputs(self, features: Tensor, embedded: Tensor, at: Placement, step: int) -> Tensor:
