@@ -34,6 +34,8 @@ from saccade.wording import nearest
 
 T = TypeVar("T")
 
+ARITHMETIC, BANDWIDTH = 0.35, 0.6
+"""Shares of a GPU's published arithmetic and bandwidth that are assumed to be used."""
 CONTEXT = 0.6e9
 """Bytes that a CUDA process takes besides its tensors; an assumption."""
 
@@ -45,6 +47,8 @@ class Preset:
     name: str  # as in `names`
     gpu: str  # name of a GPU of that memory
     memory: int  # in GiB
+    teraflops: float  # of products in bfloat16, as published
+    bandwidth: float  # of its memory in GB a second, as published
     distill: Mapping[str, Any]  # options of `saccade.distill.Options`
     train: Mapping[str, Any]  # settings of every recipe, and tables of further ones by kind
 
@@ -52,6 +56,10 @@ class Preset:
     def bytes(self) -> float:
         """Bytes of memory for tensors."""
         return self.memory * 2**30 - CONTEXT
+
+    def computing(self, flops: float, read: float = 0.0) -> float:
+        """Seconds of so many operations, after so many bytes that are read from memory."""
+        return flops / (ARITHMETIC * self.teraflops * 1e12) + read / (BANDWIDTH * self.bandwidth * 1e9)
 
     def training(self, kind: str) -> dict[str, Any]:
         """Return the settings of a recipe by its kind, named as for `saccade.train.recipe.Recipe.with_settings`."""
@@ -228,6 +236,7 @@ class Lengths:
     answer: float  # mean tokens of an answer
     longest: tuple[int, int, int, int]  # text, visual tokens, patches and answer of a long sample
     origin: str  # source of these numbers, in words
+    is_assumed: bool = False  # there are no data yet
 
     @property
     def tokens(self) -> float:
@@ -258,7 +267,7 @@ def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer
     samples, answer = many if samples is None else samples, usual if answer is None else answer
     visual, patches = size.picture(width, height)
     origin = f"assumed, with one {width}x{height} picture each: {missing} is not there yet"
-    return Lengths(samples, text, visual, answer, (text, visual, patches, answer), origin)
+    return Lengths(samples, text, visual, answer, (text, visual, patches, answer), origin, is_assumed=True)
 
 
 def of_answers(path: Path, media: Path, size: ModelSize) -> Lengths:

@@ -31,6 +31,16 @@ def command(source: Any, *more: Any) -> list[Any]:
     return ["distill", source, "-t", ready("llava"), "-n", "5", "-b", "2", "-o", source.parent / "out", *more]
 
 
+def test_a_plan_by_a_throughput_needs_no_model(shell: Shell, source: Path) -> None:
+    lines = command(source, "--plan", "--throughput", "0.5")
+    lines[lines.index("-t") + 1] = "someone/large"
+    plan = shell(*lines)
+    assert plan.code == 0, plan.err
+    assert "Questions: 5 of 6 conversations" in plan.out
+    assert "Time: about 50 s" in plan.out  # five answers of five tokens
+    assert "--throughput is for --plan" in shell(*command(source, "--throughput", "9")).complaint
+
+
 def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source: Path) -> None:
     plan = shell(*command(source, "--plan", "--sampled-share", "0"))
     assert plan.code == 0, plan.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ def test_memory_and_disk_follow_the_settings() -> None:
     assert half.disk - none.disk == pytest.approx(60 * GB)
 
 
+def test_hours_follow_the_work_and_what_the_user_measured() -> None:
+    hivis, eagle3 = (forecast_of("qwen2.5-vl-7b", kind, "24gb") for kind in ("hivis", "eagle3"))
+    assert hivis.seconds < eagle3.seconds, "whose features are computed in every epoch"
+    assert hivis.distilling == eagle3.distilling
+    assert "before for the answers; assumed: 35%" in str(hivis)
+    large = forecast_of("qwen2.5-vl-7b", "hivis", "80gb")
+    assert large.seconds < hivis.seconds
+    assert large.distilling < hivis.distilling / 2, "larger batches read the weights less often"
+    assert forecast_of("qwen2.5-vl-7b", "hivis", "24gb", epochs=2).seconds < 0.7 * hivis.seconds
+    measured = replace(hivis, throughput=10.0)
+    assert measured.seconds == 20_000 * 16 / 10
+    assert "time       about 8.9 h, at 10 samples a second" in str(measured)
+
+
 def answers(folder: Path) -> Path:
     Image.new("RGB", (280, 140)).save(folder / "a.png")
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x" * 80}]
@@ -119,6 +134,7 @@ def test_lengths_come_from_the_answers_where_there_are_some(tmp_path: Path) -> N
 
 def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tmp_path: Path) -> None:
     made = ["train", "eagle3", "-t", SHAPES / "qwen2.5-vl-7b", "--data", tmp_path / "none", "-o", tmp_path / "out"]
+    assert "--throughput is for --plan with --preset" in shell(*made, "--throughput", "9").complaint
     found = shell(*made, "--preset", "24gb", "--plan", "--set", "max_tokens=1024", "--set", "batch_size=8")
     assert found.code == 0, found.err
     assert "288,115,200 weights; the target's 8,292,166,656 are frozen" in found.out

@@ -44,6 +44,28 @@ def test_settings_change_single_values() -> None:
     assert from_dict(changed.as_dict()) == changed
 
 
+def test_few_answers_shorten_a_built_in_recipe_and_steps_of_ones_own_stay() -> None:
+    recipe = read_recipe("hivis")
+    few = recipe.over(108)
+    assert [(stage.steps, stage.warmup) for stage in few.stages] == [(81, 3), (54, 1)]
+    assert few.steps * few.batch_size / 108 == recipe.epochs == 20
+    assert list(few.cautions()) == []
+    assert recipe.over(64_000) == recipe
+    assert recipe.with_settings({"epochs": 5}).over(64_000).steps == recipe.steps
+    assert recipe.with_settings({"epochs": 5}).over(16_000).steps == 5_000
+    own = recipe.with_settings({"stage1.steps": 300})
+    assert own.over(108) == own
+    assert own.with_settings({"epochs": 2}).over(108).steps == 15
+
+
+def test_a_warm_up_as_long_as_its_stage_is_said() -> None:
+    short = read_recipe("hivis").with_settings({"stage1.steps": 300, "stage2.steps": 0})
+    assert [*short.cautions()] == [
+        "Stage 1 has 300 steps and a warm-up of 500, so that its rate stays below 0.0003; add --set stage1.warmup=30."
+    ]
+    assert [*short.with_settings({"stage1.warmup": 30}).cautions()] == []
+
+
 def test_a_step_knows_its_stage() -> None:
     recipe = read_recipe("hivis").with_settings({"stage1.steps": 2, "stage2.steps": 1})
     assert [(recipe.at(i)[0], recipe.at(i)[2]) for i in range(3)] == [(1, 0), (1, 1), (2, 0)]
@@ -221,7 +243,7 @@ def test_every_command_of_a_recipe_runs_and_leaves_what_the_page_says(
         assert not left.value.code, (shlex.join(words), printed.err)
         if "-o" in words and "--plan" not in words:
             assert any((tmp_path / words[words.index("-o") + 1]).iterdir())
-        if words[1] == "distill" and "--plan" not in words:
+        if words[1] == "distill" and "--plan" not in words and "pocket" not in words:
             assert "1 unusable line" in printed.out
             assert "gone.jpg" in printed.err
     for promise in re.findall(r"It leaves (.*?)\.\s", page.read_text(encoding="utf-8"), re.DOTALL):

@@ -32,6 +32,16 @@ def command(data: Path, *more: Any) -> list[Any]:
     return ["train", "hivis", "-t", ready("llava"), "--data", data, "-o", data.parent / "out", *arguments, *more]
 
 
+def test_few_answers_and_a_long_warm_up_are_said(shell: Shell, data: Path) -> None:
+    words = ["train", "hivis", "-t", ready("llava"), "--data", data, "-o", data.parent / "out", "--plan"]
+    few = shell(*words, "--set", "batch_size=4", "--set", "epochs=1.5")
+    assert "steps in place of 20000: 1.5 epochs of " in few.err
+    assert "warm-up" not in few.err
+    assert "stage 2    3 steps" in few.out
+    long = shell(*words, "--set", "batch_size=4", "--set", "stage1.steps=3", "--set", "stage2.steps=0")
+    assert "Warning: Stage 1 has 3 steps and a warm-up of 500, so that its rate stays below 0.0003" in long.err
+
+
 def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
     measured = command(data, "--set", "validation_samples=1")
     plan = shell(*measured, "--plan")

@@ -20,7 +20,7 @@ from saccade.cli.option_groups import (
     place_of,
     set_options,
 )
-from saccade.errors import MethodError
+from saccade.errors import InputError, MethodError
 from saccade.files import is_profile
 from saccade.wording import count, duration
 
@@ -184,6 +184,7 @@ def distill(
     on_bad_line: str = option("stop", "`stop` at a line that cannot be used, or `skip` it."),
     preset: str | None = option(None, "Questions per batch for one GPU of this memory.", metavar="24gb|80gb"),
     plan: bool = option(False, "Answer a few questions and estimate the run."),
+    throughput: float | None = option(None, "Answer tokens a second, for a --plan without the model.", min=1e-6),
     *,
     models: ModelOptions,
     answers: AnswerOptions,
@@ -211,9 +212,14 @@ def distill(
     if models.method and not methods.is_lossless(methods.options(models.method, models.settings)):
         raise MethodError(f"Method {models.method} is lossy: its answers are not the target's; choose a lossless one.")
     options = {**({} if preset is None else memory_plan.preset(preset).distill), **set_options(answers)}
-    from saccade.distill.run import QuestionWorker, Setup, preview, run
+    from saccade.distill.run import QuestionWorker, Setup, preview, reckoned, run
 
     setup = Setup(source, out, media_root, on_bad_line, options)  # a mistake shows before models are loaded
+    if throughput is not None:
+        if not plan:
+            raise InputError("--throughput is for --plan; add it, or leave --throughput out.")
+        _plan_answers(reckoned(setup, throughput), out)
+        return
     if plan:
         answerer = QuestionWorker(models.load(), setup)
         with screen.waiting("Reading the prompts and answering a few of them"):

@@ -38,6 +38,7 @@ def train(
     lm: str | None = option(None, "`draft-vlm`: start from this model, or an untrained LAYERSxWIDTH.", metavar="MODEL"),
     preset: str | None = option(None, "Settings for one GPU of this memory; --plan shows them.", metavar="24gb|80gb"),
     plan: bool = option(False, "Time a few steps and estimate the run; with --preset compute it without weights."),
+    throughput: float | None = option(None, "Samples a second, for the hours of --plan --preset.", min=1e-6),
     on_bad_line: str = option("stop", "`stop` at the first line that cannot be used, or `skip` them."),
     *,
     chosen: TrainerOptions,
@@ -78,8 +79,11 @@ def train(
         from saccade.train.plan import forecast
 
         screen.quiet_libraries()
-        print(forecast(steps, place_of(models.named()), data, memory_plan.preset(preset), fitted, models.dtype))
+        on = memory_plan.preset(preset)
+        print(forecast(steps, place_of(models.named()), data, on, fitted, models.dtype, throughput))
         return
+    if throughput is not None:
+        raise InputError("--throughput is for --plan with --preset; without a preset --plan measures it.")
     processes = Processes()
     if not processes.leads:
         screen.notes.quiet = True

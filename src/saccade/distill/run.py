@@ -18,6 +18,7 @@ from saccade.distill.planning import Options, PlannedQuestion, Prompts, Question
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.inputs.families import visual_ids
 from saccade.jobs.running import facts_of
+from saccade.memory_plan import LETTERS
 from saccade.output import Output
 from saccade.resumable import SHOWN, Finished, Journal, JournalRunner, Pending, Report, Worker, check_place
 from saccade.stream import decode
@@ -284,6 +285,15 @@ class Preview:
     plan: QuestionPlan  # every question
     there: int  # questions answered by earlier attempts
     seconds: float  # expected for the others, from a few batches; 0 when there are none
+
+
+def reckoned(setup: Setup, throughput: float) -> Preview:
+    """Plan a run without a model by answer tokens a second; answers are as long as given ones, or as may be."""
+    with setup.drawn() as folder:
+        plan = make_plan(setup.prompts(folder), setup.options, setup.on_bad_line)
+    most = setup.options.max_new_tokens
+    tokens = sum(min(question.length[0] // LETTERS or most, most) for question in plan.questions)
+    return Preview(plan, 0, tokens / throughput)
 
 
 def preview(worker: QuestionWorker, setup: Setup) -> Preview:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from saccade.distill.folder import place_of
 from saccade.draft.heads.head import HeadConfig, empty_head
 from saccade.errors import TrainingError
-from saccade.memory_plan import Lengths, ModelSize, Preset, assumed, of_answers
+from saccade.memory_plan import ARITHMETIC, BANDWIDTH, Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.target_model.sharding import held
 from saccade.target_model.traits import of_layer
 from saccade.train.batches import AHEAD
@@ -106,6 +106,8 @@ class Work:
     trained: int  # number of trained weights
     memory: Mapping[str, float]  # bytes on the GPU by what they are, without the target's weights
     cache: float  # bytes of a sample's features; 0 where none are cached
+    flops: Callable[[int], float]  # operations on a sample by the stage's draft steps, without the target's
+    is_taught: bool = True  # the target runs on the samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,27 @@ class Forecast:
     size: ModelSize  # of the target
     lengths: Lengths  # of the samples
     work: Work  # of the drafter
+    throughput: float | None = None  # samples a second, as measured by the user
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training."""
+        recipe, seen = self.recipe, self.recipe.steps * self.recipe.batch_size
+        if self.throughput is not None:
+            return seen / self.throughput
+        cached = self.features / (self.work.cache * self.lengths.samples) if self.features else 0.0
+        taught = cached * min(self.lengths.samples, seen) + (1 - cached) * seen if self.work.is_taught else 0
+        flops = 2.0 * taught * self.size.weights * self.lengths.tokens
+        flops += sum(stage.steps * recipe.batch_size * self.work.flops(stage.draft_steps) for stage in recipe.stages)
+        return self.preset.computing(flops)
+
+    @property
+    def distilling(self) -> float:
+        """Seconds in which the target answers all samples, in batches as the preset's."""
+        lengths, size = self.lengths, self.size
+        prompts = 2.0 * lengths.samples * size.weights * (lengths.text + lengths.visual)
+        steps = lengths.samples * lengths.answer / self.preset.distill["batch"]
+        return self.preset.computing(prompts, steps * size.step())
 
     @property
     def memory(self) -> float:
@@ -154,12 +177,22 @@ class Forecast:
             lines.append(f"features   {_features(cache, lengths.samples, recipe.feature_cache, limit)}")
         for number, stage in enumerate((stage for stage in recipe.stages if stage.steps), 1):
             lines.append(f"stage {number}    {stage.steps} steps of {recipe.batch_size} samples")
+        lines.append(f"time       about {self._time()}")
         if lengths.text + lengths.visual >= recipe.max_tokens:
             lines.append(
                 f"WARNING    prompts of {lengths.text + lengths.visual:.0f} tokens leave no room for answers in "
                 f"max_tokens={recipe.max_tokens}; set it higher"
             )
+        lines += [f"WARNING    {caution}" for caution in recipe.cautions()]
         return "\n".join(lines)
+
+    def _time(self) -> str:
+        taken = duration(self.seconds)
+        if self.throughput is not None:
+            return f"{taken}, at {self.throughput:g} samples a second"
+        before = f", and {duration(self.distilling)} before for the answers" if self.lengths.is_assumed else ""
+        assumed = f"assumed: {ARITHMETIC:.0%} of the GPU's arithmetic, {BANDWIDTH:.0%} of its bandwidth"
+        return f"{taken}{before}; {assumed}; --throughput takes what you measure"
 
 
 def forecast(
@@ -169,6 +202,7 @@ def forecast(
     preset: Preset,
     settings: Mapping[str, object] | None = None,
     dtype: str = "auto",
+    throughput: float | None = None,
 ) -> Forecast:
     """Compute what a run needs on a preset's GPU; weights are not read and need not be there."""
     size = ModelSize(target, dtype=dtype)
@@ -178,7 +212,7 @@ def forecast(
     if not lengths.samples:
         raise TrainingError(f"{file} holds no answer to learn from; expected what `saccade distill` writes.")
     work = draft_vlm_work(recipe, size, lengths) if recipe.kind == DRAFT_VLM else head_work(recipe, size, lengths)
-    return Forecast(preset, settings or {}, recipe, size, lengths, work)
+    return Forecast(preset, settings or {}, recipe.over(lengths.samples), size, lengths, work, throughput)
 
 
 def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
@@ -205,6 +239,13 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     if recipe.kind == "dream":
         read = lengths.tokens + lengths.answer
     embedded = keep * lengths.visual if head.is_shown_visual and head.blocks else 0.0
+    own = sum(weight.numel() for name, weight in head.named_parameters() if name.startswith("lm_head"))
+
+    def flops(steps: int) -> float:
+        seen = lengths.answer if not head.blocks else lengths.text + shown * lengths.visual + steps * lengths.answer
+        every = (trained - own) * seen + (own or size.lm_head) * steps * lengths.answer
+        return (8 if recipe.recompute else 6) * every + 2 * size.lm_head * lengths.answer
+
     return Work(
         word="head",
         trained=trained,
@@ -214,6 +255,7 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
             "micro batch": recipe.micro_batch * retained + COPIES * logits * _MARK,
         },
         cache=(read + embedded) * width * size.each + 9 * lengths.tokens,
+        flops=flops,
     )
 
 
@@ -232,7 +274,9 @@ def draft_vlm_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     retained = (prompt + visual + answer) * kept * each + COPIES * logits * _MARK
     retained += patches * 10 * vision.hidden_size * each
     memory = {"drafter": _learning(trained, small.weights, each), "micro batch": recipe.micro_batch * retained}
-    return Work("drafter", trained, memory, cache=0.0)
+    flops = 6.0 * trained * lengths.tokens + 2.0 * frozen * patches
+    taught = recipe.loss.get("kl", 0) > 0
+    return Work("drafter", trained, memory, cache=0.0, flops=lambda _: flops, is_taught=taught)
 
 
 def _width(recipe: Recipe) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Objective
 
 T = TypeVar("T")
+
+EPOCHS = 20
+"""Most epochs of a built-in recipe: with few answers it has fewer steps, with many as many as it says."""
 
 DRAFT_VLM = "draft-vlm"
 """Kind of a draft VLM, the one trained drafter that is not a head."""
@@ -32,7 +36,7 @@ _MOST = 1e38  # within float32, in which optimisers compute
 _LEAST = {
     **dict.fromkeys(("batch_size", "micro_batch", "max_tokens", "log_every"), 1),
     **dict.fromkeys(("checkpoint_every", "validate_every", "validation_samples", "min_words"), 0),
-    **dict.fromkeys(("clip", "weight_decay", "cache_gb"), 0),
+    **dict.fromkeys(("clip", "weight_decay", "cache_gb", "epochs"), 0),
 }
 
 
@@ -55,6 +59,7 @@ class Recipe:
     stages: tuple[Stage, ...]  # one after another, with one optimiser
     head: Mapping[str, Any] = field(default_factory=dict)  # options of the kind (`HeadConfig.from_target`)
     loss: Mapping[str, Any] = field(default_factory=dict)  # fields of the kind's objective
+    epochs: float = 0.0  # most passes over the samples, which shorten all stages alike; 0 for no limit
     residuals: bool = True  # False keeps HiViS's step residuals at zero (ablation)
     seed: int = 0
     batch_size: int = 16  # samples per optimiser step, over all processes
@@ -115,6 +120,26 @@ class Recipe:
         """Optimiser steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
+    def over(self, samples: int) -> Recipe:
+        """Return the recipe with fewer steps, and warm-ups in proportion, where it has too many epochs of samples."""
+        share = self.epochs * samples / (self.batch_size * self.steps)
+        if not 0 < share < 1:
+            return self
+        stages = [
+            replace(stage, steps=math.ceil(stage.steps * share), warmup=int(stage.warmup * share))
+            for stage in self.stages
+        ]
+        return replace(self, stages=tuple(stages))
+
+    def cautions(self) -> Iterator[str]:
+        """Yield what a user may not have meant."""
+        for number, stage in enumerate(self.stages, 1):
+            if stage.steps and stage.warmup >= stage.steps:
+                yield (
+                    f"Stage {number} has {stage.steps} steps and a warm-up of {stage.warmup}, so that its rate stays "
+                    f"below {stage.rate:g}; add --set stage{number}.warmup={stage.steps // 10}."
+                )
+
     @property
     def deepest(self) -> int:
         """Draft steps of the deepest stage that is run."""
@@ -139,8 +164,9 @@ class Recipe:
         return {**asdict(self), "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return a recipe with single values changed."""
-        content = self.as_dict()
+        """Return a recipe with single values changed; without a limit of epochs where steps are among them."""
+        has_steps = any(key.endswith(".steps") for key in settings)
+        content = self.as_dict() | ({"epochs": 0.0} if has_steps else {})
         stages = {f"stage{number}": stage for number, stage in enumerate(content["stages"], 1)}
         for key, value in settings.items():
             group, dot, name = key.partition(".")
@@ -193,7 +219,7 @@ def read_recipe(name: str) -> Recipe:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise TrainingError(f"The recipe {name} is not valid TOML: {problem}.") from problem
-    return from_dict(content | {"kind": name} if built_in else content)
+    return from_dict({"epochs": EPOCHS, **content, "kind": name} if built_in else content)
 
 
 def _made(kind: type[T], table: Mapping[str, Any], prefix: str = "") -> T:

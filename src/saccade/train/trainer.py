@@ -70,9 +70,18 @@ class Trainer:
         wandb: str | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
+        apart, chosen = split_validation(source.conversations, recipe.validation_samples, recipe.seed)
+        planned, recipe = recipe.steps, recipe.over(len(chosen))
         self.target, self.recipe, self.processes = target, recipe, Processes()
         self._source, self._out = source, Path(out)
         self._say = say if self.processes.leads else lambda _: None
+        if recipe.steps < planned:
+            self._say(
+                f"{recipe.steps} steps in place of {planned}: {recipe.epochs:g} epochs of {len(chosen)} samples. For "
+                "more give more answers, --set epochs=N or --set stage1.steps=N."
+            )
+        for caution in recipe.cautions():
+            self._say(f"Warning: {caution}")
         if isinstance(source, Answers) and not any_target:
             source.check_target(target)
         if recipe.batch_size < self.processes.count:
@@ -96,7 +105,6 @@ class Trainer:
             )
         self.precision = precision_on(target.device, recipe.precision)
         self._optimiser = Optimiser(self.learner.module, recipe)
-        apart, chosen = split_validation(source.conversations, recipe.validation_samples, recipe.seed)
         self.order = Order(source.lengths, chosen, recipe.batch_size, recipe.seed)  # samples of every step
         self.apart, self._measure = apart, measure
         self._unread = apart if measure is None else []
