@@ -377,6 +377,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return flat[0]
     if "out" in kwargs:
         return kwargs["out"]
+    if not func._schema.returns:
+        return None
     if name.endswith("_") and not name.endswith("__"):
         return flat[0]
     if name in _CONVERSIONS and out is raw_args[0] and to_device:

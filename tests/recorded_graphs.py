@@ -3,7 +3,7 @@
 As with a graph on a GPU, a repetition sees new inputs only through the memory of the recorded ones: a number that the
 host computed, a tensor that was made outside, and every shape stay as they were. A host that reads a tensor while it is
 recorded is refused (`HostRead`), as a GPU refuses it. A graph holds no tensor that was made outside: nor does a record,
-which finds out where nobody else does (`Freed`).
+which finds out where nobody else does (`Freed`). A tensor that goes to or from a pretended device is refused, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if len({x.device for x in (*tensors, out) if isinstance(x, Tensor) and (x.dim() or x is out)}) > 1:
+            raise HostRead(f"{func._schema.name} between host and device inside a recorded part")
         given = set(map(_memory, tensors))
         outputs = tree_leaves(out)
         is_new = [isinstance(x, Tensor) and _memory(x) not in given for x in outputs]
@@ -76,21 +79,47 @@ def _memory(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
+def _refused(*_: Any) -> Any:
+    raise HostRead("tolist inside a recorded part")
+
+
 def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
     """Run a function and record it; of the form of `saccade.target_model.graphs.CAPTURES`."""
+    recorder, outputs = _recorded(function)
+    return lambda: _repeat(recorder), outputs
+
+
+def _recorded(function: Callable[[], Any]) -> tuple[_Recorder, Any]:
     function()  # as CUDA needs it
     recorder = _Recorder()
-    with recorder:
-        outputs = function()
+    with recorder, patch.object(Tensor, "tolist", _refused):
+        return recorder, function()
 
-    def replay() -> None:
-        for func, *arguments, made in recorder.operations:
-            args, kwargs = tree_map(_alive, arguments)
-            for old, new in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
-                if old is not None:
-                    old.copy_(new)
 
-    return replay, outputs
+def _repeat(recorder: _Recorder) -> None:
+    for func, *arguments, made in recorder.operations:
+        args, kwargs = tree_map(_alive, arguments)
+        for old, new in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+            if old is not None:
+                old.copy_(new)
+
+
+class Overwriting:
+    """The same in memory that all graphs use in turn: a replay leaves nothing of what others computed inside."""
+
+    def __init__(self) -> None:
+        self._made: list[Tensor] = []
+
+    def record(self, function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        recorder, outputs = _recorded(function)
+        self._made += [old for *_, made in recorder.operations for old in made if old is not None]
+
+        def replay() -> None:
+            for tensor in self._made:
+                tensor.fill_(77 if tensor.is_floating_point() else 1)
+            _repeat(recorder)
+
+        return replay, outputs
 
 
 def captured_on(device: Any) -> Callable[..., tuple[Callable[[], None], Any]]:

@@ -275,6 +275,25 @@ def test_captured_steps_give_cpu_tokens_in_a_fraction_of_the_launches_and_wait_o
     assert sum(sum(counts.waits.values()) == 1 for counts in few) > len(few) / 2
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_a_captured_step_of_a_hybrid_takes_few_launches_and_waits_once(
+    device: PretendDevice, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    case = FAMILIES["qwen3_5"]
+    prompts = split(case.model().config, case.inputs("text", rows=rows))
+    alone = run(Engine(Target(case.model().to(NAME))), False, device, prompts=prompts, new=14)
+    monkeypatch.setitem(graphs.CAPTURES, NAME, captured_on(device))
+    monkeypatch.setenv(graphs.SWITCH, "graphs")
+    under_test = Engine(Target(case.model().to(NAME)))
+    first, again = (run(under_test, False, device, prompts=prompts, new=14) for _ in range(2))
+    assert first.tokens == again.tokens == alone.tokens
+    for before, counts in zip(alone.steps, again.steps, strict=True):
+        assert counts.launches["graph"] == 2  # the forward, and the commit
+        assert counts.launches.total() < 0.1 * before.launches.total()
+        assert sum(counts.waits.values()) == 1, counts.waits
+        assert not counts.blocking
+
+
 @pytest.mark.parametrize(("of_target", "of_drafter"), [(NAME, "cpu"), ("cpu", NAME)])
 @pytest.mark.parametrize(
     ("method", "sampled"),

@@ -10,21 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import FAMILIES, _language_model, _sharpen
-from recorded_graphs import Freed, record
+from families import FAMILIES, HYBRIDS, _language_model, _sharpen
+from recorded_graphs import Freed, Overwriting, record
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
-from saccade.errors import SaccadeWarning
+from saccade.errors import SaccadeError, SaccadeWarning
 from saccade.inputs.families import split
+from saccade.inputs.families.family import Prompt
 from saccade.methods import build
 from saccade.methods.compositions import Models
 from saccade.target_model import graphs
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
 from saccade.target_model.graphs import GraphExecutor, StepGraphs, keys_for
+from saccade.target_model.recurrent import RecurrentStates
 
 TREE = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
 DEPTH = torch.tensor([[0, 1, 1]])
@@ -38,6 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sage": {},
     "lvspec": {"gamma": 4},
 }
+RECURRENT = ("qwen3_5", "nemotron_h", "lfm2")
+"""A family of each kind of recurrent layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,8 @@ def caches(under_test: Engine) -> list[StepGraphs]:
         ("qwen2_5_vl", "auto"),
         ("llava", "sage"),
         ("llava", "lvspec"),
+        *((family, "plain") for family in HYBRIDS),
+        *((family, method) for family in RECURRENT for method in ("chain", "dynamic-tree")),
     ],
 )
 def test_captured_steps_give_the_tokens_of_ordinary_ones(
@@ -241,12 +247,16 @@ class Steps:
 
 
 def twins(
-    monkeypatch: pytest.MonkeyPatch, rows: int, sizes: tuple[int, ...] = (), capture: Any = record
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    sizes: tuple[int, ...] = (),
+    capture: Any = record,
+    family: str = "qwen2_vl",
 ) -> tuple[Steps, Steps]:
     """Equal contexts of two equal models, of which the first one's forwards are captured."""
-    ordinary = Steps(rows, sizes=sizes)
+    ordinary = Steps(rows, family, sizes)
     monkeypatch.setitem(graphs.CAPTURES, "cpu", capture)
-    return Steps(rows, sizes=sizes), ordinary
+    return Steps(rows, family, sizes), ordinary
 
 
 PATTERN = [(1, False), (3, False), (3, True), (1, False), (4, False), (3, True)] * 4
@@ -258,8 +268,9 @@ def compare(ours: Steps, theirs: Steps) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_logits_of_mixed_steps_equal_the_ordinary_ones(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    ours, theirs = twins(monkeypatch, rows)
+@pytest.mark.parametrize("family", ["qwen2_vl", *RECURRENT])
+def test_logits_of_mixed_steps_equal_the_ordinary_ones(monkeypatch: pytest.MonkeyPatch, family: str, rows: int) -> None:
+    ours, theirs = twins(monkeypatch, rows, family=family)
     compare(ours, theirs)
     assert ours.graphs.replays >= 8
     assert theirs.context.cache.graphs is None
@@ -284,7 +295,7 @@ def test_a_length_that_the_host_computed_once_is_noticed(monkeypatch: pytest.Mon
     right = graphs._mask
 
     def baked(shape: Any, starts: Tensor, first: Tensor, *rest: Any) -> Tensor:
-        return right(shape, starts, torch.full_like(first, int(first.tolist()[0])), *rest)
+        return right(shape, starts, torch.full_like(first, int(first.numpy()[0])), *rest)
 
     monkeypatch.setattr(graphs, "_mask", baked)
     with pytest.raises(AssertionError, match="not close"):
@@ -447,6 +458,121 @@ def test_a_tensor_that_a_graph_reads_and_nobody_holds_is_noticed() -> None:
     tensors.pop()
     with pytest.raises(Freed):
         replay()
+
+
+# --------------------------------------------------------------------------- recurrent layers
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_rows_whose_states_are_apart_and_rows_that_are_dropped_keep_their_own(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Of three rows, the middle one's tokens are dropped, then it is absent, and then there again."""
+    both = twins(monkeypatch, 3, family=family)
+    tokens = torch.tensor([[100, 101], [110, 111], [120, 121]])
+    for _ in range(6):
+        seen = []
+        for each in both:
+            context = each.context
+            seen.append([context.forward([0, 1, 2], tokens).logits])
+            context.cache.drop([1])
+            context.commit([0, 2], [[0, 1], [0]], [[100, 101], [120]])
+            seen[-1].append(context.forward([0, 2], tokens[::2]).logits)
+            context.commit([2], [[0, 1]], [[120, 121]])
+            context.cache.drop([0])
+        for ours, expected in zip(*seen, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
+    assert both[0].graphs.replays >= 6
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_later_prompt_starts_from_states_that_a_graph_left(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A turn behind an answer, one that departs within it, and another conversation in a cache that is used again."""
+    first, *others = [Prompt(tuple(range(low, low + 30))) for low in (20, 40)]
+
+    def answers(under_test: Engine) -> list[list[int]]:
+        found = []
+        for _ in range(2):
+            batch, prompt = under_test.open(1), first
+            for turn in (0, 3, 0):
+                (decoding,) = plan(under_test.target, [prompt], max_new_tokens=12)
+                row = batch.add(Request(prompt), decoding)
+                while not batch.is_idle:
+                    batch.step()
+                found.append(row.output)
+                kept = prompt.ids + tuple(row.output)
+                prompt = Prompt((*kept[: len(kept) - turn], 50, 51, 52))
+            (row,) = under_test.generate([Request(others[0])], max_new_tokens=12)
+            found.append(row.tokens)
+            del batch
+        return found
+
+    expected = answers(Engine(Target(FAMILIES[family].model())))
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", Overwriting().record)
+    under_test = Engine(Target(FAMILIES[family].model()))
+    assert answers(under_test) == expected
+    assert caches(under_test)[0].replays > 20
+
+
+def _stale(states: Any, parts: Any) -> None:
+    """Nothing, so that what an earlier forward left is committed."""
+
+
+def _as_captured(states: Any, parts: Any, table: Tensor) -> None:
+    """Commit by numbers of the capture."""
+    APPLY(states, parts, torch.cat([table[:, :2], torch.ones_like(table[:, 2:3]), table[:, 3:]], 1))
+
+
+def _kept(states: Any, row: int, length: int) -> None:
+    """Leave a row's states where it was emptied."""
+
+
+APPLY = RecurrentStates.apply
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "tokens of an earlier replay are committed": (RecurrentStates, "resume", _stale),
+    "as many are committed in every step": (RecurrentStates, "apply", _as_captured),
+    "an emptied row keeps its states": (RecurrentStates, "restore", _kept),
+    "states are held where other graphs write": (StepGraphs, "_memory", lambda graphs, place, name, like: like),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_states_of_captured_steps_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    monkeypatch.setattr(*MISTAKES[mistake])
+    with pytest.raises((AssertionError, StopIteration, SaccadeError)):
+        test_a_later_prompt_starts_from_states_that_a_graph_left(monkeypatch, "qwen3_5")
+
+
+@pytest.mark.usefixtures("captured")
+def test_no_graph_runs_while_tokens_of_other_rows_are_pending() -> None:
+    steps = Steps(2, "qwen3_5").repeated()
+    replays, tokens = steps.graphs.replays, torch.tensor([[5]])
+    for _ in range(4):
+        steps.context.forward([0], tokens)
+        steps.context.forward([1], tokens)
+        steps.context.cache.drop([0, 1])
+    assert {shape.rows for shape in steps.graphs._steps} == {(0, 1), (0,)}
+    assert steps.graphs.replays == replays + 1
+
+
+@pytest.mark.usefixtures("captured")
+def test_experts_that_the_host_chooses_are_not_captured_and_nothing_is_said(recwarn: pytest.WarningsRecorder) -> None:
+    model = FAMILIES["qwen3_5_moe"].model()
+    assert isinstance(Target(model).executor, GraphExecutor)
+    model.config.text_config._experts_implementation = "eager"
+    assert Target(model).executor.name == "stock"
+    assert not [each for each in recwarn if issubclass(each.category, SaccadeWarning)]
+
+
+@pytest.mark.usefixtures("captured")
+def test_memory_of_pending_tokens_is_within_what_graphs_of_a_hybrid_reserve() -> None:
+    steps = Steps(2, "qwen3_5")
+    for count in (1, 3, 20, 64) * 5:
+        steps.context.forward([0, 1], torch.full((2, count), 5))
+        steps.context.cache.drop([0, 1])
+    assert len(steps.graphs._steps) == 4
+    held = sum(tensor.nbytes for tensor in steps.graphs._held.values())
+    assert 0 < held < steps.target.executor.reserved
 
 
 def test_keys_come_in_few_sizes_that_hold_what_they_must() -> None:

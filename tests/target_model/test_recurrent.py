@@ -123,8 +123,9 @@ def window_across_branches(_: Paths, width: int) -> Tensor:
     return (torch.arange(count)[:, None] + torch.arange(width) + _.pending)[None]
 
 
-def decay_of_all_nodes(part: PendingTokens, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-    return HONEST_SCAN(part, q, k, v, g.cumsum(2), beta)
+def decay_of_all_nodes(part: PendingTokens, *tensors: Any) -> Tensor:
+    *others, g, beta = tensors
+    return HONEST_SCAN(part, *others, g.cumsum(2), beta)
 
 
 def without_rollback(layer: RecurrentLayer, part: PendingTokens, *numbers: Tensor) -> None:

@@ -108,7 +108,7 @@ class Target:
         self.looks = True  # whether forwards look for changes of the model
         self.exact = exact
         self.stock_modules = StockExecutor(self)
-        self._fast: LeanExecutor | None = None  # beside the stock modules, if anything is
+        self._fast: LeanExecutor | GraphExecutor | None = None  # beside the stock modules, if anything is
         self.chosen, self._is_named = chosen(executor), executor != "auto"
         if exact or (self.chosen != "stock" and self.traits.tested):
             self.use_fast()
@@ -132,7 +132,7 @@ class Target:
     @property
     def is_lean(self) -> bool:
         """Whether forwards run on fused weights."""
-        return self.executor is not self.stock_modules
+        return getattr(self.executor, "decoder", None) is not None
 
     @property
     def is_observed(self) -> bool:
@@ -169,16 +169,25 @@ class Target:
         """Whether rows have recurrent states."""
         return bool(self._recurrent)
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row's recurrent states, those that are saved for later prompts included; 0 without such layers."""
+        return self._state_bytes[0] * (1 + CHECKPOINTS)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of what recurrent layers hold of a token that waits to be committed."""
+        return self._state_bytes[1]
+
+    @cached_property
+    def _state_bytes(self) -> tuple[int, int]:
         if not self._recurrent:
-            return 0
+            return 0, 0
         cache = RowCache(self.layer_devices, 1, recurrent=self._recurrent)
         cache.reserve(0, 1)
         self.forward(cache, [TokenBlock([0], torch.zeros(1, 1, dtype=torch.long, device=self.device))])
         assert cache.states is not None
-        return cache.states.nbytes * (1 + CHECKPOINTS)
+        return cache.states.nbytes, cache.states.pending_bytes
 
     @contextmanager
     def pinned(self, looks: bool = True) -> Iterator[None]:
@@ -226,19 +235,21 @@ class Target:
                 "exact out, and please report processor and version of torch."
             )
 
-    def _candidates(self) -> Iterator[LeanExecutor]:
+    def _candidates(self) -> Iterator[LeanExecutor | GraphExecutor]:
         """Executors that fit the model, the fastest first."""
+        kinds: Sequence[Any] = (OpenVinoExecutor, GraphExecutor)
         if self._base is not None:
-            base = self._base._fast
-            decoder = None if base is None else base.decoder.adapted(self.model, self.decoder)
+            base = None if self._base._fast is None else self._base._fast.decoder
+            decoder = None if base is None else base.adapted(self.model, self.decoder)
         else:
             decoder = exact_decoder(self) if self.exact else lean_decoder(self.model, self.decoder)
         if decoder is None:
-            return
-        for kind in (OpenVinoExecutor, GraphExecutor):
+            kinds = kinds[1:] if self._base is None and self.stock_modules.repeats else ()
+        for kind in kinds:
             if self.chosen in ("auto", kind.name) and (made := kind.of(self, decoder, self._is_named)) is not None:
                 yield made
-        yield LeanExecutor(self, decoder)
+        if decoder is not None:
+            yield LeanExecutor(self, decoder)
 
     def new_cache(self, rows: int, max_slots: int = sys.maxsize, in_levels: bool = False) -> RowCache:
         """Return an empty KV cache for up to ``rows`` rows; others as of `Executor`."""

@@ -113,11 +113,11 @@ class RowLayer(CacheLayerMixin):
         """Write one row's new entries ``[1, H, n, D]`` and return all its entries; in a packed forward, whose attention
         function reads the arena itself (`saccade.target_model.stock`), return the new ones."""
         keys, values = self.write(key_states[0], value_states[0])
-        span, *others = self._owner.layout.spans
-        if others:
+        spans = self._owner.layout.spans
+        if len(spans) != 1:
             key_states.saccade_layer = self  # type: ignore[attr-defined]  # also for layers that share its entries
             return key_states, value_states
-        seen = slice(span.start, span.start + span.visible)
+        seen = slice(spans[0].start, spans[0].start + spans[0].visible)
         return keys[None, :, seen], values[None, :, seen]
 
     def entries(self) -> tuple[Tensor, Tensor]:
@@ -340,7 +340,8 @@ class RowCache(Cache):
 
     def reset(self) -> None:
         """Empty the cache for a new owner; the arena stays where it is."""
-        self.lengths, self.pending = [0] * self.rows, [0] * self.rows
+        for row in range(self.rows):
+            self.crop(row, 0)
         self.layout, self.max_slots = Layout([], slice(0, 0)), sys.maxsize
         self.numbers = HostNumbers(self.numbers.device)
         self._segments = [None] * self.rows

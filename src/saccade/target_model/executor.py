@@ -28,7 +28,7 @@ from saccade.target_model.forward import (
     pack_deepstack,
     split_outputs,
 )
-from saccade.target_model.lean import LeanDecoder
+from saccade.target_model.lean import LeanDecoder, are_whole
 from saccade.target_model.linear import PackedModules
 from saccade.target_model.openvino_graph import missing
 from saccade.target_model.recurrent import UNMASKED_TYPES
@@ -39,6 +39,7 @@ from saccade.target_model.stock import (
     mask_labels,
     packing,
     replaced_embeddings,
+    routes_on_device,
 )
 from saccade.target_model.traits import sharing_modes
 
@@ -78,8 +79,10 @@ class Executor(Protocol):
     """Whether activations are rounded to int8 before products."""
     fixed_shapes: bool
     """Whether forwards are fast in few shapes alone: rows of one size, with logits of all tokens or of the last."""
-    reserved: int
-    """Bytes that it may take on the device beside caches."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that it may take on the device beside caches."""
 
     @property
     def is_current(self) -> bool:
@@ -151,6 +154,14 @@ class StockExecutor:
             self._packs &= len(set(map(str, target.layer_devices))) == 1
         self._packed: PackedModules | None = None
 
+    @property
+    def repeats(self) -> bool:
+        """Whether packed forwards of a model with recurrent layers, which is whole, read nothing on the host."""
+        target = self._target
+        weights = [*target.decoder.parameters(), *target.output_embeddings.parameters()]
+        is_whole = target.has_states and self._packs and target.shards is None and are_whole(weights)
+        return is_whole and routes_on_device(target)
+
     def pack(self) -> None:
         """Run linear modules on packed copies of their weights where that is faster."""
         target = self._target
@@ -195,22 +206,34 @@ class StockExecutor:
         self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements
     ) -> list[ForwardOutput]:
         _, positions, logit_indices = self._target.plan(cache, blocks)
-        tokens = torch.cat([block.tokens.flatten() for block in blocks])[None]
-        x = self._target.embedded(blocks)[None]
-        labels = mask_labels(self._target.traits.masks.kinds, x)
-        inputs = self._stock_inputs(tokens, labels, positions, cache)
-        if logit_indices is not None:
-            inputs["logits_to_keep"] = logit_indices
+        tokens = torch.cat([block.tokens.flatten() for block in blocks])
+        embeddings = None
+        if any(block.embeddings is not None for block in blocks):
+            embeddings = self._target.embedded(blocks)[None]
+        with self._replaced(tokens[None], embeddings, self._labels(), pack_deepstack(blocks)):
+            logits, hidden = self.compute(cache, tokens, positions, requirements, logit_indices)
+        return split_outputs(blocks, logits, hidden)
+
+    def compute(
+        self, cache: RowCache, tokens: Tensor, positions: Tensor, requirements: Requirements, indices: Tensor | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """As of `LeanExecutor`."""
+        tokens = tokens.view(1, -1)
+        inputs = self._stock_inputs(tokens, self._labels(), positions, cache)
+        if indices is not None:
+            inputs["logits_to_keep"] = indices
         elif self._shares_entries:
-            inputs["logits_to_keep"] = torch.arange(len(x[0]), device=self._target.device)
-        is_replaced = any(block.embeddings is not None for block in blocks)
-        replacing = self._replaced(tokens, x if is_replaced else None, labels, pack_deepstack(blocks))
+            inputs["logits_to_keep"] = torch.arange(tokens.shape[1], device=self._target.device)
         capturing = captured_states(self._target, requirements.layers, requirements.final)
-        with packing(self._target.decoder, cache), capturing as hidden, replacing:
+        with packing(self._target.decoder, cache), capturing as hidden:
             logits = self._target.model(**inputs).logits[0].to(self._target.device)
-        if logit_indices is not None and len(logits) == tokens.shape[1]:  # some models return all logits regardless
-            logits = logits[logit_indices]
-        return split_outputs(blocks, logits, {i: s[0] for i, s in hidden.items()})
+        if indices is not None and len(logits) == tokens.shape[1]:  # some models return all logits regardless
+            logits = logits[indices]
+        return logits, {i: s[0] for i, s in hidden.items()}
+
+    def _labels(self) -> Any:
+        like = torch.empty(0, dtype=self._target.dtype, device=self._target.device)
+        return mask_labels(self._target.traits.masks.kinds, like)
 
     def _run_row(self, cache: RowCache, block: TokenBlock, requirements: Requirements) -> ForwardOutput:
         """Run a block of one row on the stock modules."""
@@ -289,6 +312,17 @@ class LeanExecutor:
         normed, hidden = self.decoder(x, positions, cache, layout, requirements, deepstack)
         logits = self.decoder.logits(normed if indices is None else normed[indices])
         return split_outputs(blocks, logits, hidden)
+
+    def compute(
+        self, cache: RowCache, tokens: Tensor, positions: Tensor, requirements: Requirements, indices: Tensor | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits ``[T, V]``, or those of tokens at some ``indices``, and states by layer, without a look by the host.
+
+        The tokens are those that the cache is laid out for.
+        """
+        x = self.target.embed(tokens.flatten())
+        normed, hidden = self.decoder(x, positions, cache, cache.layout, requirements)
+        return self.decoder.logits(normed if indices is None else normed.index_select(0, indices)), hidden
 
     def early_exit(self, cache: RowCache, block: TokenBlock, layer: int) -> Tensor:
         """As of `Executor`."""

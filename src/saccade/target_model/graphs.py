@@ -12,6 +12,10 @@ a large one. A captured forward takes one. It repeats its operations on the same
 A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before. So is a
 draft of a head (`saccade.draft.heads.captured`).
 
+Of hybrids the model's own modules are captured. What their recurrent layers keep of new tokens is copied to memory that
+all graphs of a cache share, where a second graph finds it, which commits a path in all layers. So a graph belongs to
+rows, and to a number of tokens without padding; while tokens of any rows are pending, none runs.
+
 A forward is captured when it comes for the third time, and its replay compared with the ordinary one: where their
 logits differ, or capturing fails, no graphs are used any more.
 """
@@ -22,7 +26,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import Any, cast
@@ -32,7 +36,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
-from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor
+from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor, StockExecutor
 from saccade.target_model.forward import (
     ALL,
     ForwardOutput,
@@ -43,7 +47,8 @@ from saccade.target_model.forward import (
     additive,
     run_end,
 )
-from saccade.target_model.lean import LeanDecoder, are_close
+from saccade.target_model.lean import LeanDecoder, ModuleGuard, are_close
+from saccade.target_model.recurrent import HELD, PendingTokens
 
 QUERIES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tokens per row of captured forwards
 FEWEST_KEYS = 256
@@ -85,6 +90,7 @@ class Shape:
     layers: tuple[int, ...] = ()
     final: Any = "post"
     ahead: tuple[int, int] = (1, 0)  # greedy tokens, and the leading ids that they are chosen from
+    rows: tuple[int, ...] = ()  # whose recurrent states it reads; () without such
 
 
 @dataclass(slots=True)
@@ -101,6 +107,7 @@ class _Step:
     replay: Any = None  # repeats it
     logits: Any = None  # `[A, n, V]` of the last replay, or `[A, 1, V]`
     hidden: Any = None  # layer index -> `[A, n, d]`
+    parts: list[PendingTokens] = field(default_factory=list)  # by recurrent layer, what a replay writes of the tokens
 
     def output(self, count: int) -> ForwardOutput:
         """Copy the outputs of ``count`` tokens per row, which the next replay overwrites."""
@@ -117,16 +124,27 @@ def keys_for(slots: int) -> int:
     return keys
 
 
-class GraphExecutor(LeanExecutor):
-    """A lean decoder with graphs, and the cache that its last owner gave back, whose graphs the next one finds."""
+class GraphExecutor:
+    """A lean decoder or the modules of a hybrid with graphs, and the cache that its last owner gave back, whose graphs
+    the next one finds."""
 
     name = "graphs"
+    rounds = False
     fixed_shapes = True
 
-    def __init__(self, target: Any, decoder: LeanDecoder) -> None:
-        super().__init__(target, decoder)
-        decoder.reads_positions = False
+    def __init__(self, target: Any, decoder: LeanDecoder | None) -> None:
+        self.target, self.decoder = target, decoder
         self.device = target.device
+        self.ordinary: LeanExecutor | StockExecutor = target.stock_modules
+        self._guard: LeanDecoder | ModuleGuard
+        if decoder is None:
+            self._guard = ModuleGuard(target.model, (target.decoder, target.output_embeddings), ())
+        else:
+            decoder.reads_positions = False
+            self._guard = decoder
+            self.ordinary = LeanExecutor(target, decoder)
+        self.early_exit = self.ordinary.early_exit
+        self.lm_head = self.ordinary.lm_head
         self.enabled = True
         self.moves = 0
         self.lock = Lock()
@@ -137,15 +155,16 @@ class GraphExecutor(LeanExecutor):
         self._pool: Any = None
         self._logits: dict[int, Tensor] = {}
         self.spare: RowCache | None = None
-        inner = max(layer.gate_up.weight.shape[0] for layer in decoder._layers)
+        inner = max(w.shape[-2] for layer in target.layers for w in layer.parameters() if w.dim() > 1)
         logits = 2 * target.vocab_size  # of all powers of two of tokens
-        activations = 8 * decoder.width + 2 * inner
+        activations = 8 * target.embedding_weight.shape[1] + 4 * inner
         mask = target.traits.limits.context or 0
         numbers = logits + activations + mask
-        self.reserved = self._of_forwards = MOST_TOKENS * numbers * target.dtype.itemsize
+        self._of_forwards: int = MOST_TOKENS * numbers * target.dtype.itemsize
+        self._of_drafts = 0
 
     @classmethod
-    def of(cls, target: Any, decoder: LeanDecoder, named: bool = False) -> GraphExecutor | None:
+    def of(cls, target: Any, decoder: LeanDecoder | None, named: bool = False) -> GraphExecutor | None:
         """Return the executor of a `Target`; None where its forwards are not captured."""
         if target.device.type not in CAPTURES:
             if named:
@@ -161,15 +180,21 @@ class GraphExecutor(LeanExecutor):
         return None if changes else cls(target, decoder)
 
     @property
+    def reserved(self) -> int:
+        """As of `Executor`."""
+        pending = 2 * MOST_TOKENS * int(self.target.pending_bytes)  # in sizes of powers of two
+        return self._of_forwards + self._of_drafts + pending
+
+    @property
     def is_current(self) -> bool:
         """As of `Executor`."""
         self.check_weights()
-        return super().is_current
+        return self._guard.is_current
 
     def reserve_drafts(self) -> None:
         """Count drafts of heads, too: logits of two levels, of one of them in float32 as well."""
         size = 2 * self.target.dtype.itemsize + 4
-        self.reserved = self._of_forwards + MOST_TOKENS * self.target.vocab_size * size
+        self._of_drafts = MOST_TOKENS * self.target.vocab_size * size
 
     def check_weights(self) -> None:
         """Drop all graphs if weights have moved."""
@@ -185,7 +210,7 @@ class GraphExecutor(LeanExecutor):
             spare.reset()
             spare.max_slots = max_slots
             return spare
-        made = super().new_cache(rows, max_slots, in_levels)
+        made = self.ordinary.new_cache(rows, max_slots, in_levels)
         made.graphs = StepGraphs(self, made)
         return made
 
@@ -195,7 +220,7 @@ class GraphExecutor(LeanExecutor):
 
     def forward(self, cache: RowCache, blocks: Sequence[TokenBlock], requirements: Requirements) -> list[ForwardOutput]:
         """As of `Executor`."""
-        ordinary = partial(super().forward, cache, blocks, requirements)
+        ordinary = partial(self.ordinary.forward, cache, blocks, requirements)
         if cache.graphs is None or len(blocks) > 1:
             return ordinary()
         return [cache.graphs.run(blocks[0], requirements, ordinary)]
@@ -266,12 +291,15 @@ class Graphs:
         try:
             with self._pool.lock:
                 step = capture()
-                step.replay()
+                self._replay(step)
         except Exception as problem:  # of any kernel, allocator or driver; the step itself has not run yet
             first, *_ = str(problem).strip().splitlines() or [""]
             self._pool.give_up(f"capturing failed ({type(problem).__name__}: {first})")
             return None
         return step
+
+    def _replay(self, step: Any) -> None:
+        step.replay()
 
     def _keep(self, shape: Any, step: Any, agrees: bool) -> None:
         """Keep what was captured if ``agrees``, its replay with ordinary operations; else use no graphs any more."""
@@ -289,6 +317,7 @@ class StepGraphs(Graphs):
     def __init__(self, pool: GraphExecutor, cache: RowCache) -> None:
         super().__init__(pool)
         self._cache = cast("RowCache", weakref.proxy(cache))  # which owns this
+        self._held: dict[tuple[int, str, int], Tensor] = {}  # by layer, field and size, of `PendingTokens`
 
     def run(
         self, block: TokenBlock, requirements: Requirements, ordinary: Callable[[], list[ForwardOutput]]
@@ -302,7 +331,7 @@ class StepGraphs(Graphs):
             return self._first(shape, block, ordinary)
         with self._pool.lock:
             self._fill(step, block)
-            step.replay()
+            self._replay(step)
             output = step.output(block.count)
         for row in block.rows:
             self._cache.pending[row] += block.count
@@ -313,10 +342,16 @@ class StepGraphs(Graphs):
         cache, target = self._cache, self._pool.target
         rows, tokens, steps, vocab = ahead
         most = max(map(len, tokens))
+        own: tuple[int, ...] = ()
         if most > QUERIES[-1] or vocab > len(target.embedding_weight):
             return None
-        queries = next(size for size in QUERIES if size >= most)
-        if queries * len(rows) > MOST_TOKENS:
+        queries = each_row = next(size for size in QUERIES if size >= most)
+        if cache.states is not None:
+            if len(set(map(len, tokens))) > 1 or cache.states.is_waiting:
+                return None
+            queries, each_row = most, most + steps - 1
+            own = tuple(rows)
+        if each_row * len(rows) > MOST_TOKENS:
             return None
         longest, numbers, starts = 0, list[list[int]](), list[int]()
         for row, each, position in zip(rows, tokens, first, strict=True):
@@ -332,7 +367,7 @@ class StepGraphs(Graphs):
         reach = target.traits.masks.reach
         if reach is not None and longest > reach:
             return None
-        shape = Shape(tuple(starts), queries, keys_for(longest), None, last=True, ahead=(steps, vocab))
+        shape = Shape(tuple(starts), queries, keys_for(longest), None, last=True, ahead=(steps, vocab), rows=own)
         step = self._known(shape)
         if step is None:
             if not self._is_due(shape):
@@ -345,7 +380,7 @@ class StepGraphs(Graphs):
                 return None
         with self._pool.lock:
             step.tokens.copy_(on_device(numbers, self._pool.device))
-            step.replay()
+            self._replay(step)
             logits: Tensor = step.logits[..., :vocab].clone()
         for row, each in zip(rows, tokens, strict=True):
             cache.pending[row] += len(each) + steps - 1
@@ -354,6 +389,54 @@ class StepGraphs(Graphs):
     def _known(self, shape: Shape) -> _Step | None:
         step: _Step | None = self._current(shape, self._cache.moves, self._pool.moves)
         return step
+
+    def _replay(self, step: _Step) -> None:
+        step.replay()
+        if not step.parts:
+            return
+        assert self._cache.states is not None
+        self._cache.states.resume(step.parts)
+        if step.parts[0].paths.repeat is None:
+            self._capture_commit(step)
+
+    def _capture_commit(self, step: _Step) -> None:
+        """Capture that paths of a replay's tokens are committed, in which now there is none."""
+        states, paths = self._cache.states, step.parts[0].paths
+        assert states is not None
+        padding = [0] * (1 + paths.pending + paths.new)
+        rows = [[place, row, *padding] for place, row in enumerate(paths.rows)]
+        table = on_device(rows, self._pool.device)
+        replay, _ = self._pool.capture(lambda: states.apply(step.parts, table))
+
+        def repeat(numbers: Tensor) -> None:
+            table.copy_(numbers)
+            replay()
+
+        paths.repeat = repeat
+
+    def _hold(self) -> list[PendingTokens]:
+        """Copy what recurrent layers keep of the forward's tokens to where operations of no other graph write."""
+        states = self._cache.states
+        if states is None:
+            return []
+        (paths,) = states.paths
+        parts = [layer.part(paths) for layer in states.layers]
+        for name in HELD:
+            old = [getattr(part, name) for part in parts]
+            new = [self._memory(place, name, tensor) for place, tensor in enumerate(old)]
+            if new[0].numel():
+                torch._foreach_copy_(new, old)
+            for part, tensor in zip(parts, new, strict=True):
+                setattr(part, name, tensor)
+        paths.rank = self._memory(-1, "rank", paths.rank).copy_(paths.rank)
+        return parts
+
+    def _memory(self, place: int, name: str, like: Tensor) -> Tensor:
+        """Memory for a tensor, allocated by the first call, which is not captured."""
+        size = 1 << (like.numel() - 1).bit_length() if like.numel() else 0
+        if (place, name, size) not in self._held:
+            self._held[place, name, size] = like.new_empty(size)
+        return self._held[place, name, size][: like.numel()].view(like.shape)
 
     def _first(self, shape: Shape, block: TokenBlock, ordinary: Callable[[], list[ForwardOutput]]) -> ForwardOutput:
         """Run a forward that has no graph; capture one if it has come often enough."""
@@ -373,7 +456,7 @@ class StepGraphs(Graphs):
             every = torch.cat([on_device(tokens, pool.device), ours[:-1].argmax(-1)])
             positions = torch.arange(first[place], first[place] + len(every), device=pool.device)
             block = TokenBlock([row], every[None], positions=positions[None, None], logits_from=len(tokens) - 1)
-            (output,) = LeanExecutor.forward(pool, cache, [block], Requirements())
+            (output,) = pool.ordinary.forward(cache, [block], Requirements())
             cache.pending[row] = pending
             if not are_close(ours.float(), output.logits[0, :, : ahead.vocab].float(), pool.target.dtype):
                 return False
@@ -401,18 +484,16 @@ class StepGraphs(Graphs):
                 if levels:
                     tokens = levels[-1][:, :vocab].max(-1, keepdim=True).indices
                     new = new[:1]
-                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names)
-                positions = (position[:, None] + new).clamp(max=bound - 1)
-                normed, _ = pool.decoder(
-                    target.embed(tokens).flatten(0, 1), positions.flatten()[None], cache, cache.layout
-                )
-                if not levels:
-                    normed = normed.index_select(0, last)
-                logits = pool.decoder.logits(normed)
+                behind = size + len(levels) - 1 if levels else 0
+                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names, behind=behind)
+                positions = (position[:, None] + new).clamp(max=bound - 1).flatten()[None]
+                indices = None if levels else last
+                logits, _ = pool.ordinary.compute(cache, tokens, positions, Requirements(), indices)
                 levels.append(logits)
                 passed = 1 if len(levels) > 1 else count
                 first = first + passed
                 position = position + passed
+            step.parts = self._hold()
             joined = pool.share(torch.cat(levels))
             return joined.view(steps, rows, -1), {}
 
@@ -434,11 +515,10 @@ class StepGraphs(Graphs):
 
         def forward() -> tuple[Tensor, dict[int, Tensor]]:
             lay_out(cache, shape, starts, step.first, target.dtype, target.traits.masks.names, step.mask)
-            x = target.embed(step.tokens).flatten(0, 1)
-            normed, states = pool.decoder(x, step.positions.flatten(1), cache, cache.layout, requirements)
-            if step.last is not None:
-                normed = normed.index_select(0, step.last)
-            logits = pool.share(pool.decoder.logits(normed))
+            positions = step.positions.flatten(1)
+            logits, states = pool.ordinary.compute(cache, step.tokens, positions, requirements, step.last)
+            step.parts = self._hold()
+            logits = pool.share(logits)
             hidden = {layer: state.view(rows, shape.queries, -1) for layer, state in states.items()}
             return logits.view(rows, -1, logits.shape[-1]), hidden
 
@@ -458,13 +538,20 @@ class StepGraphs(Graphs):
         if count > min(room, QUERIES[-1]):  # a lack of room is reported by the ordinary forward
             return None
         queries = next(size for size in QUERIES if size >= count)
+        rows: tuple[int, ...] = ()
+        if cache.states is not None:
+            if block.chain or cache.states.is_waiting:
+                return None
+            queries = count
+            rows = tuple(block.rows)
         queries = queries if queries <= room else count
         visible = max(ends) + queries
         window = self._pool.target.traits.masks.window
         if queries * len(starts) > MOST_TOKENS or (window is not None and visible > window):
             return None
         pending = None if block.attention_mask is None else cache.pending[block.rows[0]]
-        return Shape(starts, queries, keys_for(visible), pending, last, requirements.layers, requirements.final)
+        required = requirements.layers, requirements.final
+        return Shape(starts, queries, keys_for(visible), pending, last, *required, rows=rows)
 
     def _fill(self, step: _Step, block: TokenBlock) -> None:
         """Copy a block to the memory of a graph's inputs. Padding tokens keep what was there."""
@@ -494,8 +581,14 @@ def lay_out(
     dtype: torch.dtype,
     kinds: Sequence[str] = (ALL,),
     mask: Tensor | None = None,
+    behind: int = 0,
 ) -> None:
-    """Lay out a captured forward in a cache; ``starts`` are those of the shape, others as of `_Step`."""
+    """Lay out a captured forward in a cache; ``starts`` are those of the shape, others as of `_Step`.
+
+    ``behind``: pending tokens before it in recurrent layers.
+    """
+    if cache.states is not None:
+        cache.states.plan([(shape.rows, shape.queries, mask, 0, behind)], starts.device)
     new = torch.arange(shape.queries, device=starts.device)
     groups = _groups(shape, _mask(shape, starts, first, dtype, mask), cache.slots, kinds)
     cache.layout = Layout([], (first[:, None] + new).flatten(), cache.slots, groups)

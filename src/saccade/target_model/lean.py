@@ -326,13 +326,17 @@ def _fits(model: Any, decoder: Any) -> bool:
     if not isinstance(head, nn.Linear) or not all(hasattr(decoder, n) for n in ("embed_tokens", "rotary_emb", "norm")):
         return False
     weights = [*decoder.parameters(), head.weight]
-    if any(type(p) not in WEIGHTS or hasattr(p, "device_mesh") for p in weights):  # quantised, or a part of each
-        return False
-    if len({(p.device, p.dtype) for p in weights}) > 1:
+    if not are_whole(weights) or len({p.dtype for p in weights}) > 1:
         return False
     norm = getattr(decoder.layers[0], "input_layernorm", None)
     eps = getattr(norm, "variance_epsilon", None)
     return eps is not None and all(_layer_fits(layer, eps) for layer in decoder.layers)
+
+
+def are_whole(weights: Sequence[Any]) -> bool:
+    """Whether weights hold their values on one device: neither quantised nor a part of each."""
+    known = [p.device for p in weights if type(p) in WEIGHTS and not hasattr(p, "device_mesh")]
+    return len(known) == len(weights) and len(set(known)) == 1
 
 
 def _layer_fits(layer: Any, eps: float) -> bool:

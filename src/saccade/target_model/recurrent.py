@@ -52,12 +52,24 @@ class Paths:
         mask: ``[A or 1, n, T]`` bool of the n tokens behind the chain: ancestors among T tokens and themselves; the
             first T - n are those of ``earlier`` forwards.
         chain: leading tokens of each row that follow each other and are committed for certain.
+        places: where the rows' states are among those of all rows.
     """
 
+    repeat: Callable[[Tensor], None] | None = None
+    """Commits, in one launch, by a table of every row (`RecurrentStates.commit`); None where that was not captured."""
+
     def __init__(
-        self, rows: Sequence[int], first: int, count: int, mask: Tensor, chain: int = 0, earlier: Paths | None = None
+        self,
+        rows: Sequence[int],
+        places: slice | Tensor,
+        first: int,
+        count: int,
+        mask: Tensor,
+        chain: int = 0,
+        earlier: Paths | None = None,
     ) -> None:
         self.rows, self.first, self.count, self.chain = list(rows), first, count, chain
+        self.places = places
         self.live = set(rows)  # those whose tokens are neither committed nor dropped
         self.mask, self.new = mask, count - chain
         self.pending = mask.shape[2] - self.new
@@ -97,19 +109,18 @@ class PendingTokens:
     inputs: Tensor  # `[A, width + T, C]` of the convolution; the first ones are committed, or of the chain
     windows: Tensor  # `[A, T, width]`, see `Paths.windows`
     before: PendingTokens | None  # tokens of earlier forwards; None once their tensors are taken over
-    state: Tensor | None = None  # `[A, H, d_k, d_v]` before the tokens; None without a scan
+    state: Tensor | None = None  # `[A, H, d_k, d_v]` behind the chain; None where that is the committed one
     keys: Tensor = EMPTY  # `[A, H, T, d_k]`
     values: Tensor = EMPTY  # `[A, H, T, d_v]` written values u
     decay: Tensor = EMPTY  # `[A, H, T]` logarithms, summed along the path
     gates: Tensor = EMPTY  # `[A, H, T]` logarithms of each token
 
-    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """Outputs ``[A, H, n, d_v]`` of new tokens, and what they write.
+    def scan(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        """Outputs ``[A, H, n, d_v]`` of new tokens behind a state, and what they write.
 
-        Shapes: q, k ``[A, H, n, d_k]``; v ``[A, H, n, d_v]``; g, beta ``[A, H, n]``.
+        Shapes: state as of the class; q, k ``[A, H, n, d_k]``; v ``[A, H, n, d_v]``; g, beta ``[A, H, n]``.
         """
         mask, known, before = self.paths.mask[:, None], self.paths.pending, self.before
-        assert self.state is not None
         self.gates = g if before is None else torch.cat([before.gates, g], 2)
         self.keys = k if before is None else torch.cat([before.keys, k], 2)
         decay = self.gates @ self.paths.mask.to(g).mT  # [A, H, n]
@@ -117,7 +128,7 @@ class PendingTokens:
         between = (decay[..., None] - self.decay[..., None, :]).masked_fill(~mask, float("-inf")).exp()  # [A, H, n, T]
         into, values = decay.exp()[..., None], v
         both = q if beta is None else torch.cat([q, k], 2)
-        product, at_root = both @ self.keys.mT, both @ self.state
+        product, at_root = both @ self.keys.mT, both @ state
         if beta is not None:
             new = self.paths.new
             read = beta[..., None] * between * product[:, :, new:]
@@ -126,10 +137,15 @@ class PendingTokens:
             if before is not None:
                 values = values - read[..., :known] @ before.values
             if new > 1:
+                # on CUDA by cuBLAS, whose routines a graph captures but for those that return numbers to the host
                 values = torch.linalg.solve_triangular(read[..., known:], values, upper=False, unitriangular=True)
         self.values = values if before is None else torch.cat([before.values, values], 2)
         self.before = None
         return into * at_root + (between * product) @ self.values
+
+
+HELD = ("inputs", "windows", "keys", "values", "decay", "gates")
+"""Fields of `PendingTokens` that wait for a commit."""
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
@@ -171,7 +187,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         parts: list[PendingTokens] = []
         for paths in self._states.paths:
             new, before = paths.part(packed), self._find(paths)
-            inputs = self.inputs[paths.rows] if before is None else before.inputs
+            inputs = self.inputs[paths.places] if before is None else before.inputs
             if paths.chain:
                 seen = torch.cat([inputs, new[:, : paths.chain]], 1)
                 out.append(run(seen.mT).mT[0, width:])
@@ -183,8 +199,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             if before is not None:
                 windows = torch.cat([before.windows, windows], 1)
             parts.append(PendingTokens(paths, inputs, windows, before))
-        taken = {row for part in parts for row in part.paths.rows}
-        self.pending = [*(p for p in self.pending if not taken & set(p.paths.rows)), *parts]
+        self.add(parts)
         return (out[0] if len(out) == 1 else torch.cat(out)).T[None]
 
     def scan(
@@ -205,15 +220,21 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         out = []
         for paths in self._states.paths:
             part = self.part(paths)
-            part.state = self.state[paths.rows] if part.before is None else part.before.state
+            part.state = None if part.before is None else part.before.state
+            state = self.state[paths.places] if part.state is None else part.state
             if paths.chain:
-                assert part.state is not None
-                mixed, part.state = run(slice(paths.first, paths.first + paths.chain), part.state)
+                mixed, part.state = run(slice(paths.first, paths.first + paths.chain), state)
                 out.append(mixed[0])
+                state = part.state
             if paths.new:
                 new = [None if t is None else paths.part(t)[:, paths.chain :].transpose(1, 2) for t in tensors]
-                out.append(part.scan(*new).transpose(1, 2).flatten(0, 1))  # type: ignore[arg-type]
+                out.append(part.scan(state, *new).transpose(1, 2).flatten(0, 1))  # type: ignore[arg-type]
         return (out[0] if len(out) == 1 else torch.cat(out))[None]
+
+    def add(self, parts: Sequence[PendingTokens]) -> None:
+        """Make tokens pending, in place of others of their rows."""
+        taken = {row for part in parts for row in part.paths.rows}
+        self.pending = [*(p for p in self.pending if not taken & set(p.paths.rows)), *parts]
 
     def part(self, paths: Paths) -> PendingTokens:
         """The pending tokens of a forward's paths."""
@@ -237,8 +258,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         behind = torch.cat([part.windows[places[:, None], last, 1:][:, 0], last + width], 1)
         chosen = torch.where(counts[:, None] > 0, behind, torch.arange(width, device=path.device))
         self.inputs[rows] = part.inputs[places[:, None], chosen]
-        if part.state is None or self.state is None:
+        if self.state is None:
             return
+        state = self.state[rows] if part.state is None else part.state[places]
         heads, is_some = part.decay.shape[1], counts[:, None, None] > 0
         index = path[:, None].expand(-1, heads, -1)  # [a, H, L]
         decay = part.decay[places].gather(2, index)
@@ -247,7 +269,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         weight = (final - decay).exp().masked_fill(~on_path[:, None], 0)
         keys = part.keys[places].gather(2, index[..., None].expand(-1, -1, -1, part.keys.shape[3]))
         values = part.values[places].gather(2, index[..., None].expand(-1, -1, -1, part.values.shape[3]))
-        self.state[rows] = final.exp()[..., None] * part.state[places] + (keys * weight[..., None]).mT @ values
+        self.state[rows] = final.exp()[..., None] * state + (keys * weight[..., None]).mT @ values
 
 
 def _convolved(inputs: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -275,6 +297,7 @@ class RecurrentStates:
         self.rows = rows
         self.layers = [RecurrentLayer(self) for _ in range(layers)]
         self.paths: list[Paths] = []  # of the current forward
+        self._every: Tensor | None = None  # numbers of all rows
         self.decoded_differ = False  # whether a prompt has to run tokens again that were decoded
         self._saved: list[list[tuple[int, list[Tensor]]]] = [[] for _ in range(rows)]  # by row: length and states
 
@@ -283,6 +306,17 @@ class RecurrentStates:
         """Bytes allocated so far."""
         saved = [t for row in self._saved for _, tensors in row for t in tensors]
         return sum(t.numel() * t.element_size() for t in (*saved, *self._tensors()))
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of all pending tokens."""
+        parts = [part for layer in self.layers for part in layer.pending]
+        return sum(getattr(part, name).nbytes for part in parts for name in HELD)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether tokens of any row are pending."""
+        return any(layer.pending for layer in self.layers[:1])
 
     def _tensors(self) -> list[Tensor]:
         return [t for layer in self.layers for t in (layer.inputs, layer.state) if t is not None and t.numel()]
@@ -304,8 +338,24 @@ class RecurrentStates:
             if mask is None:
                 mask = torch.ones(1, count, pending + count, dtype=torch.bool, device=device).tril_(pending)
             mask = mask[:, chain:, chain:] if chain else mask
-            self.paths.append(Paths(rows, first, count, mask, chain, earlier))
+            self.paths.append(Paths(rows, self._places(rows, device), first, count, mask, chain, earlier))
             first += len(rows) * count
+
+    def _places(self, rows: Sequence[int], device: torch.device) -> slice | Tensor:
+        """Index of some rows that needs no number of the host on the device."""
+        first, count = rows[0], len(rows)
+        if list(rows) == list(range(first, first + count)):
+            return slice(first, first + count)
+        if self._every is None:
+            self._every = torch.arange(self.rows, device=device)
+        return torch.cat([self._every[row : row + 1] for row in rows])
+
+    def resume(self, parts: Sequence[PendingTokens]) -> None:
+        """Note that a graph has written tokens, which were those of ``parts`` by layer when it was captured."""
+        paths = parts[0].paths
+        paths.live = set(paths.rows)
+        for layer, part in zip(self.layers, parts, strict=True):
+            layer.add([part])
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -321,15 +371,27 @@ class RecurrentStates:
                     raise ModelError("A part of a prompt's chunk was committed, which is a bug worth reporting.")
                 self._save(row, lengths[rows.index(row)] + paths.chain, paths)
             nodes = [[i - paths.chain for i in ways[row][paths.chain :]] for row in mine]
-            longest = max(1, *map(len, nodes))
-            table = [
-                [paths.rows.index(row), row, len(way), *way, *[0] * (longest - len(way))]
-                for row, way in zip(mine, nodes, strict=True)
-            ]
-            numbers = torch.tensor(table).to(paths.mask.device, non_blocking=True)
-            for layer in self.layers:
-                layer.commit(layer.part(paths), numbers[:, 0], numbers[:, 1], numbers[:, 2], numbers[:, 3:])
+            longest = max(1, *map(len, nodes)) if paths.repeat is None else paths.pending + paths.new
+            table = []
+            for row, way in zip(mine, nodes, strict=True):
+                padding = [0] * (longest - len(way))
+                table.append([paths.rows.index(row), row, len(way), *way, *padding])
+            if paths.repeat is not None:  # of as many rows as were captured
+                table += table[:1] * (len(paths.rows) - len(mine))
+            numbers = torch.tensor(table)
+            if paths.mask.is_cuda:
+                numbers = numbers.pin_memory()
+            numbers = numbers.to(paths.mask.device, non_blocking=True)
+            if paths.repeat is not None:
+                paths.repeat(numbers)
+                continue
+            self.apply([layer.part(paths) for layer in self.layers], numbers)
         self.drop(rows)
+
+    def apply(self, parts: Sequence[PendingTokens], table: Tensor) -> None:
+        """Commit nodes of every layer's part; per row ``[a, 3 + L]`` its place there, itself, how many, and which."""
+        for layer, part in zip(self.layers, parts, strict=True):
+            layer.commit(part, table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
     def drop(self, rows: Sequence[int]) -> None:
         """Drop all pending tokens of some rows."""

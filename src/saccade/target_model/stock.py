@@ -38,6 +38,20 @@ def can_switch_attention(decoder: Any) -> bool:
     return bool(getattr(decoder, "_can_set_attn_implementation", lambda: False)())
 
 
+def routes_on_device(target: Any) -> bool:
+    """Whether a `Target` sends tokens to experts without reading on the host how many go to each.
+
+    torch's product of groups reads that on GPUs but in bfloat16 on those of Hopper and the first Blackwell ones.
+    """
+    if not any(type(module).__name__.endswith("Experts") for module in target.decoder.modules()):
+        return True
+    if target.text_config._experts_implementation != "grouped_mm":
+        return bool(target.text_config._experts_implementation == "batched_mm")
+    if target.device.type != "cuda":
+        return True
+    return target.dtype == torch.bfloat16 and torch.cuda.get_device_capability(target.device)[0] in (9, 10)
+
+
 def _attention(decoder: nn.Module, name: str) -> AbstractContextManager[None]:
     """Run the decoder's attention by our functions of that name while the context is open."""
     configs: dict[int, Any] = {id(m.config): m.config for m in decoder.modules() if hasattr(m, "config")}
@@ -92,6 +106,11 @@ def _packed(
         )
     layer: Any = getattr(key, "saccade_layer", None) or cache.layers[module.layer_idx]
     (all_keys, all_values), out = layer.entries(), []
+    if not cache.layout.spans:  # rows of a captured forward, together
+        kernel = None if attention is sdpa_attention_forward else partial(_by_module, attention, module, options)
+        scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
+        mixed = cache.layout.attend(query[0], all_keys, all_values, scale, kind, kernel)
+        return mixed[None].unflatten(2, (query.shape[1], -1)), None
     for span in cache.layout.spans:
         seen = slice(span.start, span.start + span.visible)
         part = query[:, :, span.first : span.first + span.count]
@@ -102,6 +121,12 @@ def _packed(
         mixed, *_ = attention(module, part, keys, values, mask, **options)
         out.append(mixed)
     return torch.cat(out, 1), None
+
+
+def _by_module(attention: Callable[..., Any], module: nn.Module, options: dict[str, Any], *tensors: Tensor) -> Tensor:
+    """A kernel of `Layout.attend`: the model's own attention."""
+    mixed: Tensor = attention(module, *tensors[:4], **options)[0]
+    return mixed.transpose(1, 2)
 
 
 # -- inputs and hidden states ----------------------------------------------------------------------------------
