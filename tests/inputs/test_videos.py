@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchvision_free import VIDEO_PROCESSORS
 from transformers.video_utils import VideoMetadata
 
 from media_files import film
+from processes import forked
 from saccade.errors import InputError, SaccadeWarning
 from saccade.inputs.chat import normalise, with_sources
 from saccade.inputs.families import FAMILIES
@@ -149,6 +151,16 @@ def test_packets_that_are_no_frames_are_not_counted(monkeypatch: pytest.MonkeyPa
         video = load_video(uneven("webm", "libvpx"), choose, LOCAL)
         assert numbers_of(video) == expected
         assert video.times == pytest.approx([UNEVEN[n] / 1000 for n in expected])
+
+
+def test_a_process_forks_beside_a_thread_that_has_decoded_a_film(movie: Path) -> None:
+    """A child frees what other threads held; it cannot free a scaler whose own threads it does not have."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(load_video, movie, limits=replace(LOCAL, own_process=False)).result()
+        child = forked(lambda: None)
+        child.join(60)
+        child.kill()
+    assert child.exitcode == 0
 
 
 def test_an_mp4_without_a_timescale_is_called_that() -> None:
@@ -304,7 +316,7 @@ PROCESSORS = {
     "smolvlm": "SmolVLMVideoProcessor",
     "internvl": "InternVLVideoProcessor",
 }
-REFUSED = {("llava_onevision", 2, 8), ("internvl", 2, 8), ("internvl", 0.5, 31)}
+REFUSED = {(name, *clip) for name in ("llava_onevision", "internvl") for clip in ((2, 8), (0.5, 31))}
 """Processors, rates and clips whose seconds hold fewer frames than are wished, or none of them."""
 
 

@@ -113,9 +113,11 @@ class Decoder:
         """Decode in order up to the last wanted frame, all without any, or up to damage: the wanted ones by number,
         ``[H, W, 3]`` each, then the times of all that were passed.
         """
+        from av.video.reformatter import VideoReformatter
+
         wanted = frozenset(wanted)
         last = max(wanted, default=None)
-        seen = Timeline()
+        seen, reformatter = Timeline(), VideoReformatter()  # a frame's own one may stay as long as its thread
         with self._open() as (container, stream):
             stream.codec_context.options = {"max_pixels": str(self._limits.video_pixels)}
             tick = float(stream.time_base)
@@ -125,7 +127,7 @@ class Decoder:
                     self._check(seen)
                     self._pixels(frame)
                     if number in wanted:
-                        yield number, _upright(frame)
+                        yield number, _upright(reformatter.reformat(frame, format="rgb24"), frame.rotation)
                     if number == last:
                         break
         yield seen
@@ -184,11 +186,11 @@ class Decoder:
             raise Refused("memory" if isinstance(error, MemoryError) else "film") from None
 
 
-def _upright(frame: Any) -> Any:
+def _upright(frame: Any, rotation: int) -> Any:
     """Pixels ``[H, W, 3]`` of a frame, turned by quarters as its file says: telephones store upright films lying."""
     import numpy as np
 
-    pixels, turns = frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4  # counterclockwise
+    pixels, turns = frame.to_ndarray(), round(rotation / 90) % 4  # counterclockwise
     return np.ascontiguousarray(np.rot90(pixels, turns))  # lines may be padded
 
 
