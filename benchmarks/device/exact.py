@@ -50,7 +50,7 @@ NEW = 16
 TREE = DynamicTree(top=3, max_depth=4, total=12)
 POLICIES: dict[str, Any] = {"chain": Chain(4), "tree": TREE}
 FIRST = ("qwen2_5_vl", "qwen3_5")
-OTHERS = ("qwen3_vl", "gemma3", "llava", "idefics3", "mistral", "nemotron_h", "lfm2")
+OTHERS = ("qwen3_vl", "qwen3_5_moe", "gemma3", "llava", "idefics3", "mistral", "nemotron_h", "lfm2")
 
 
 class Reference(NamedTuple):
