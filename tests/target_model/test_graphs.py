@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
+from saccade.engine.step import StepRunner
 from saccade.errors import SaccadeError, SaccadeWarning
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
@@ -39,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle2": {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4},
     "sage": {},
     "lvspec": {"gamma": 4},
+    "lookup-merge": {"gamma": 2, "copied": 3},
 }
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2")
 """A family of each kind of recurrent layer."""
@@ -157,14 +160,50 @@ def test_a_captured_chain_that_differs_from_ordinary_forwards_is_noticed(monkeyp
     monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
     right = StepGraphs._capture_ahead
 
-    def moved(self: StepGraphs, shape: Any, numbers: Any) -> Any:
-        return right(self, shape, [[*row, position + 5] for *row, position in numbers])
+    def moved(self: StepGraphs, shape: Any, table: Tensor) -> Any:
+        return right(self, shape, torch.cat([table[:, :-1], table[:, -1:] + 5], 1))
 
     monkeypatch.setattr(StepGraphs, "_capture_ahead", moved)
     under_test = engine("llava", "chain")
     with pytest.warns(SaccadeWarning, match="gave other logits"):
         assert drafted(monkeypatch, under_test, "llava", 2) == expected
     assert not under_test.drafter.model.executor.enabled
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("method", ["chain", "lookup-merge"])
+def test_chains_that_begin_before_the_host_knows_the_verdict_are_the_usual_ones(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Beside rows that leave, come into used slots, and have steps without drafts."""
+    under_test, lengths, begun = engine("llava", method), StepRunner._draft_lengths, ModelDraftSession._chains_begun
+    used, steps = list[bool](), itertools.count(1)
+
+    def checked(self: ModelDraftSession, rows: list[int], tokens: list[list[int]], count: int) -> Tensor | None:
+        logits = begun(self, rows, tokens, count)
+        used.append(logits is not None)
+        for place, (row, new) in enumerate(zip(rows, tokens, strict=True) if logits is not None else ()):
+            ids = [*self.context._contents[row].ids, *new]
+            for level in logits[:, place].argmax(-1).tolist():
+                assert self._drafter.model.model(torch.tensor([ids])).logits[0, -1].argmax() == level
+                ids.append(level)
+        return logits
+
+    def paused(self: Any, rows: Any, *rest: Any) -> dict[int, int]:
+        usual = lengths(self, rows, *rest)
+        return usual if next(steps) % 10 else dict.fromkeys(usual, 0)
+
+    monkeypatch.setattr(ModelDraftSession, "_chains_begun", checked)
+    monkeypatch.setattr(StepRunner, "_draft_lengths", paused)
+    batch, rows = under_test.open(2), list[Any]()
+    for place, new in enumerate((5, 17, 9, 30, 12, 22, 25)):
+        prompt = Prompt(tuple(range(20 + place // 2, (32, 60, 130)[place % 3])))
+        (decoding,) = plan(under_test.target, [prompt], max_new_tokens=new)
+        rows.append(batch.add(Request(prompt), decoding))
+    while not batch.is_idle:
+        batch.step()
+    assert [row.error for row in rows] == [None] * len(rows)
+    assert sum(used) > 4
 
 
 def drafted(monkeypatch: pytest.MonkeyPatch, under_test: Engine, family: str, rows: int) -> list[Any]:

@@ -75,7 +75,7 @@ def test_a_device_and_the_host_give_the_same_verdict(rows: list[NaiveTree], seed
                 decided: Any = VerificationGroup._on_host(group, verdict.host)
             else:
                 decided = pack(there, verdict, there_scores, None)
-            read.append(to_host([decided], [[remaining] * 2])[0])
+            read.append(to_host([decided], [[remaining] * 2])()[0])
     for ours, theirs in zip(*read, strict=True):
         assert (ours.token, ours.drafted, ours.unsound) == (theirs.token, theirs.drafted, theirs.unsound)
         assert ours.tokens == theirs.tokens  # of siblings that repeat a token, any will do

@@ -72,6 +72,12 @@ class DraftSession:
             output: the target's forward, with hidden states ``[A, N, d]`` where requested.
         """
 
+    def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
+        """Begin to draft behind a verdict that the host has not read, for the next `propose`; nothing by default.
+
+        Called behind `observe`, with the same arguments.
+        """
+
     def forget(self, row: int) -> None:
         """Empty a row."""
 

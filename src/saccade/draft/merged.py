@@ -77,6 +77,14 @@ class MergedSession(DraftSession):
         for session in self._sessions:
             session.observe(rows, tree, scores, verdict, output)
 
+    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
+        for session in self._sessions:
+            session.follow(rows, output, verdict)
+
+    def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
+        for session in self._sessions:
+            session.begin_next(rows, tree, verdict)
+
     def forget(self, row: int) -> None:
         for session in self._sessions:
             session.forget(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult
-from saccade.target_model.executor import Ahead
+from saccade.target_model.executor import Ahead, Unread
 from saccade.target_model.forward import ForwardOutput, TokenBlock
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
@@ -49,6 +49,16 @@ class ModelDrafter(Drafter):
         return ModelDraftSession(self, rows, target)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Chains that run behind a verdict which the host had not read."""
+
+    places: dict[int, int]  # by row
+    starts: list[int]  # first slots of the rows' entries
+    steps: int
+    logits: Tensor  # `[steps, A, V]`
+
+
 class ModelDraftSession(DraftSession):
     """A draft model's KV cache.
 
@@ -69,6 +79,8 @@ class ModelDraftSession(DraftSession):
         self._parts: dict[int, Prefill] = {}
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        self._steps = 0  # of the last draft's chains, if the device alone made them
+        self._begun: _Begun | None = None
 
     def reserve(self, row: int, capacity: int) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
@@ -104,6 +116,7 @@ class ModelDraftSession(DraftSession):
         return True
 
     def _begin(self, row: int, prompt: Prompt) -> None:
+        self._abandon(row)
         if not self.continues(row, prompt):
             self._shaping.restart(row)
         self._prompts[row] = prompt
@@ -116,7 +129,12 @@ class ModelDraftSession(DraftSession):
         earlier = self._prompts[row]
         return earlier is not None and is_later_turn(earlier, prompt)
 
+    def _abandon(self, row: int) -> None:
+        if self._begun is not None:
+            self._begun.places.pop(row, None)
+
     def forget(self, row: int) -> None:
+        self._abandon(row)
         self._parts.pop(row, None)
         self.context.forget(row)
         self._prompts[row] = None
@@ -124,7 +142,10 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        if (tree := self._drafted_ahead(rows, new, proposer, limit)) is not None:
+        self._steps = 0
+        tree = self._drafted_ahead(rows, new, proposer, limit)
+        self._begun = None
+        if tree is not None:
             return tree
         logits = self.run(rows, new, self._target.numbers_of(rows))
         return self.draft(rows, new, logits, proposer, limit)
@@ -137,9 +158,12 @@ class ModelDraftSession(DraftSession):
         may_end = isinstance(proposer, PacedProposer) or isinstance(policy, ConfidentChain)
         steps = min(policy.max_depth, _AHEAD if may_end else _MOST_AHEAD)
         tokens = [self._embeddable(each) for each in new]
-        first = self.context.run_ahead(Ahead(rows, tokens, steps, vocab))
+        first = self._chains_begun(rows, tokens, steps)
+        if first is None:
+            first = self.context.run_ahead(Ahead(rows, tokens, steps, vocab))
         if first is None:
             return None
+        self._steps = steps
         levels = list(first[:, :, None])  # [A, 1, V]
 
         def run(frontier: Frontier) -> Tensor:
@@ -155,6 +179,33 @@ class ModelDraftSession(DraftSession):
         tree = grow(policy, growth, levels[0], run, limit, rows)
         self.context.commit(rows, [range(len(each)) for each in tokens], tokens)
         return tree
+
+    def _chains_begun(self, rows: Rows, tokens: Emitted, steps: int) -> Tensor | None:
+        """The logits of chains that were begun behind these tokens, if they were."""
+        begun, cache = self._begun, self.context.cache
+        if begun is None or begun.steps != steps or not begun.places.keys() >= set(rows):
+            return None
+        places = [begun.places[row] for row in rows]
+        if [begun.starts[place] for place in places] != [cache.start(row) for row in rows]:
+            return None  # moved without their last entries
+        self.context.add_pending(rows, [len(new) + steps - 1 for new in tokens])
+        every = len(places) == begun.logits.shape[1]
+        return begun.logits if every and places == sorted(places) else begun.logits[:, self._numbers.get(places)]
+
+    @torch.inference_mode()
+    def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
+        if not self._steps:
+            return
+        # The tokens that will be new: those of the path behind the root, then the target's own.
+        path = at_nodes(tree.tokens[..., None], verdict.path)[..., 0]
+        tokens = torch.cat([path[:, 1:], path[:, :1]], 1).scatter(1, verdict.count[:, None], verdict.token[:, None])
+        device, cache = self._drafter.model.device, self.context.cache
+        tokens = tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device)
+        unread = Unread(tokens, (verdict.count + 1).to(device))
+        logits = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
+        if logits is not None:
+            places = {row: place for place, row in enumerate(rows)}
+            self._begun = _Begun(places, [cache.start(row) for row in rows], self._steps, logits)
 
     def run(
         self,
@@ -241,6 +292,9 @@ class ModelDraftSession(DraftSession):
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:
         self._shaping.observe(rows, verdict.on_proposed(tree))
+
+    def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
+        self._begun = None
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]

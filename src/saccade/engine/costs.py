@@ -47,6 +47,10 @@ SAMPLED, SAMPLED_RATE = 5, 0.3
 """Draft tokens of rows that sample, and the acceptance rate below which there are none."""
 
 
+Span = tuple[str, int, Any, Any]
+"""A stage, 1 for its time or -1 for another one's within it, and that time's begin and end."""
+
+
 class Clock:
     """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU.
 
@@ -60,8 +64,7 @@ class Clock:
         self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage, as of the last `read`
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[tuple[str, Any]] = []  # stages under way with their begin, each within the one before
-        # since the last `read`, 1 for a stage's time or -1 for another one's within it, with their begin and end
-        self._spans: list[tuple[str, int, Any, Any]] = []
+        self.spans: list[Span] = []  # since the last `read`
 
     def stage(self, name: str) -> Clock:
         """A context whose time is added to stage ``name``, and to no stage around it."""
@@ -74,9 +77,9 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         name, start = self._open.pop()
         stop = self._now()
-        self._spans.append((name, 1, start, stop))
+        self.spans.append((name, 1, start, stop))
         if self._open:
-            self._spans.append((self._open[-1][0], -1, start, stop))
+            self.spans.append((self._open[-1][0], -1, start, stop))
 
     def _now(self) -> Any:
         """An event on a GPU, else the wall time and the cost so far."""
@@ -92,14 +95,14 @@ class Clock:
 
     def read(self) -> dict[str, float]:
         """Return seconds per stage, once the step's results are on the host."""
-        for name, sign, start, stop in self._spans:
+        for name, sign, start, stop in self.spans:
             if self._device.type == "cuda":
                 stop.synchronize()  # returns at once: the transfer of the results ran behind it
                 self._seconds[name] += sign * start.elapsed_time(stop) / 1000
             else:
                 self._seconds[name] += sign * (stop[0] - start[0])
                 self.costs[name] += sign * (stop[1] - start[1])
-        self._spans.clear()
+        self.spans.clear()
         if self._device.type == "cuda":
             self.costs = self._seconds
         return dict(self._seconds)

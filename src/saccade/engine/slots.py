@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.engine.costs import FEWEST, Clock, Pacer, StepSizes
+from saccade.engine.costs import FEWEST, Clock, Pacer, Span, StepSizes
 from saccade.engine.row import Row
 from saccade.errors import InputError
 from saccade.inputs.families import visual_ids
@@ -202,6 +202,7 @@ class BatchState:
         self.slots = SlotAllocator(self.context, drafter, self.drafting, kv_memory)
         self.active: list[Row] = []  # admitted rows, prefilling ones included
         self.prefills: dict[int, Prefill] = {}  # prefills under way, by slot
+        self.begun: list[Span] = []  # times of the next step's drafts, which the last one began
 
     @property
     def decoding(self) -> list[Row]:

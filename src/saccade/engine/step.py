@@ -17,12 +17,13 @@ from torch.nn.functional import pad
 from saccade.draft.drafter import DraftSession
 from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, alike, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
-from saccade.engine.costs import Clock, StepSizes, sampled_length
+from saccade.engine.costs import Clock, Span, StepSizes, sampled_length
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, PrefillChunk, PromptRunner
 from saccade.errors import InputError, ModelError
 from saccade.output import DRAFTED, TicketChunk, TreeTrace
 from saccade.processors import name_of
+from saccade.target_model.cache import on_host
 from saccade.target_model.context import Context
 from saccade.target_model.forward import ForwardOutput, TokenBlock, concat_outputs
 from saccade.target_model.sharding import Ranks
@@ -77,16 +78,23 @@ class RowVerdict(NamedTuple):
         return cls(token, path, tokens, marks, drafted, bool(unsound), bool(barred))
 
 
-def to_host(decided: Sequence[Tensor | list[RowVerdict]], remaining: Sequence[list[int]]) -> list[list[RowVerdict]]:
-    """Return the verdicts of several groups' rows, those that are packed by one transfer."""
+def to_host(
+    decided: Sequence[Tensor | list[RowVerdict]], remaining: Sequence[list[int]]
+) -> Callable[[], list[list[RowVerdict]]]:
+    """Begin to transfer several groups' verdicts, all packed ones at once; the function returned waits for them."""
     packed = [part for part in decided if isinstance(part, Tensor)]
     widest = max((part.shape[1] for part in packed), default=0)
     padded = [pad(part, (0, widest - part.shape[1])) if part.shape[1] < widest else part for part in packed]
-    rows = iter((padded[0] if len(padded) == 1 else torch.cat(padded)).tolist() if packed else ())
-    return [
-        [RowVerdict.of(next(rows)[: part.shape[1]], left) for left in lefts] if isinstance(part, Tensor) else part
-        for part, lefts in zip(decided, remaining, strict=True)
-    ]
+    transfer = on_host(padded[0] if len(padded) == 1 else torch.cat(padded)) if packed else list
+
+    def read() -> list[list[RowVerdict]]:
+        rows = iter(transfer())
+        return [
+            [RowVerdict.of(next(rows)[: part.shape[1]], left) for left in lefts] if isinstance(part, Tensor) else part
+            for part, lefts in zip(decided, remaining, strict=True)
+        ]
+
+    return read
 
 
 def traces(
@@ -251,6 +259,8 @@ class StepRunner:
         self._state, self._context, self._target = state, state.context, state.target
         self._number, self._trace, self._meanwhile = number, trace, meanwhile
         self._clock = Clock(state.target.device, waits=state.target.ranks is not None)
+        self._clock.spans += state.begun
+        state.begun = []
         self._prompts = PromptRunner(state, self._clock, sizes)
 
     def run(self) -> None:
@@ -272,16 +282,19 @@ class StepRunner:
         if self._state.drafting is not None and ran:
             with clock.stage("draft"):
                 self._observe(ran, self._state.drafting)
+        remaining = [[row.remaining for row in group.rows] for group in groups]
+        transfer = to_host(decided, remaining)
+        drafting_ahead = self._begin_next(ran)
         if self._meanwhile is not None:
             self._meanwhile()
-        remaining = [[row.remaining for row in group.rows] for group in groups]
-        verdicts = to_host(decided, remaining)  # the step's one synchronisation
+        verdicts = transfer()  # the step's one synchronisation
         self._count_seconds(parts, groups)
         with_tree = {id(c.row): c for c in chunks if c.has_tree}
         emitted = sum([self._emit(group, each, with_tree) for group, each in zip(groups, verdicts, strict=True)])
         seconds = clock.timer() - started
         self._observe_costs(groups, parts, emitted, seconds)
         self._prompts.observe(seconds)
+        self._state.begun = drafting_ahead
 
     def _forward(self, blocks: Sequence[tuple[TokenBlock, Owner]]) -> list[ForwardOutput]:
         """Run the target's forward."""
@@ -305,6 +318,23 @@ class StepRunner:
                 drafting.observe(group.slots, group.tree, group.scores, group.verdict, group.output)
             else:  # a drafter that reads the target's states takes in steps that it does not draft for
                 drafting.follow(group.slots, group.output, group.verdict)
+
+    def _begin_next(self, groups: Sequence[VerificationGroup]) -> list[Span]:
+        """Let the drafter begin the next step's drafts while the host still waits for this one's verdicts.
+
+        Returns the time that it takes the device, which is part of the next step's.
+        """
+        drafting, drafted = self._state.drafting, [group for group in groups if group.drafted]
+        if drafting is None or len(drafted) != 1 or self._target.ranks is not None:
+            return []
+        (group,) = drafted
+        if group.host is not None or max([row.remaining for row in group.rows]) <= group.tree.max_depth + 1:
+            return []
+        assert group.verdict is not None
+        clock = Clock(self._target.device)
+        with clock.stage("draft"):
+            drafting.begin_next(group.slots, group.tree, group.verdict)
+        return clock.spans
 
     # -- trees ---------------------------------------------------------------------------------------------
 
@@ -398,7 +428,7 @@ class StepRunner:
         own = [tree.own for group in groups for tree in group.host or ()]
         pacer.observe_step(
             tokens=sum([len(group.rows) * group.tree.size for group in groups]),
-            forward=seconds - draft,
+            forward=max(seconds - draft, 0.0),
             rows=rows,
             emitted=emitted - sum([group.own_emitted for group in groups]),
             own=sum(own),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -527,6 +527,25 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     """Copy host integers to a device without blocking the host."""
     tensor = torch.tensor(values)
     return to_device(tensor if tensor.numel() else tensor.long(), device)  # torch takes no numbers for floats
+
+
+def on_host(tensor: Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy a tensor to the host; the function returned waits for that, and for nothing launched afterwards.
+
+    Where devices have no events, it waits for everything.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        numbers: list[Any] = copy.tolist()
+        return numbers
+
+    return read
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

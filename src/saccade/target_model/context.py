@@ -170,6 +170,11 @@ class Context:
         ends = [cache.lengths[row] + cache.pending[row] for row in ahead.rows]
         return self.target.run_ahead(cache, [end + delta for end, delta in zip(ends, deltas, strict=True)], ahead)
 
+    def add_pending(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Take in entries that were written for tokens that were not read then."""
+        for row, count in zip(rows, counts, strict=True):
+            self.cache.pending[row] += count
+
     def commit(self, rows: Sequence[int], chosen: Sequence[Sequence[int]], ids: Sequence[Sequence[int]]) -> None:
         """Commit chosen pending entries of some rows, whose token ids are ``ids``; drop their others."""
         self.cache.commit(rows, chosen)

@@ -62,11 +62,18 @@ def check_executor(name: str) -> None:
         raise ModelError(f"The executor openvino cannot be used: {problem}.")
 
 
+class Unread(NamedTuple):
+    """Tokens that the device has chosen and the host has not read yet."""
+
+    tokens: Tensor  # `[A, n]`
+    counts: Tensor  # `[A]` of each row's, which come first
+
+
 class Ahead(NamedTuple):
     """Tokens of some rows, and the greedy ones that follow them."""
 
     rows: Sequence[int]
-    tokens: Sequence[Sequence[int]]  # of every row
+    tokens: Sequence[Sequence[int]] | Unread  # of every row
     steps: int  # greedy tokens of every row, the last of which has no entry
     vocab: int  # leading ids from which they are chosen
 
@@ -106,7 +113,8 @@ class Executor(Protocol):
     def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
         """Return the logits ``[steps, A, V]`` behind tokens and the greedy ones behind them, whose entries are pending.
 
-        None where that takes a forward per token. ``first``: position of the first token of every row.
+        None where that takes a forward per token. Behind tokens that are not read, no entry is pending yet: the caller
+        adds them. ``first``: position of the first token of every row.
         """
 
 

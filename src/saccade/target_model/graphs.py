@@ -33,10 +33,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.errors import SaccadeWarning
 from saccade.target_model.cache import RowCache, on_device
-from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor, StockExecutor
+from saccade.target_model.executor import SWITCH, Ahead, LeanExecutor, StockExecutor, Unread
 from saccade.target_model.forward import (
     ALL,
     ForwardOutput,
@@ -339,52 +340,73 @@ class StepGraphs(Graphs):
 
     def run_ahead(self, first: Sequence[int], ahead: Ahead) -> Tensor | None:
         """Run a chain by its graph; None where it has none. Arguments as of `Executor`."""
-        cache, target = self._cache, self._pool.target
-        rows, tokens, steps, vocab = ahead
-        most = max(map(len, tokens))
-        own: tuple[int, ...] = ()
-        if most > QUERIES[-1] or vocab > len(target.embedding_weight):
+        rows, tokens, steps, _ = ahead
+        unread = tokens if isinstance(tokens, Unread) else None
+        counts = [len(each) for each in tokens] if unread is None else [unread.tokens.shape[1]] * len(rows)
+        shape = self._chain_shape(ahead, counts)
+        if shape is None:
             return None
-        queries = each_row = next(size for size in QUERIES if size >= most)
-        if cache.states is not None:
-            if len(set(map(len, tokens))) > 1 or cache.states.is_waiting:
-                return None
-            queries, each_row = most, most + steps - 1
-            own = tuple(rows)
-        if each_row * len(rows) > MOST_TOKENS:
-            return None
-        longest, numbers, starts = 0, list[list[int]](), list[int]()
-        for row, each, position in zip(rows, tokens, first, strict=True):
-            end = cache.lengths[row] + cache.pending[row]
-            behind = end + max(queries, len(each) + steps - 1)
-            if behind > cache.capacity(row):
-                return None
-            longest = max(longest, behind)
-            start = cache.start(row)
-            starts.append(start)
-            padding = [0] * (queries - len(each))
-            numbers.append([*each, *padding, start + end, len(each), position])
-        reach = target.traits.masks.reach
-        if reach is not None and longest > reach:
-            return None
-        shape = Shape(tuple(starts), queries, keys_for(longest), None, last=True, ahead=(steps, vocab), rows=own)
+        ends = [self._cache.start(row) + self._cache.lengths[row] + self._cache.pending[row] for row in rows]
+        if unread is None:
+            padded = [[*each, *[0] * (shape.queries - len(each))] for each in tokens]
+            places = zip(padded, ends, counts, first, strict=True)
+            table = on_device([[*each, *place] for each, *place in places], self._pool.device)
+        else:
+            filled = pad(unread.tokens, (0, shape.queries - counts[0]))
+            at, position = on_device([ends, first], self._pool.device)
+            table = torch.cat([filled, torch.stack([at, unread.counts, position], 1)], 1)
+        logits = self._run_chain(shape, table, first, ahead)
+        if logits is not None and unread is None:
+            for row, count in zip(rows, counts, strict=True):
+                self._cache.pending[row] += count + steps - 1
+        return logits
+
+    def _run_chain(self, shape: Shape, table: Tensor, first: Sequence[int], ahead: Ahead) -> Tensor | None:
+        """Run a chain by its graph, captured now if it is due; ``table`` as of `_capture_ahead`."""
         step = self._known(shape)
         if step is None:
             if not self._is_due(shape):
                 return None
-            step = self._captured(lambda: self._capture_ahead(shape, numbers))
+            step = self._captured(lambda: self._capture_ahead(shape, table))
             if step is None:
                 return None
-            self._keep(shape, step, self._chains_agree(step.logits[..., :vocab].clone(), first, ahead))
+            read = [row[: row[shape.queries + 1]] for row in table.tolist()]
+            chained = step.logits[..., : ahead.vocab].clone()
+            self._keep(shape, step, self._chains_agree(chained, first, ahead._replace(tokens=read)))
             if not self._pool.enabled:
                 return None
         with self._pool.lock:
-            step.tokens.copy_(on_device(numbers, self._pool.device))
+            step.tokens.copy_(table)
             self._replay(step)
-            logits: Tensor = step.logits[..., :vocab].clone()
-        for row, each in zip(rows, tokens, strict=True):
-            cache.pending[row] += len(each) + steps - 1
+            logits: Tensor = step.logits[..., : ahead.vocab].clone()
         return logits
+
+    def _chain_shape(self, ahead: Ahead, counts: Sequence[int]) -> Shape | None:
+        """What a graph of a chain behind so many tokens of every row would be fixed to; None where it gets none."""
+        cache, target, most = self._cache, self._pool.target, max(counts)
+        if most > QUERIES[-1] or ahead.vocab > len(target.embedding_weight):
+            return None
+        queries = each_row = next(size for size in QUERIES if size >= most)
+        own: tuple[int, ...] = ()
+        if cache.states is not None:
+            if isinstance(ahead.tokens, Unread) or len(set(counts)) > 1 or cache.states.is_waiting:
+                return None
+            queries, each_row = most, most + ahead.steps - 1
+            own = tuple(ahead.rows)
+        if each_row * len(counts) > MOST_TOKENS:
+            return None
+        longest = 0
+        for row, count in zip(ahead.rows, counts, strict=True):
+            behind = cache.lengths[row] + cache.pending[row] + max(queries, count + ahead.steps - 1)
+            if behind > cache.capacity(row):
+                return None
+            longest = max(longest, behind)
+        reach = target.traits.masks.reach
+        if reach is not None and longest > reach:
+            return None
+        starts = tuple(map(cache.start, ahead.rows))
+        chain = ahead.steps, ahead.vocab
+        return Shape(starts, queries, keys_for(longest), None, last=True, ahead=chain, rows=own)
 
     def _known(self, shape: Shape) -> _Step | None:
         step: _Step | None = self._current(shape, self._cache.moves, self._pool.moves)
@@ -451,6 +473,7 @@ class StepGraphs(Graphs):
     def _chains_agree(self, chained: Tensor, first: Sequence[int], ahead: Ahead) -> bool:
         """Whether ordinary forwards over all tokens of a chain give its logits ``[steps, A, V]``."""
         pool, cache = self._pool, self._cache
+        assert not isinstance(ahead.tokens, Unread)
         for place, (row, tokens) in enumerate(zip(ahead.rows, ahead.tokens, strict=True)):
             ours, pending = chained[:, place], cache.pending[row]
             every = torch.cat([on_device(tokens, pool.device), ours[:-1].argmax(-1)])
@@ -462,13 +485,13 @@ class StepGraphs(Graphs):
                 return False
         return True
 
-    def _capture_ahead(self, shape: Shape, numbers: Sequence[Sequence[int]]) -> _Step:
-        """Capture a chain; ``numbers``: per row its tokens, the first one's slot, their count, its position."""
+    def _capture_ahead(self, shape: Shape, table: Tensor) -> _Step:
+        """Capture a chain; ``table`` ``[A, n + 3]``: each row's tokens, the first one's slot, count, position."""
         pool, cache, target = self._pool, self._cache, self._pool.target
         rows, size, device = len(shape.starts), shape.queries, pool.device
         steps, vocab = shape.ahead
         starts = on_device(shape.starts, device)
-        table = on_device(numbers, device)
+        table = table.clone()
         step = _Step(shape, starts, table, table, table)
         bound = target.traits.limits.context or torch.iinfo(torch.long).max
         one = replace(shape, queries=1)

@@ -25,7 +25,7 @@ from saccade import cpu
 from saccade.errors import SaccadeWarning
 from saccade.options import INT8
 from saccade.target_model.cache import RowCache
-from saccade.target_model.executor import Ahead, LeanExecutor
+from saccade.target_model.executor import Ahead, LeanExecutor, Unread
 from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock, pack_deepstack, split_outputs
 from saccade.target_model.lean import LeanDecoder
 from saccade.target_model.linear import SHARE
@@ -216,6 +216,8 @@ class OpenVinoExecutor(LeanExecutor):
     def run_ahead(self, cache: RowCache, first: Sequence[int], ahead: Ahead) -> Tensor | None:
         """As of `Executor`: in one graph."""
         rows, tokens, steps, vocab = ahead
+        if isinstance(tokens, Unread):
+            return None
         counts = [len(each) for each in tokens]
         pasts = [cache.lengths[row] + cache.pending[row] for row in rows]
         ends = [past + count + steps - 1 for past, count in zip(pasts, counts, strict=True)]
