@@ -18,7 +18,7 @@ from saccade.train.objectives.losses import Objective
 
 T = TypeVar("T")
 
-EPOCHS = 20
+EPOCHS = 10
 """Most epochs of a built-in recipe: with few answers it has fewer steps, with many as many as it says."""
 
 DRAFT_VLM = "draft-vlm"
