@@ -36,11 +36,11 @@ def test_the_score_is_of_the_method_s_own_text(
     sample = draw(5, "chart")
     demo._report(sample, method, outputs(sample, method, sample.answer if same else "Two cats."), dtype)
     shown = capsys.readouterr().out
-    truth = "count 100%, colour 100%, value 100%"
+    truth = "count 100%, colour 100%, value 100%, order 100%"
     if same:
         assert f"Against the truth: {truth}\n" in shown
     else:
-        assert f"Against the truth, {method}: count 0%, colour 0%, value 0%\n" in shown
+        assert f"Against the truth, {method}: count 0%, colour 0%, value 0%, order 0%\n" in shown
         assert f"Against the truth, plain: {truth}\n" in shown
     assert ("lvspec (lossy)" in shown) == (method == "lvspec")
     assert ("lvspec is lossy" in shown) == (method == "lvspec" and not same)

@@ -27,7 +27,16 @@ DAYS = "Monday is one. Tuesday is two. Wednesday is three. Thursday is four. Fri
             "chart",
             THREE,
             "Red is three. Six for blue. Green comes third at one.",
-            {"count": 1, "colour": 1, "value": 2 / 3},
+            {"count": 1, "colour": 1, "value": 2 / 3, "order": 0},
+        ),
+        ("chart", THREE, "By height: green, red, blue.", {"order": 1}),
+        ("chart", THREE, "By height: green, green, red, blue.", {"order": 3 / 4}),  # a colour twice
+        ("chart", THREE, "From the lowest to the highest: red, blue, green.", {"order": 2 / 3}),
+        (
+            "chart",
+            THREE,
+            "The tallest bar is the red one at three, while the shortest is green at one.",
+            {"order": 1 / 2},
         ),
         (
             "receipt",

@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 from saccade.pocket.labels import IMAGE_SIZE, PATCH_SIZE, blank_labels, label_patch
 from saccade.pocket.sample import Facts, Picture, Task, grammars
-from saccade.pocket.scoring import pairs_stated, valued
+from saccade.pocket.scoring import in_order, mentioned, pairs_stated, valued
 from saccade.pocket.words import COLOURS, NUMBERS, ORDINALS, QUESTIONS, difference, often_shuffled, sentence, spoken
 
 HIGHEST = 8
@@ -103,13 +103,21 @@ def _verbose(rng: Random, facts: Facts) -> str:
 
 
 _ASIDE = re.compile(r"bar number \w+|, which is .*")
+_RANKED = re.compile(r"(?:from the lowest to the highest|by height):([^.]*)")
+_ENDS = re.compile(r"tallest bar is the (\w+)[^.]* shortest is (\w+)")
 
 
 def mark(answer: str, facts: Facts) -> dict[str, float]:
-    """Whether each bar is mentioned once, and the shares of colours and of bars with the right value."""
-    stated = valued(answer, COLOURS, _ASIDE)
-    count, colour, value = pairs_stated(stated, facts["colours"], facts["values"])
-    return {"count": count, "colour": colour, "value": value}
+    """Whether each bar is mentioned once, the shares of colours and of bars with the right value, and their order."""
+    colours, values = facts["colours"], facts["values"]
+    count, colour, value = pairs_stated(valued(answer, COLOURS, _ASIDE), colours, values)
+    ranked = [colours[i] for i in sorted(range(len(values)), key=lambda i: (values[i], i))]
+    text = answer.lower()
+    stated = mentioned(" ".join(_RANKED.findall(text)), COLOURS)
+    if ends := _ENDS.findall(text):
+        stated = [name for pair in ends for name in pair]
+        ranked = [colours[values.index(max(values))], ranked[0]]
+    return {"count": count, "colour": colour, "value": value, "order": in_order(stated, ranked)}
 
 
 TASK = Task(paint, grammars(QUESTIONS["chart"], _dense, _verbose), mark, share=0.3)
