@@ -126,9 +126,10 @@ class ModelSize:
     def step(self, tokens: int = 1) -> float:
         """Bytes of weights that a decoding step over some tokens reads; of experts, as many as chance chooses."""
         text = self.target.text_config
-        experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 0)
-        chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
-        share = 1 - (1 - chosen / experts) ** tokens if experts else 1.0
+        experts, chosen = (next((n for name in names if (n := getattr(text, name, None))), 0) for names in _EXPERTS)
+        share = 1.0
+        if experts:
+            share = 1 - (1 - chosen / experts) ** tokens
         read = float(self.lm_head)
         for layer in self.target.layers:
             for name, weight in layer.named_parameters():
@@ -166,7 +167,8 @@ class ModelSize:
             ) from problem
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "top_k_experts")
+"""Names of the number of experts in a layer, and of those that a token chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +205,12 @@ class PairSize:
         head = empty_head(config)
         weights = {name: weight.numel() for name, weight in head.named_parameters()}
         read = sum(count for name, count in weights.items() if not name.startswith("embed_tokens"))
-        read += 0 if head.has_lm_head else size.lm_head
-        exit = head.layers[0] / len(size.target.layers) if kind == "kangaroo" else 0.0  # layers that draft with it
-        step = read * size.each + exit * (size.step() - size.lm_head * size.each)
+        if not head.has_lm_head:
+            read += size.lm_head
+        step = float(read * size.each)
+        if kind == "kangaroo":  # which drafts behind the target's first layers
+            share = head.layers[0] / len(size.target.layers)
+            step += share * (size.step() - size.lm_head * size.each)
         return cls(size, sum(weights.values()), step, head.drafts_in_one_pass, head.reach or 32)
 
     @property

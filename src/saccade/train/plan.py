@@ -125,13 +125,19 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Seconds of training."""
-        recipe, seen = self.recipe, self.recipe.steps * self.recipe.batch_size
+        recipe, samples = self.recipe, self.lengths.samples
+        seen = recipe.steps * recipe.batch_size
         if self.throughput is not None:
             return seen / self.throughput
-        cached = self.features / (self.work.cache * self.lengths.samples) if self.features else 0.0
-        taught = cached * min(self.lengths.samples, seen) + (1 - cached) * seen if self.work.is_taught else 0
-        flops = 2.0 * taught * self.size.weights * self.lengths.tokens
-        flops += sum(stage.steps * recipe.batch_size * self.work.flops(stage.draft_steps) for stage in recipe.stages)
+        cached = 0.0
+        if self.features:
+            cached = self.features / (self.work.cache * samples)
+        flops = 0.0
+        if self.work.is_taught:
+            taught = cached * min(samples, seen) + (1 - cached) * seen
+            flops += 2 * taught * self.size.weights * self.lengths.tokens
+        for stage in recipe.stages:
+            flops += stage.steps * recipe.batch_size * self.work.flops(stage.draft_steps)
         return self.preset.computing(flops)
 
     @property
@@ -242,8 +248,11 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     own = sum(weight.numel() for name, weight in head.named_parameters() if name.startswith("lm_head"))
 
     def flops(steps: int) -> float:
-        seen = lengths.answer if not head.blocks else lengths.text + shown * lengths.visual + steps * lengths.answer
-        every = (trained - own) * seen + (own or size.lm_head) * steps * lengths.answer
+        seen = lengths.answer
+        if head.blocks:
+            seen = lengths.text + shown * lengths.visual + steps * lengths.answer
+        every = (trained - own) * seen
+        every += (own or size.lm_head) * steps * lengths.answer
         return (8 if recipe.recompute else 6) * every + 2 * size.lm_head * lengths.answer
 
     return Work(

@@ -111,7 +111,8 @@ def mark(answer: str, facts: Facts) -> dict[str, float]:
     """Whether each bar is mentioned once, the shares of colours and of bars with the right value, and their order."""
     colours, values = facts["colours"], facts["values"]
     count, colour, value = pairs_stated(valued(answer, COLOURS, _ASIDE), colours, values)
-    ranked = [colours[i] for i in sorted(range(len(values)), key=lambda i: (values[i], i))]
+    bars = sorted(range(len(values)), key=lambda i: (values[i], i))
+    ranked = [colours[i] for i in bars]
     text = answer.lower()
     stated = mentioned(" ".join(_RANKED.findall(text)), COLOURS)
     if ends := _ENDS.findall(text):
