@@ -429,10 +429,12 @@ class StepGraphs(Graphs):
         rows = [[place, row, *padding] for place, row in enumerate(paths.rows)]
         table = on_device(rows, self._pool.device)
         replay, _ = self._pool.capture(lambda: states.apply(step.parts, table))
+        lock = self._pool.lock
 
         def repeat(numbers: Tensor) -> None:
-            table.copy_(numbers)
-            replay()
+            with lock:
+                table.copy_(numbers)
+                replay()
 
         paths.repeat = repeat
 
