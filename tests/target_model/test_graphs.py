@@ -13,8 +13,10 @@ from torch import Tensor
 
 from families import FAMILIES, HYBRIDS, _language_model, _sharpen
 from recorded_graphs import Freed, Overwriting, record
+from saccade.draft.captured import CapturedDraft
 from saccade.draft.heads.head import HeadConfig, build_head
 from saccade.draft.model import ModelDrafter, ModelDraftSession
+from saccade.draft.trees import policy
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
@@ -37,7 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 3},
     "pard": {"gamma": 3},
     "auto": {},
-    "dynamic-tree": {"top": 2, "max_depth": 2, "total": 4},
+    "dynamic-tree": {"top": 2, "max_depth": 3, "total": 6},
+    "static-tree": {},
     "eagle2": {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4},
     "sage": {},
     "lvspec": {"gamma": 4},
@@ -120,8 +123,10 @@ def test_captured_steps_give_the_tokens_of_ordinary_ones(
     under_test = engine(family, method)
     assert tokens(under_test, family, new=24) == expected
     used = caches(under_test)
+    used += [trees for each in used for trees in each.drafts.values()]
     assert used[0].replays
-    assert method == "auto" or all(each.replays for each in used)  # auto drafts as long as it pays
+    assert method in ("auto", "dynamic-tree") or all(each.replays for each in used)  # auto drafts as long as it pays
+    assert used[-1].replays or method == "auto"
     assert all(each._pool.enabled for each in used)
 
 
@@ -206,6 +211,42 @@ def test_chains_that_begin_before_the_host_knows_the_verdict_are_the_usual_ones(
     assert sum(used) > 4
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "rows"),
+    [("llava", "dynamic-tree", 1), ("qwen2_5_vl", "dynamic-tree", 2), ("qwen3_vl", "static-tree", 2)],
+)
+def test_a_tree_of_a_draft_model_is_one_graph(
+    monkeypatch: pytest.MonkeyPatch, family: str, method: str, rows: int
+) -> None:
+    monkeypatch.setattr(policy, "likeliest", lambda logits: logits.argmax(-1))  # which a CPU computes otherwise
+    expected = drafted(monkeypatch, engine(family, method), family, rows)
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    under_test = engine(family, method)
+    assert drafted(monkeypatch, under_test, family, rows) == expected
+    steps = caches(under_test)[1]
+    (trees,) = steps.drafts.values()
+    assert trees.replays > 1
+    assert not [shape for shape in steps._steps if shape.pending is not None]  # of levels
+    assert steps._pool.enabled
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_captured_tree_of_a_draft_model_that_differs_from_ordinary_forwards_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = drafted(monkeypatch, engine("llava", "dynamic-tree"), "llava", 2)
+    place = CapturedDraft.place
+
+    def moved(self: Any, caches: Any, count: int, mask: Any, gap: int | None, *rest: Any) -> Any:
+        return place(self, caches, count, mask, None if gap is None else gap + 1, *rest)
+
+    monkeypatch.setattr(CapturedDraft, "place", moved)
+    under_test = engine("llava", "dynamic-tree")
+    with pytest.warns(SaccadeWarning, match="gave other logits"):
+        assert drafted(monkeypatch, under_test, "llava", 2) == expected
+    assert not under_test.drafter.model.executor.enabled
+
+
 def drafted(monkeypatch: pytest.MonkeyPatch, under_test: Engine, family: str, rows: int) -> list[Any]:
     """Tokens of every draft, and of every answer."""
     seen: list[Any] = []
@@ -213,7 +254,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch, under_test: Engine, family: str, ro
 
     def noted(self: Any, *arguments: Any) -> Any:
         tree = propose(self, *arguments)
-        seen.append(tree.tokens.tolist())
+        seen.extend([tree.tokens.tolist(), tree.parents.tolist()])
         return tree
 
     with monkeypatch.context() as patched:

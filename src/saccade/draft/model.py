@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.trees.policy import (
     ConfidentChain,
@@ -26,7 +29,8 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.cache import on_device
 from saccade.target_model.context import Context, Prefill, PrefillResult
 from saccade.target_model.executor import Ahead, Unread
-from saccade.target_model.forward import ForwardOutput, TokenBlock
+from saccade.target_model.forward import ForwardOutput, Requirements, TokenBlock, replaced
+from saccade.target_model.graphs import GraphExecutor
 from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
@@ -44,6 +48,8 @@ class ModelDrafter(Drafter):
         super().__init__(policy)
         self.model = model  # the adapter of the draft model
         self.vocab_size = min(vocab_size or model.vocab_size, model.vocab_size)
+        self.key = f"{policy} {self.vocab_size}"  # of its captured drafts
+        self.is_captured = policy.max_children > 1 and reserve(model, policy)
 
     def open(self, rows: int, target: Context) -> ModelDraftSession:
         return ModelDraftSession(self, rows, target)
@@ -147,8 +153,87 @@ class ModelDraftSession(DraftSession):
         self._begun = None
         if tree is not None:
             return tree
+        captured = self._captured(rows, new, proposer, limit)
+        if isinstance(captured, DraftTree):
+            self.context.commit(rows, [range(len(each)) for each in new], new)
+            return captured
         logits = self.run(rows, new, self._target.numbers_of(rows))
+        if captured is not None and self._agrees(rows, new, logits, captured, limit):
+            return captured.tree()
         return self.draft(rows, new, logits, proposer, limit)
+
+    def _captured(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree | CapturedDraft | None:
+        """As of `DraftGraphs.draft`."""
+        drafter, context = self._drafter, self.context
+        executor = capturing(drafter.model, proposer) if drafter.is_captured else None
+        steps, first = context.cache.graphs, context.next_positions(rows)
+        embeds = max(drafter.vocab_size, *(max(each) + 1 for each in new)) <= self._num_embeddings
+        if executor is None or steps is None or first is None or context.cache.states is not None or not embeds:
+            return None
+        if drafter.key not in steps.drafts:
+            steps.drafts[drafter.key] = DraftGraphs(executor, drafter.policy, drafter.model.traits.masks.reach)
+        captured: DraftTree | CapturedDraft | None = steps.drafts[drafter.key].draft(
+            [context.cache],
+            rows,
+            new,
+            first,
+            limit,
+            self._numbers,
+            self._target.numbers_of(rows),
+            partial(self._fix, rows, limit),
+        )
+        return captured
+
+    def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
+        """Draft with all numbers in fixed memory."""
+        model, cache = self._drafter.model, self.context.cache
+        vocab = self._drafter.vocab_size
+        executor = cast("GraphExecutor", model.executor)
+        last = len(model.layers)
+        bound = model.traits.limits.context or torch.iinfo(torch.long).max
+        ran, frontiers = list[Tensor](), list[Frontier]()
+
+        def forward(tokens: Tensor, mask: Tensor | None, gap: int | None, nodes: Tensor | None = None) -> Tensor:
+            rows, count = tokens.shape
+            positions = inputs.place([cache], count, mask, gap, model.dtype, model.traits.masks.names)
+            positions = positions.clamp(max=bound - 1).flatten()[None]
+            packed = None
+            if nodes is not None:
+                begins = torch.arange(0, rows * count, count, device=nodes.device)
+                packed = (nodes + begins[:, None]).flatten()
+            logits, hidden = executor.ordinary.compute(cache, tokens, positions, Requirements((last,)), packed)
+            states = hidden[last].view(rows, count, -1)
+            ran.append(states if nodes is None else at_nodes(states, nodes))
+            return logits.view(rows, -1, logits.shape[-1])[..., :vocab]
+
+        def run(frontier: Frontier) -> Tensor:
+            frontiers.append(frontier)
+            return forward(frontier.tokens, frontier.attention_mask, frontier.depth - 1)
+
+        growth = self._shaping.begin(rows, inputs.tokens.gather(1, inputs.last)[:, 0], TopProposer())
+        first = forward(inputs.tokens, None, None, inputs.last)
+        tree = grow(self._drafter.policy, growth, first, run, limit)
+        return Drafted(tree, growth, ran, frontiers)
+
+    def _scored(self, states: Tensor) -> Tensor:
+        return self._shared(self._drafter.model.lm_head(states))
+
+    def _agrees(self, rows: Rows, new: Emitted, logits: Sequence[Tensor], captured: CapturedDraft, limit: int) -> bool:
+        """Whether ordinary operations behind the roots' logits give a captured draft."""
+        levels, drafter = list[tuple[int, int]](), self._drafter
+
+        def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
+            theirs = torch.stack([each[-1:] for each in logits])
+            if frontier is not None:
+                with replaced([(drafter.model.executor, "enabled", False)]):  # or its forwards would be captured
+                    theirs = self._level(rows, frontier, levels)
+            return self._scored(ran[-1]), theirs
+
+        growth = self._shaping.begin(rows, self._numbers.get([each[-1] for each in new]), TopProposer())
+        graphs = self.context.cache.graphs.drafts[drafter.key]
+        agrees: bool = graphs.agrees(captured, growth, limit, pair, drafter.model.dtype)
+        self.context.cache.drop(rows)
+        return agrees
 
     def _drafted_ahead(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree | None:
         """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
@@ -268,15 +353,18 @@ class ModelDraftSession(DraftSession):
             running = rows if frontier.rows is None else frontier.rows
             if guide is not None and guide.splices:
                 return self._spliced(running, guide.spliced(roots.device, self._drafter.model.row_bytes > 0))
-            levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
-            depths = None if frontier.attention_mask is None else self._depth(tuple(levels))  # None: of a chain
-            output = self.context.forward(running, frontier.tokens, frontier.attention_mask, depths)
-            return self._shared(output.logits)
+            return self._level(running, frontier, levels)
 
         first = torch.stack([each[-1:] for each in logits])
         tree = grow(self._drafter.policy, growth, first, run, limit, rows, guide)
         self.context.cache.drop(rows)
         return tree
+
+    def _level(self, rows: Rows, frontier: Frontier, levels: list[tuple[int, int]]) -> Tensor:
+        """Run a frontier behind ``levels``, as of `_depth`, to which it is added; its logits ``[A, W, V]``."""
+        levels.append((frontier.depth - 1, frontier.tokens.shape[1]))
+        depths = None if frontier.attention_mask is None else self._depth(tuple(levels))  # None: of a chain
+        return self._shared(self.context.forward(rows, frontier.tokens, frontier.attention_mask, depths).logits)
 
     def _spliced(self, rows: Rows, parts: Sequence[Spliced]) -> Tensor:
         """Run a frontier with what is forced behind its nodes; returns ``[A, W, V]`` behind that."""

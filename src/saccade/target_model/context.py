@@ -164,11 +164,15 @@ class Context:
 
     def run_ahead(self, ahead: Ahead) -> Tensor | None:
         """As of `Executor`, behind the rows' entries."""
-        if self._slot_shifts(ahead.rows) is not None:
+        first = self.next_positions(ahead.rows)
+        return None if first is None else self.target.run_ahead(self.cache, first, ahead)
+
+    def next_positions(self, rows: Sequence[int]) -> list[int] | None:
+        """Positions of the rows' next tokens, pending ones counted; None where entries have gaps."""
+        if self._slot_shifts(rows) is not None:
             return None
-        cache, deltas = self.cache, [self._contents[row].rope_delta for row in ahead.rows]
-        ends = [cache.lengths[row] + cache.pending[row] for row in ahead.rows]
-        return self.target.run_ahead(cache, [end + delta for end, delta in zip(ends, deltas, strict=True)], ahead)
+        cache = self.cache
+        return [cache.lengths[row] + cache.pending[row] + self._contents[row].rope_delta for row in rows]
 
     def add_pending(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Take in entries that were written for tokens that were not read then."""

@@ -9,8 +9,8 @@ a large one. A captured forward takes one. It repeats its operations on the same
   slots behind a row's entries;
 - slots and masks are computed inside, from the inputs; nothing is read by the host.
 
-A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before. So is a
-draft of a head (`saccade.draft.heads.captured`).
+A chain of greedy tokens is one graph, in which each forward runs on the likeliest token of the one before. So are
+drafts of heads and trees of draft models (`saccade.draft.captured`).
 
 Of hybrids the model's own modules are captured. What their recurrent layers keep of new tokens is copied to memory that
 all graphs of a cache share, where a second graph finds it, which commits a path in all layers. So a graph belongs to
@@ -193,7 +193,7 @@ class GraphExecutor:
         return self._guard.is_current
 
     def reserve_drafts(self) -> None:
-        """Count drafts of heads, too: logits of two levels, of one of them in float32 as well."""
+        """Count captured drafts, too: logits of two levels, of one of them in float32 as well."""
         size = 2 * self.target.dtype.itemsize + 4
         self._of_drafts = MOST_TOKENS * self.target.vocab_size * size
 
@@ -319,6 +319,7 @@ class StepGraphs(Graphs):
         super().__init__(pool)
         self._cache = cast("RowCache", weakref.proxy(cache))  # which owns this
         self._held: dict[tuple[int, str, int], Tensor] = {}  # by layer, field and size, of `PendingTokens`
+        self.drafts: dict[Any, Graphs] = {}  # of a draft model's trees (`saccade.draft.captured`)
 
     def run(
         self, block: TokenBlock, requirements: Requirements, ordinary: Callable[[], list[ForwardOutput]]

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from families import FAMILIES
 from heads_kit import POLICIES, prompts, random_head, trained_head
 from recorded_graphs import record
-from saccade.draft.heads import captured
-from saccade.draft.heads.captured import CapturedDraft, DraftGraphs
+from saccade.draft import captured
+from saccade.draft.captured import CapturedDraft, DraftGraphs
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees import policy
@@ -146,13 +145,13 @@ def test_rows_that_emit_unequal_numbers_of_tokens_join_and_leave_and_the_next_ba
 
 
 def _stale_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = DraftGraphs.run
+    agrees = DraftGraphs.agrees
 
-    def stale(self: Any, shape: Any, numbers: Tensor, features: Any, moves: Any) -> Any:
-        kept = self._steps[shape].features if shape in self._steps else torch.stack(features)
-        return run(self, shape, numbers, kept.clone().unbind(), moves)
+    def moved(self: Any, step: Any, *arguments: Any) -> bool:
+        step.read, step.features = step.features, step.features.clone()
+        return agrees(self, step, *arguments)
 
-    monkeypatch.setattr(DraftGraphs, "run", stale)
+    monkeypatch.setattr(DraftGraphs, "agrees", moved)
 
 
 def _stale_position(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +180,8 @@ def test_an_input_that_no_replay_takes_in_is_noticed(
 def _late_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     place = CapturedDraft.place
 
-    def moved(self: Any, caches: Any, count: int, mask: Any, gap: int | None) -> Any:
-        return place(self, caches, count, mask, None if gap is None else gap + 1)
+    def moved(self: Any, caches: Any, count: int, mask: Any, gap: int | None, *rest: Any) -> Any:
+        return place(self, caches, count, mask, None if gap is None else gap + 1, *rest)
 
     monkeypatch.setattr(CapturedDraft, "place", moved)
 
@@ -190,8 +189,9 @@ def _late_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 def _all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out = captured.lay_out
 
-    def seen(*arguments: Any, mask: Tensor | None = None) -> None:
-        lay_out(*arguments, mask=None if mask is None else torch.ones_like(mask))
+    def seen(*arguments: Any) -> None:
+        *others, mask = arguments
+        lay_out(*others, None if mask is None else torch.ones_like(mask))
 
     monkeypatch.setattr(captured, "lay_out", seen)
 

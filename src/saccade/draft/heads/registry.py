@@ -29,7 +29,7 @@ class HeadKind:
     summary: str = ""
     source: str = ""
     settings: Mapping[str, Any] = field(default_factory=lambda: {"tree": "dynamic"})  # of that method
-    captured: bool = False  # whether its drafts are one CUDA graph each (`saccade.draft.heads.captured`)
+    captured: bool = False  # whether its drafts are one CUDA graph each (`saccade.draft.captured`)
 
 
 HEAD_KINDS: dict[str, HeadKind] = {

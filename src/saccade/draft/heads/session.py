@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
 from saccade.draft.drafter import Drafter, DraftSession
 from saccade.draft.heads.block import FusedHead
-from saccade.draft.heads.captured import POLICIES, CapturedDraft, Drafted, DraftGraphs
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
@@ -26,7 +26,6 @@ from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput, MaskPlan
-from saccade.target_model.graphs import GraphExecutor
 from saccade.target_model.selfcheck import LogitMap, logit_map
 from saccade.tree import DraftTree, Rows, at_nodes
 from saccade.verify.rule import Verdict
@@ -35,8 +34,6 @@ CHUNK = 1024
 """Prompt entries per forward; bounds the attention mask."""
 TRIAL = 32
 """Drafts that are judged."""
-LEAST_ALIKE = 0.5
-"""Share of tokens in which trees of the same states must agree; rounding decides between tokens that nearly tie."""
 LEAST = 0.1
 """Accepted tokens per draft below which a head is reported. Heads that work have one and more (EAGLE, Table 1)."""
 
@@ -63,13 +60,9 @@ class HeadDrafter(Drafter):
         self._drafts = TRIAL if in_training else 0  # that were judged
         self._accepted: Tensor | int = 0  # tokens of those
         self._map = LogitMap() if head.has_lm_head else logit_map(target)
-        self.is_captured = False  # whether greedy drafts are
-        kind, executor = HEAD_KINDS.get(head.kind), target.executor
+        kind = HEAD_KINDS.get(head.kind)
         is_plain = all(type(p) in lean.WEIGHTS and p.device == target.device for p in head.parameters())
-        is_known = kind is not None and kind.captured and type(policy) in POLICIES
-        if isinstance(executor, GraphExecutor) and is_known and is_plain:
-            self.is_captured = True
-            executor.reserve_drafts()
+        self.is_captured = kind is not None and kind.captured and is_plain and reserve(target, policy)
         self.spare: list[RowCache] = []  # caches of the last session, where their graphs are found again
 
     @property
@@ -223,11 +216,10 @@ class HeadDraftSession(DraftSession):
         self._send_numbers(rows, new)
         root = self._catch_up(rows, new)  # [A, 1, d]
         first = self._numbers.get([tokens[-1] for tokens in new])
-        if captured is not None:
-            self.cache.graphs.keep(captured, self._agrees(rows, root, first, captured.drafted, limit))
-            for cache in self._caches:
-                cache.drop(rows)
-        tree = self._grown(rows, root, first, proposer, limit).tree
+        if captured is not None and self._agrees(rows, root, first, captured, limit):
+            tree = captured.tree()
+        else:
+            tree = self._grown(rows, root, first, proposer, limit).tree
         for cache in self._caches:
             cache.drop(rows)
         return tree
@@ -248,60 +240,56 @@ class HeadDraftSession(DraftSession):
     def _captured(
         self, rows: Rows, new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree | CapturedDraft | None:
-        """Return the trees of a captured draft, one that was captured just now and remains to be compared, or None."""
-        drafter, executor = self._drafter, self._drafter.target.executor
-        is_greedy = type(proposer) is TopProposer and proposer.guide is None
-        if not (drafter.is_captured and is_greedy and isinstance(executor, GraphExecutor) and executor.enabled):
+        """As of `DraftGraphs.draft`."""
+        drafter = self._drafter
+        executor = capturing(drafter.target, proposer) if drafter.is_captured else None
+        moves = drafter.fused.moves() if executor is not None else None
+        if executor is None or moves is None:
             return None
-        graphs, moves = self.cache.graphs, drafter.fused.moves()
+        graphs = self.cache.graphs
         if graphs is None or graphs.pool is not executor:
             graphs = self.cache.graphs = DraftGraphs(executor, drafter.policy)
-        positions = [self.cache.lengths[row] + self._ahead[row] for row in rows]
-        shape = graphs.shape(self._caches, rows, max(positions) + graphs.width + drafter.max_depth, limit)
-        features = self._latest(rows, graphs.width)
-        if moves is None or shape is None or min(map(len, features)) < graphs.width:
-            return None
-        table: tuple[int, ...] = ()
-        for row, tokens, position in zip(rows, new, positions, strict=True):
-            padding = [0] * (graphs.width - len(tokens))
-            places = [number for cache in self._caches for number in (cache.start(row), *cache.ends([row]))]
-            table += (*tokens, *padding, len(tokens), position, *places)
-        self._numbers.send([table, *self._context.numbers_of(rows)])
-        numbers = self._numbers.get(table).view(len(rows), -1)
-        moved = [moves, *(cache.moves for cache in self._caches)]
-        tree: DraftTree | None = graphs.run(shape, numbers, features, moved)
-        if tree is None:
-            captured: CapturedDraft | None = graphs.captured(shape, numbers, features, partial(self._fix, rows, limit))
-            return captured
-        self._pass(rows, [len(tokens) for tokens in new])
-        return tree
+        first = [self.cache.lengths[row] + self._ahead[row] for row in rows]
+        captured: DraftTree | CapturedDraft | None = graphs.draft(
+            self._caches,
+            rows,
+            new,
+            first,
+            limit,
+            self._numbers,
+            self._context.numbers_of(rows),
+            partial(self._fix, rows, limit),
+            self._latest(rows, graphs.width),
+            moves,
+        )
+        if isinstance(captured, DraftTree):
+            self._pass(rows, [len(tokens) for tokens in new])
+        return captured
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
+        assert inputs.features is not None
         self._fixed = inputs
         try:
             states = self._forward(rows, inputs.features, inputs.tokens, None, None, 0)
-            last = inputs.count[:, None] - 1
-            first = inputs.tokens.gather(1, last)[:, 0]
-            return self._grown(rows, at_nodes(states, last), first, TopProposer(), limit)
+            root, first = at_nodes(states, inputs.last), inputs.tokens.gather(1, inputs.last)[:, 0]
+            return self._grown(rows, root, first, TopProposer(), limit)
         finally:
             self._fixed = None
 
-    def _agrees(self, rows: Rows, root: Tensor, first: Tensor, drafted: Drafted, limit: int) -> bool:
-        """Whether ordinary operations on every level of a captured draft give its states, and its states its trees."""
-        ran, ids = drafted.ran, self._head.token_ids
-        dtype = min(self._like.dtype, self._drafter.target.dtype, key=lambda each: each.itemsize)
-        levels = list[Tensor]()
-        for place, frontier in enumerate([None, *drafted.frontiers]):
-            states = root if frontier is None else self._run(rows, frontier, ran[:place])
-            pair = self._scores(ran[place], frontier), self._scores(states, frontier)
-            levels.append(pair[0])
-            ours, theirs = (scores.float() if ids is None else scores[..., ids].float() for scores in pair)
-            if not lean.are_close(ours, theirs, dtype):
-                return False
+    def _agrees(self, rows: Rows, root: Tensor, first: Tensor, captured: CapturedDraft, limit: int) -> bool:
+        """Whether ordinary operations behind the roots' states ``[A, 1, d]`` give a captured draft."""
+
+        def pair(ran: list[Tensor], frontier: Frontier | None) -> tuple[Tensor, Tensor]:
+            states = root if frontier is None else self._run(rows, frontier, ran[:-1])
+            return self._scores(ran[-1], frontier), self._scores(states, frontier)
+
         growth = self._shaping.begin(rows, first, TopProposer())
-        tree = grow(self._drafter.policy, growth, levels[0], lambda frontier: levels[frontier.depth], limit)
-        return bool((tree.tokens == drafted.tree.tokens).float().mean() > LEAST_ALIKE)
+        dtype = min(self._like.dtype, self._drafter.target.dtype, key=lambda each: each.itemsize)
+        agrees: bool = self.cache.graphs.agrees(captured, growth, limit, pair, dtype)
+        for cache in self._caches:
+            cache.drop(rows)
+        return agrees
 
     def _begun(self, growth: Growth) -> Growth:
         """Inform a step's trees of what the head knows beside its logits."""
@@ -430,7 +418,8 @@ class HeadDraftSession(DraftSession):
     ) -> Tensor:
         """Run pending entries of some rows, ``gap`` positions after their committed ones; None: one behind another."""
         if self._fixed is not None:
-            at = self._fixed.place(self._caches, tokens.shape[1], mask, gap)
+            positions = self._fixed.place(self._caches, tokens.shape[1], mask, gap, self._like.dtype)
+            at = Placement(positions, cache=self.cache, last=self._fixed.shape.last)
         else:
             at = self._placed(rows, tokens.shape[1], gap)
             for cache in self._caches:

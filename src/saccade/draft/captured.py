@@ -1,0 +1,239 @@
+"""Drafts as CUDA graphs: the tokens emitted last, the root and all levels of its tree in one launch.
+
+Every level of a tree takes some forty launches, which last several times as long as the work of a head. In a captured
+draft the very operations of its session run on tensors of fixed memory and shape, as in `saccade.target_model.graphs`:
+the tokens emitted last are padded to the most that a step emits, and slots, positions and masks follow from numbers on
+the device. Trees grow inside, by policies that the host does not take part in (`POLICIES`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.draft.trees.dynamic import DynamicTree, WidthTree
+from saccade.draft.trees.policy import (
+    Chain,
+    FixedShape,
+    Frontier,
+    Growth,
+    Proposer,
+    StaticTree,
+    TopProposer,
+    TreePolicy,
+    grow,
+)
+from saccade.target_model.adapter import Target
+from saccade.target_model.cache import HostNumbers, RowCache
+from saccade.target_model.forward import ALL
+from saccade.target_model.graphs import MOST_TOKENS, QUERIES, GraphExecutor, Graphs, Shape, keys_for, lay_out
+from saccade.target_model.lean import are_close
+from saccade.tree import DraftTree, Emitted, Rows
+
+POLICIES = (Chain, StaticTree, DynamicTree, WidthTree)
+"""Policies whose trees grow on the device alone; no subclasses, which may do otherwise."""
+LEAST_ALIKE = 0.5
+"""Share of tokens in which trees of the same states must agree; rounding decides between tokens that nearly tie."""
+
+
+def capturing(target: Target, proposer: Proposer) -> GraphExecutor | None:
+    """Return a target's executor if it captures drafts by a proposer now."""
+    executor, is_greedy = target.executor, type(proposer) is TopProposer and proposer.guide is None
+    return executor if is_greedy and isinstance(executor, GraphExecutor) and executor.enabled else None
+
+
+def reserve(target: Target, policy: TreePolicy) -> bool:
+    """Whether greedy drafts by a policy are captured on a target's executor, which then counts their memory."""
+    executor = target.executor
+    if type(policy) not in POLICIES or not isinstance(executor, GraphExecutor):
+        return False
+    executor.reserve_drafts()
+    return True
+
+
+@dataclass(slots=True)
+class Drafted:
+    """One step's trees, and what they have grown from."""
+
+    tree: DraftTree
+    growth: Growth  # holds constants that a graph reads
+    ran: list[Tensor]  # `[A, 1, d]` states of the root, then `[A, W, d]` of every level
+    frontiers: list[Frontier]  # levels
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """All that is fixed in a captured draft, besides drafter and policy."""
+
+    starts: tuple[tuple[int, ...], ...]  # per cache the first slot of each row's segment
+    keys: tuple[int, ...]  # per cache slots per row that attention reads
+    last: int  # no position is greater
+    limit: int  # depth at which trees of fixed shape end
+
+
+class CapturedDraft:
+    """A captured draft, with the memory of its inputs and outputs."""
+
+    def __init__(self, shape: DraftShape, width: int, numbers: Tensor, features: Tensor | None) -> None:
+        self.shape = shape
+        self.numbers, self.features = numbers, features
+        self.tokens = numbers[:, :width]  # emitted last
+        # `[A]` number of these and first position, then of every cache start of the segment and first slot
+        self.count, self._position, *self._places = numbers[:, width:].unbind(1)
+        self.replay: Any = None
+        self.drafted: Any = None  # `Drafted` of the last replay
+
+    @property
+    def last(self) -> Tensor:
+        """``[A, 1]`` index of the last token, the root."""
+        return self.count[:, None] - 1
+
+    def place(
+        self,
+        caches: Sequence[RowCache],
+        count: int,
+        mask: Tensor | None,
+        gap: int | None,
+        dtype: torch.dtype,
+        kinds: Sequence[str] = (ALL,),
+    ) -> Tensor:
+        """Lay out ``count`` entries per row in all caches; their positions ``[A, count]``.
+
+        Args:
+            mask: as of `Frontier`; None for the tokens emitted last, too.
+            gap: positions behind the tokens emitted last; None for these.
+        """
+        new = torch.arange(count, device=self.numbers.device)
+        behind: Tensor | int = 0 if gap is None else self.count  # committed entries that this draft began with
+        pending = 0 if gap is None else gap if mask is None else mask.shape[2] - count
+        mask = None if mask is None else mask.expand(len(self.numbers), -1, -1)
+        for place, cache in enumerate(caches):
+            start, first = self._places[2 * place : 2 * place + 2]
+            shape = Shape(self.shape.starts[place], count, self.shape.keys[place], pending, last=False)
+            lay_out(cache, shape, start, first + behind + pending, dtype, kinds, mask)
+        return (self._position + behind)[:, None] + (new if gap is None else torch.full_like(new, gap))
+
+    def tree(self) -> DraftTree:
+        """Copy the trees, which the next replay overwrites."""
+        tree: DraftTree = self.drafted.tree
+        changes = ["tokens"] if self.shape.limit else [f.name for f in fields(tree) if f.type == "Tensor"]
+        return replace(tree, **{name: getattr(tree, name).clone() for name in changes})
+
+
+class DraftGraphs(Graphs):
+    """Captured drafts of some caches."""
+
+    def __init__(self, pool: GraphExecutor, policy: TreePolicy, reach: int | None = None) -> None:
+        super().__init__(pool)
+        self.pool, self.policy = pool, policy
+        self._reach = reach  # longest sequence of which everything is attended; None for any
+        self.width = next((size for size in QUERIES if size > policy.max_depth), 0)  # of the tokens emitted last
+        self._most = max(self.width, _widest(policy))  # entries of a row in one forward
+
+    def draft(
+        self,
+        caches: Sequence[RowCache],
+        rows: Rows,
+        new: Emitted,
+        first: Sequence[int],
+        limit: int,
+        numbers: HostNumbers,
+        others: Sequence[tuple[int, ...]],
+        fix: Callable[[CapturedDraft], Drafted],
+        features: Sequence[Tensor] = (),
+        moves: int = 0,
+    ) -> DraftTree | CapturedDraft | None:
+        """Return the trees of a captured draft, one that was captured just now and is to be compared, or None.
+
+        Args:
+            first: every row's position of the first new token.
+            others: integers that are sent to the device with its own.
+            fix: drafts with all numbers in the memory of a captured draft.
+            features: every row's states for the new tokens, and as many as there is memory for.
+            moves: as of `Graphs`, beside those of the executor and the caches.
+        """
+        shape, width = self._shape(caches, rows, max(first), limit), self.width
+        if shape is None or max(map(len, new)) > width or any(len(each) < width for each in features):
+            return None
+        table: tuple[int, ...] = ()
+        for row, tokens, position in zip(rows, new, first, strict=True):
+            places = [number for cache in caches for number in (cache.start(row), *cache.ends([row]))]
+            table += (*tokens, *[0] * (width - len(tokens)), len(tokens), position, *places)
+        numbers.send([table, *others])
+        sent = numbers.get(table).view(len(rows), -1)
+        step: CapturedDraft | None = self._current(shape, moves, self.pool.moves, *(cache.moves for cache in caches))
+        if step is not None:
+            with self.pool.lock:
+                step.numbers.copy_(sent)
+                if step.features is not None:
+                    torch.stack([*features], out=step.features)
+                step.replay()
+                return step.tree()
+
+        def capture() -> CapturedDraft:
+            step = CapturedDraft(shape, width, sent.clone(), torch.stack([*features]) if features else None)
+            step.replay, step.drafted = self.pool.capture(lambda: fix(step))
+            return step
+
+        captured: CapturedDraft | None = self._captured(capture) if self._is_due(shape) else None
+        return captured
+
+    def agrees(
+        self,
+        step: CapturedDraft,
+        growth: Growth,
+        limit: int,
+        pair: Callable[[list[Tensor], Frontier | None], tuple[Tensor, Tensor]],
+        dtype: torch.dtype,
+    ) -> bool:
+        """Whether ordinary operations give what was captured; it is kept then, or else there are no graphs any more.
+
+        Every level runs on the captured one's nodes, and the tree grows from the captured states.
+
+        Args:
+            growth: of the same trees.
+            pair: logits of the captured states of a level, or of the root, and the ordinary ones, given the captured
+                states up to there.
+            dtype: by which they are rounded.
+        """
+        drafted, levels, is_close = step.drafted, list[Tensor](), True
+        for place, frontier in enumerate([None, *drafted.frontiers]):
+            ours, theirs = pair(drafted.ran[: place + 1], frontier)
+            known = theirs > -torch.inf
+            is_close &= are_close(ours.where(known, 0).float(), theirs.where(known, 0).float(), dtype)
+            levels.append(ours)
+        tree = grow(self.policy, growth, levels[0], lambda frontier: levels[frontier.depth], limit)
+        share = (tree.tokens == drafted.tree.tokens).float().mean()
+        drafted.ran.clear()  # whose memory the next capture may use
+        drafted.frontiers.clear()
+        self._keep(step.shape, step, is_close and bool(share > LEAST_ALIKE))
+        return self.pool.enabled
+
+    def _shape(self, caches: Sequence[RowCache], rows: Rows, first: int, limit: int) -> DraftShape | None:
+        """Return what a draft would be fixed to; None for one that is not captured."""
+        if not self.width or len(rows) * self._most > MOST_TOKENS:
+            return None
+        more, starts, keys = self.width + self.policy.max_run, list[tuple[int, ...]](), list[int]()
+        for cache in caches:
+            visible = [cache.lengths[row] + more for row in rows]
+            if any(each > cache.capacity(row) for each, row in zip(visible, rows, strict=True)):
+                return None
+            if self._reach is not None and max(visible) > self._reach:
+                return None
+            starts.append(tuple(map(cache.start, rows)))
+            keys.append(keys_for(max(visible)))
+        limit = min(limit, self.policy.max_depth) if self.policy.can_sample else 0
+        return DraftShape(tuple(starts), tuple(keys), keys_for(first + more), limit)
+
+
+def _widest(policy: TreePolicy) -> int:
+    """Most nodes of a tree that run at a time."""
+    if isinstance(policy, FixedShape):
+        parents = {path[:-1] for path in policy.shape.paths}
+        return max(Counter(map(len, parents)).values())
+    return policy.max_children
