@@ -111,6 +111,7 @@ def caches(under_test: Engine) -> list[StepGraphs]:
         ("qwen2_5_vl", "auto"),
         ("llava", "sage"),
         ("llava", "lvspec"),
+        ("qwen3_5", "eagle2"),
         *((family, "plain") for family in HYBRIDS),
         *((family, method) for family in RECURRENT for method in ("chain", "dynamic-tree")),
     ],

@@ -45,8 +45,9 @@ def routes_on_device(target: Any) -> bool:
     """
     if not any(type(module).__name__.endswith("Experts") for module in target.decoder.modules()):
         return True
-    if target.text_config._experts_implementation != "grouped_mm":
-        return bool(target.text_config._experts_implementation == "batched_mm")
+    implementation: str = getattr(target.text_config, "_experts_implementation", "eager")
+    if implementation != "grouped_mm":
+        return implementation == "batched_mm"
     if target.device.type != "cuda":
         return True
     return target.dtype == torch.bfloat16 and torch.cuda.get_device_capability(target.device)[0] in (9, 10)
