@@ -17,7 +17,6 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from benchmarks.device.page import page
 from benchmarks.device.records import SHARES, Records
@@ -30,9 +29,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="time for all parts together (default: 8)")
     parser.add_argument("--out", type=Path, help="folder of the records and the page")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu", "pretend"), help="default: cuda where there is one, else cpu"
-    )
+    parser.add_argument("--device", choices=("cuda", "cpu", "pretend"), help="default: cuda if there is one, else cpu")
     parser.add_argument("--small", action="store_true", help="tiny models and few sizes: under a minute on a CPU")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="some of sound, exact, cost and load (default: all)")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="write the page of records that are there, and end")
@@ -53,7 +50,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     records = Records(options.out)
     records.path.unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     ends = time.time() + 60 * options.minutes
     command = [sys.executable, "-m", "benchmarks.device", *sys.argv[1:], "--worker", str(ends)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -103,10 +100,6 @@ def work(options: argparse.Namespace) -> int:
                 if not usable:
                     return 3
     return 0
-
-
-def _stop(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def write_page(folder: Path) -> None:

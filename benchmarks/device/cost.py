@@ -12,7 +12,7 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import DynamicCache
 
-from benchmarks.device.kit import Finding, Kit, Piece
+from benchmarks.device.kit import Finding, Kit, Piece, told
 from benchmarks.device.oracle import Oracle
 from benchmarks.device.shapes import HYBRID, QWEN3, QWEN7, answer, head_of, model_of, prompt_of, target_of
 from saccade.draft.drafter import Drafter
@@ -31,6 +31,8 @@ from saccade.verify.rule import Greedy
 
 NODES, ROWS = (1, 4, 8, 16, 30, 60), (1, 4, 16, 64)
 LEVELS = (1, 2, 4, 7, 8)
+ANSWER = 96
+"""Tokens of the answers whose steps are measured."""
 HEADS = ("eagle3", "hivis", "dflash")
 TREE = "large tree"
 WORKSPACE = 8 * 2**30
@@ -82,7 +84,7 @@ def passes(kit: Kit, name: str, context: int) -> Iterator[Finding]:
                 spent = kit.time(call, partial(filled.cache.drop, range(rows)))
             graphs = replays_of(filled) > replays
             found = {**shape, "graphs": graphs, "limits": limits(target, rows, nodes, context), **spent}
-            yield {**found, "line": f"{rows} x {nodes}{' graph' if graphs else ''} {spent['ms']:.3g} ms"}
+            yield {**found, "line": f"{rows} x {nodes}{' graph' if graphs else ''} {told(spent)}"}
             if not graphs:  # as the other way is, too
                 break
         del filled, call
@@ -142,9 +144,8 @@ def tree_of(kit: Kit, target: Target, rows: int, nodes: int) -> tuple[Any, Any, 
 
 def ways(target: Target) -> list[Any]:
     """Contexts: with graphs, where there are any, and without."""
-    if not getattr(target.executor, "enabled", False):
-        return [nullcontext()]
-    return [nullcontext(), replaced([(target.executor, "enabled", False)])]
+    without = [replaced([(target.executor, "enabled", False)])] if getattr(target.executor, "enabled", False) else []
+    return [nullcontext(), *without]
 
 
 def limits(target: Target, rows: int, nodes: int, context: int) -> dict[str, int]:
@@ -175,20 +176,18 @@ def drafter_of(kit: Kit, kind: str, policy: Any) -> Drafter:
 def drafting(kit: Kit, kind: str, context: int) -> Iterator[Finding]:
     """Drafts of chains and of a large tree behind one emitted token."""
     target = target_of(kit, QWEN7)
-    cases: list[tuple[str, int, Any]] = [(f"chain {k}", 1, Chain(k)) for k in ((7,) if kit.small else LEVELS)]
-    if kind != "dflash":
-        cases.append((TREE, 1, big_tree(kit)))
-    cases += [("chain 7", rows, Chain(7)) for rows in (() if kit.small else (4, 16))]
+    levels, more = ((7,), ()) if kit.small else (LEVELS, (4, 16))
+    cases: list[tuple[str, int, Any]] = [(f"chain {k}", 1, Chain(k)) for k in levels]
+    cases += [(TREE, 1, big_tree(kit))] * (kind != "dflash") + [("chain 7", rows, Chain(7)) for rows in more]
     for case, rows, policy in cases:
         if kit.left <= 0:
             yield {"line": f"left out from {case} on, no time left"}
             return
         propose = proposing(kit, drafter_of(kit, kind, policy), target, rows, context)
         spent = kit.time(propose, rounds=8)
-        levels = policy.max_depth
-        found = {"drafter": kind, "case": case, "rows": rows, "levels": levels, "context": context, **spent}
+        found = {"drafter": kind, "case": case, "rows": rows, "context": context, **spent}
         words = case if rows == 1 else f"{case} of {rows} rows"
-        yield {**found, "line": f"{words} {spent['ms']:.3g} ms ({spent['host_ms']:.3g} of the host)"}
+        yield {**found, "line": f"{words} {told(spent)}"}
 
 
 def proposing(kit: Kit, drafter: Drafter, target: Target, rows: int, context: int) -> Callable[[], DraftTree]:
@@ -208,19 +207,18 @@ def steps(kit: Kit, context: int) -> Iterator[Finding]:
     """Whole steps of the running batch: pass, drafts, verdict, commit and the host's own work."""
     target = target_of(kit, QWEN7)
     methods: dict[str, Drafter | None] = {"plain": None}
-    count = 8 if kit.small else 96
     for case, policy in {"chain 7": Chain(7), TREE: big_tree(kit)}.items():
         inner = drafter_of(kit, "eagle3", policy)
-        methods[f"eagle3, {case}"] = Oracle(inner, lambda p: answer(kit, target.vocab_size, p, count + 96), 0.7)
+        methods[f"eagle3, {case}"] = Oracle(inner, lambda p: answer(kit, target.vocab_size, p, 2 * ANSWER), 0.7)
     for name, drafter in methods.items():
         for switched in ways(target):
             with switched:
-                yield {"method": name, **_step(kit, Engine(target, drafter), context, count, name)}
+                yield {"method": name, **_step(kit, Engine(target, drafter), context, name)}
 
 
-def _step(kit: Kit, engine: Engine, context: int, count: int, name: str) -> Finding:
+def _step(kit: Kit, engine: Engine, context: int, name: str) -> Finding:
     prompt = prompt_of(kit, engine.target.vocab_size, context)
-    (decoding,) = plan(engine.target, [prompt], max_new_tokens=count)
+    (decoding,) = plan(engine.target, [prompt], max_new_tokens=ANSWER)
     batch = engine.open(1)
 
     def again() -> None:
@@ -231,15 +229,15 @@ def _step(kit: Kit, engine: Engine, context: int, count: int, name: str) -> Find
 
     row: list[Any] = []
     again()
-    spent = kit.time(batch.step, again, rounds=30)
+    spent = kit.time(batch.step, again, rounds=30, warm=24)  # until forwards of all lengths were captured
     for each in row:
         if each.error is not None:
             raise each.error
-    expected = answer(kit, engine.target.vocab_size, prompt, count)
+    expected = answer(kit, engine.target.vocab_size, prompt, ANSWER)
     verdict = "same" if row[0].output == expected[: len(row[0].output)] else "WRONG"
     words = f"{name}{' with graphs' if getattr(engine.target.executor, 'enabled', False) else ''}"
     found = {"context": context, "WRONG": int(verdict != "same"), **spent}
-    return {**found, "line": f"{words} {spent['ms']:.3g} ms, {verdict}"}
+    return {**found, "line": f"{words} {told(spent)}, {verdict}"}
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ def verdict(kit: Kit, name: str, context: int) -> Iterator[Finding]:
     output = filled.forward([0], tokens, mask, depth)
     filled.cache.drop([0])
     spent = kit.time(partial(Greedy().judge, [0], tree, output.logits, None, output))
-    yield {"what": f"{name}, verdict", **spent, "line": f"verdict on {nodes} nodes {spent['ms']:.3g} ms"}
+    yield {"what": f"{name}, verdict", **spent, "line": f"verdict on {nodes} nodes {told(spent)}"}
 
     def ready() -> None:
         filled.cache.lengths[0] = context
@@ -266,7 +264,7 @@ def verdict(kit: Kit, name: str, context: int) -> Iterator[Finding]:
     ready()
     path, ids = [[0, 1, nodes - 1]], [tokens[0, :3].tolist()]
     spent = kit.time(lambda: filled.commit([0], path, ids), ready)
-    yield {"what": f"{name}, commit", **spent, "line": f"commit of 3 entries {spent['ms']:.3g} ms"}
+    yield {"what": f"{name}, commit", **spent, "line": f"commit of 3 entries {told(spent)}"}
 
 
 def vision(kit: Kit) -> Iterator[Finding]:
@@ -279,7 +277,7 @@ def vision(kit: Kit) -> Iterator[Finding]:
         with torch.inference_mode():
             spent = kit.time(partial(model.get_image_features, pixel_values=pixels, image_grid_thw=grid), rounds=8)
         tokens = side * side // vision_config.spatial_merge_size**2
-        yield {"tokens": tokens, **spent, "line": f"a picture of {tokens} tokens {spent['ms']:.3g} ms"}
+        yield {"tokens": tokens, **spent, "line": f"a picture of {tokens} tokens {told(spent)}"}
 
 
 def stock_step(kit: Kit, context: int, compiled: bool = False) -> Iterator[Finding]:
@@ -298,7 +296,7 @@ def stock_step(kit: Kit, context: int, compiled: bool = False) -> Iterator[Findi
     places = torch.full((3, 1, 1), context, device=kit.device)
     inputs = {"input_ids": ids, "position_ids": places, "past_key_values": cache}
     step = torch.compile(model.forward, mode="reduce-overhead") if compiled else model
-    with torch.inference_mode():
+    with torch.no_grad():  # as in `generate`
         spent = kit.time(lambda: step(**inputs, use_cache=True).logits, lambda: compiled or cache.crop(-1), rounds=8)
     what = "static cache, compiled" if compiled else "eager"
-    yield {"what": what, "context": context, **spent, "line": f"{what} {spent['ms']:.3g} ms"}
+    yield {"what": what, "context": context, **spent, "line": f"{what} {told(spent)}"}

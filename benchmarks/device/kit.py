@@ -92,13 +92,15 @@ class Kit:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def time(self, call: Callable[[], Any], after: Callable[[], Any] = lambda: None, rounds: int = 15) -> Finding:
+    def time(
+        self, call: Callable[[], Any], after: Callable[[], Any] = lambda: None, rounds: int = 15, warm: int = 5
+    ) -> Finding:
         """Milliseconds of a call: until it returns, on the device, and until its results are there; medians.
 
         ``after`` undoes it between rounds. Launches and waits are those that the pretend device counts.
         """
-        rounds, warm = (2, 4) if self.small else (rounds, 5)  # a forward is captured when it comes for the third time
-        for _ in range(warm):
+        rounds = 2 if self.small else rounds
+        for _ in range(warm):  # a forward is captured when it comes for the third time
             call()
             after()
         is_cuda, spent = self.device.type == "cuda", list[tuple[float, float, float]]()
@@ -125,6 +127,13 @@ class Kit:
             after()
             found |= {"launches": counts.launches.total(), "waits": counts.waits.total()}
         return found
+
+
+def told(spent: Finding) -> str:
+    """Time in words; on the pretend device, whose time is the CPU's, launches and waits."""
+    if "launches" in spent:
+        return f"{spent['launches']} launches, {spent['waits']} wait{'s' * (spent['waits'] != 1)}"
+    return f"{spent['ms']:.3g} ms ({spent['host_ms']:.3g} of the host)"
 
 
 @contextmanager

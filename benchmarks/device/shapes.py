@@ -8,9 +8,8 @@ that of the token that follows, so that a model's answer is known (`answer`) and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import torch
@@ -83,14 +82,8 @@ def _walk(kit: Kit, model: Any) -> None:
 def answer(kit: Kit, vocab: int, prompt: Prompt, count: int) -> list[int]:
     """What the walk goes on with behind a prompt."""
     first, words = span_of(kit, vocab)
-
-    def walk() -> Iterator[int]:
-        token = prompt.ids[-1]
-        while True:
-            token = first + (token - first + 1) % words
-            yield token
-
-    return list(islice(walk(), count))
+    start = prompt.ids[-1] - first + 1
+    return [first + place % words for place in range(start, start + count)]
 
 
 def prompt_of(kit: Kit, vocab: int, length: int, seed: int = 0) -> Prompt:
@@ -110,7 +103,5 @@ def head_of(kit: Kit, kind: str) -> Head:
     target = target_of(kit, QWEN7)
     options: dict[str, Any] = {"dflash": {"mask_token": 5, "block": 9}, "eagle3": {}}.get(kind, {})
     config = HeadConfig.from_target(target, kind, **options)
-    if kit.small:
-        return build_head(config).to(kit.device).eval()
-    with torch.device(kit.device):
+    with nullcontext() if kit.small else torch.device(kit.device):
         return build_head(config).to(kit.device, target.dtype).eval()
