@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from threading import RLock, get_ident
 from typing import Any
 from unittest.mock import patch
 
@@ -79,8 +80,17 @@ def _memory(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
-def _refused(*_: Any) -> Any:
-    raise HostRead("tolist inside a recorded part")
+_ONE = RLock()  # only one graph is captured at a time in a process, on a GPU, too
+_PLAIN_TOLIST = Tensor.tolist
+
+
+def _refused_in(thread: int) -> Callable[[Tensor], Any]:
+    def tolist(self: Tensor) -> Any:
+        if get_ident() == thread:
+            raise HostRead("tolist inside a recorded part")
+        return _PLAIN_TOLIST(self)
+
+    return tolist
 
 
 def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
@@ -92,7 +102,7 @@ def record(function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], 
 def _recorded(function: Callable[[], Any]) -> tuple[_Recorder, Any]:
     function()  # as CUDA needs it
     recorder = _Recorder()
-    with recorder, patch.object(Tensor, "tolist", _refused):
+    with _ONE, recorder, patch.object(Tensor, "tolist", _refused_in(get_ident())):
         return recorder, function()
 
 
