@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def test_a_plan_writes_nothing_and_a_run_does_what_it_says(shell: Shell, source:
     assert plan.code == 0, plan.err
     assert "Questions: 5 of 6 conversations, 3 batches; 0 sampled" in plan.out
     assert "Left out: 1 duplicate, 0 unusable lines" in plan.out
+    assert re.search(r"^Memory: 0\.\d\d GB\nDisk: about 0\.\d MB\nTime: about ", plan.out, re.MULTILINE)
     assert not (source.parent / "out").exists()
     done = shell(*command(source, "--sampled-share", "0"))
     assert done.code == 0, done.err

@@ -47,6 +47,7 @@ def test_a_plan_a_run_and_a_head_that_drafts(shell: Shell, data: Path) -> None:
     plan = shell(*measured, "--plan")
     assert plan.code == 0, plan.err
     assert "19 training samples, 1.1 epochs; 1 for validation" in plan.out
+    assert re.search(r"^disk       0\.\d\d GB for checkpoints and what is cached on disk$", plan.out, re.MULTILINE)
     assert "stage 2    2 steps, 4 draft steps" in plan.out
     assert not (data.parent / "out").exists()
     done = shell(*measured)

@@ -218,13 +218,13 @@ def distill(
     if throughput is not None:
         if not plan:
             raise InputError("--throughput is for --plan; add it, or leave --throughput out.")
-        _plan_answers(reckoned(setup, throughput), out)
+        _plan_answers(reckoned(setup, throughput), out, setup.options.max_new_tokens)
         return
     if plan:
         answerer = QuestionWorker(models.load(), setup)
         with screen.waiting("Reading the prompts and answering a few of them"):
             expected = preview(answerer, setup)
-        _plan_answers(expected, out)
+        _plan_answers(expected, out, setup.options.max_new_tokens)
         return
     with several.worker(models, QuestionWorker, setup) as worker, screen.progress("starting", out) as show:
         report = run(worker, setup, lambda now: show(now.done, now.items, _rates(now)))
@@ -232,7 +232,7 @@ def distill(
     _show(report, screen.show, left_out, f"The answers are in {report.out}/answers.jsonl.", "Skipped")
 
 
-def _plan_answers(expected: Preview, out: Path) -> None:
+def _plan_answers(expected: Preview, out: Path, most: int) -> None:
     plan = expected.plan
     conversations, batches = count(plan.conversations, "conversation"), count(len(plan.batches), "batch", "batches")
     there = f", {expected.there} finished" if expected.there else ""
@@ -241,6 +241,8 @@ def _plan_answers(expected: Preview, out: Path) -> None:
         f"Questions: {len(plan.questions)} of {conversations}, {batches}; {sampled} sampled",
         f"Left out: {count(plan.duplicates, 'duplicate')}, {count(len(plan.problems), 'unusable line')}",
         f"Answers: {out}/answers.jsonl{there}",
+        f"Memory: {expected.memory / 1e9:.2f} GB" if expected.memory else "Memory: not measured without the model",
+        f"Disk: about {expected.disk(most) / 1e6:.1f} MB",
         f"Time: about {duration(expected.seconds)}",
     )
     _note_problems("Skipped", plan.problems, len(plan.problems))

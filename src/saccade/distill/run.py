@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from saccade.data.conversations import Messages, resolve_media
 from saccade.distill import planning
 from saccade.distill.folder import ANSWERS, HEADER
@@ -129,6 +131,14 @@ class QuestionWorker:
     @property
     def facts(self) -> dict[str, Any]:
         return facts_of(self._vlm)
+
+    @property
+    def memory(self) -> int:
+        """Most bytes in use on the target's GPU so far, or those of its weights on a CPU."""
+        target = self._vlm.target
+        if target.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(target.device))
+        return sum(weight.nbytes for weight in target.model.parameters())
 
     def begin(self, folder: Path) -> None:
         """Take the folder that has the prompts of a pocket source."""
@@ -285,6 +295,12 @@ class Preview:
     plan: QuestionPlan  # every question
     there: int  # questions answered by earlier attempts
     seconds: float  # expected for the others, from a few batches; 0 when there are none
+    memory: int = 0  # bytes in use on the target's GPU so far, or of its weights on a CPU; 0 without a model
+
+    def disk(self, most: int) -> int:
+        """Bytes of the answers, of up to ``most`` tokens: the prompts' text, and answers as text and as ids."""
+        answers = ((question.length[0] or LETTERS * most, question.length[1]) for question in self.plan.questions)
+        return sum(3 * answer + prompt for answer, prompt in answers)
 
 
 def reckoned(setup: Setup, throughput: float) -> Preview:
@@ -318,4 +334,4 @@ def preview(worker: QuestionWorker, setup: Setup) -> Preview:
             seconds[batch[0].sampled] = (time.perf_counter() - started) / len(batch)
         usual = sum(seconds.values()) / max(len(seconds), 1)
         expected = sum(seconds.get(batch[0].sampled, usual) * len(batch) for batch in left)
-        return Preview(plan, len(there), expected)
+        return Preview(plan, len(there), expected, worker.memory)

@@ -70,8 +70,10 @@ def plan_of(trainer: Trainer, kept: tuple[str, float] | None = None) -> str:
     for step in range(min(_STEPS, recipe.steps)):
         probed += trainer.order.at(step)[:_EACH]
     cache = samples * learner.cache_bytes(probed)
+    place_kept, limit = kept or (recipe.feature_cache, recipe.cache_gb * 1e9)
+    disk = kept_bytes(trained) + (min(cache, limit * count) if place_kept == "disk" else 0)
+    lines.append(f"disk       {disk / 1e9:.2f} GB for checkpoints and what is cached on disk")
     if cache:
-        place_kept, limit = kept or (recipe.feature_cache, recipe.cache_gb * 1e9)
         lines.append(f"features   {_features(cache, samples, place_kept, limit, count)}")
     each = "1 process" if count == 1 else f"{count} processes"
     time_line = f"time       about {duration(total)} on {each}, measurements not counted"
@@ -96,6 +98,11 @@ CHECKPOINTS = 3
 """Two that stay and one that is being written; each has the weights and AdamW's two moments in float32."""
 _MARK = 4
 """Bytes of a float32."""
+
+
+def kept_bytes(trained: int) -> float:
+    """Bytes of a run's checkpoints and heads with so many trained weights."""
+    return float((CHECKPOINTS * 3 + 2) * _MARK * trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class Forecast:
     def disk(self) -> float:
         """Bytes of the run's folder at most."""
         kept = self.features if self.recipe.feature_cache == "disk" else 0.0
-        return (CHECKPOINTS * 3 + 2) * _MARK * self.work.trained + kept
+        return kept_bytes(self.work.trained) + kept
 
     def __str__(self) -> str:
         recipe, lengths, work = self.recipe, self.lengths, self.work
