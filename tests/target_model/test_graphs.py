@@ -111,7 +111,7 @@ def caches(under_test: Engine) -> list[StepGraphs]:
         ("qwen2_5_vl", "auto"),
         ("llava", "sage"),
         ("llava", "lvspec"),
-        ("qwen3_5", "eagle2"),
+        *(("qwen3_5", method) for method in ("eagle2", "auto")),
         *((family, "plain") for family in HYBRIDS),
         *((family, method) for family in RECURRENT for method in ("chain", "dynamic-tree")),
     ],
@@ -148,7 +148,7 @@ def test_free_memory_leaves_room_for_the_graphs_of_both_models(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", *RECURRENT])
 def test_a_drafted_chain_is_one_graph(monkeypatch: pytest.MonkeyPatch, family: str, rows: int) -> None:
     expected = drafted(monkeypatch, engine(family, "chain"), family, rows)
     monkeypatch.setitem(graphs.CAPTURES, "cpu", record)

@@ -226,7 +226,7 @@ class StockExecutor:
         self, cache: RowCache, tokens: Tensor, positions: Tensor, requirements: Requirements, indices: Tensor | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """As of `LeanExecutor`."""
-        tokens = tokens.view(1, -1)
+        tokens = tokens.reshape(1, -1)
         inputs = self._stock_inputs(tokens, self._labels(), positions, cache)
         if indices is not None:
             inputs["logits_to_keep"] = indices

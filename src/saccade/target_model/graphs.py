@@ -14,7 +14,7 @@ drafts of heads and trees of draft models (`saccade.draft.captured`).
 
 Of hybrids the model's own modules are captured. What their recurrent layers keep of new tokens is copied to memory that
 all graphs of a cache share, where a second graph finds it, which commits a path in all layers. So a graph belongs to
-rows, and to a number of tokens without padding; while tokens of any rows are pending, none runs.
+rows, and to a number of tokens, with padding in chains alone; while tokens of any rows are pending, none runs.
 
 A forward is captured when it comes for the third time, and its replay compared with the ordinary one: where their
 logits differ, or capturing fails, no graphs are used any more.
@@ -359,7 +359,7 @@ class StepGraphs(Graphs):
         logits = self._run_chain(shape, table, first, ahead)
         if logits is not None and unread is None:
             for row, count in zip(rows, counts, strict=True):
-                self._cache.pending[row] += count + steps - 1
+                self._cache.pending[row] += (shape.queries if shape.rows else count) + steps - 1
         return logits
 
     def _run_chain(self, shape: Shape, table: Tensor, first: Sequence[int], ahead: Ahead) -> Tensor | None:
@@ -390,7 +390,7 @@ class StepGraphs(Graphs):
         queries = each_row = next(size for size in QUERIES if size >= most)
         own: tuple[int, ...] = ()
         if cache.states is not None:
-            if isinstance(ahead.tokens, Unread) or len(set(counts)) > 1 or cache.states.is_waiting:
+            if isinstance(ahead.tokens, Unread) or cache.states.is_waiting:
                 return None
             queries, each_row = most, most + ahead.steps - 1
             own = tuple(ahead.rows)
@@ -398,7 +398,7 @@ class StepGraphs(Graphs):
             return None
         longest = 0
         for row, count in zip(ahead.rows, counts, strict=True):
-            behind = cache.lengths[row] + cache.pending[row] + max(queries, count + ahead.steps - 1)
+            behind = cache.lengths[row] + cache.pending[row] + max(each_row, count + ahead.steps - 1)
             if behind > cache.capacity(row):
                 return None
             longest = max(longest, behind)
@@ -505,19 +505,24 @@ class StepGraphs(Graphs):
             new = torch.arange(size, device=device)
             begins = torch.arange(0, rows * size, size, device=device)
             last = begins + count - 1
+            visible = new < count[:, None]  # `[A, T]` pending tokens that are no padding
             levels: list[Tensor] = []
             for each in (shape, *[one] * (steps - 1)):
                 if levels:
                     tokens = levels[-1][:, :vocab].max(-1, keepdim=True).indices
                     new = new[:1]
-                behind = size + len(levels) - 1 if levels else 0
-                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names, behind=behind)
+                behind, mask = 0, None
+                if levels and shape.rows:  # a row's padding stays pending, before these tokens
+                    behind = size + len(levels) - 1
+                    visible = pad(visible, (0, 1), value=True)
+                    each, mask = replace(one, pending=behind), visible[:, None]
+                lay_out(cache, each, starts, first, target.dtype, target.traits.masks.names, mask, behind)
                 positions = (position[:, None] + new).clamp(max=bound - 1).flatten()[None]
                 indices = None if levels else last
                 logits, _ = pool.ordinary.compute(cache, tokens, positions, Requirements(), indices)
                 levels.append(logits)
                 passed = 1 if len(levels) > 1 else count
-                first = first + passed
+                first = first + (size if shape.rows and len(levels) == 1 else passed)
                 position = position + passed
             step.parts = self._hold()
             joined = pool.share(torch.cat(levels))
