@@ -58,13 +58,18 @@ class DraftTree:
 
     def rows(self, start: int, stop: int) -> DraftTree:
         """Return the trees of rows ``start`` to ``stop``; what all rows share remains shared."""
-        if stop - start == self.tokens.shape[0]:
-            return self
+        return self if stop - start == self.tokens.shape[0] else self._of(slice(start, stop))
+
+    def chosen(self, places: Tensor) -> DraftTree:
+        """Return the trees of rows ``[b]``; what all rows share remains shared."""
+        return self._of(places)
+
+    def _of(self, rows: slice | Tensor) -> DraftTree:
         cut: dict[str, Any] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, Tensor) and value.shape[0] > 1:
-                cut[entry.name] = value[start:stop]
+                cut[entry.name] = value[rows]
         return replace(self, **cut)
 
     def cut(self, rows: Sequence[int], size: int) -> DraftTree:

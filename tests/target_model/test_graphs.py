@@ -185,8 +185,10 @@ def test_chains_that_begin_before_the_host_knows_the_verdict_are_the_usual_ones(
     under_test, lengths, begun = engine("llava", method), StepRunner._draft_lengths, ModelDraftSession._chains_begun
     used, steps = list[bool](), itertools.count(1)
 
-    def checked(self: ModelDraftSession, rows: list[int], tokens: list[list[int]], count: int) -> Tensor | None:
-        logits = begun(self, rows, tokens, count)
+    def checked(
+        self: ModelDraftSession, made: Any, rows: list[int], tokens: list[list[int]], count: int
+    ) -> Tensor | None:
+        logits = begun(self, made, rows, tokens, count)
         used.append(logits is not None)
         for place, (row, new) in enumerate(zip(rows, tokens, strict=True) if logits is not None else ()):
             ids = [*self.context._contents[row].ids, *new]

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from saccade.draft.drafter import Begun
 from saccade.draft.trees.dynamic import DynamicTree, WidthTree
 from saccade.draft.trees.policy import (
     Chain,
@@ -29,7 +31,8 @@ from saccade.draft.trees.policy import (
     grow,
 )
 from saccade.target_model.adapter import Target
-from saccade.target_model.cache import HostNumbers, RowCache
+from saccade.target_model.cache import HostNumbers, RowCache, on_device
+from saccade.target_model.executor import Unread
 from saccade.target_model.forward import ALL
 from saccade.target_model.graphs import MOST_TOKENS, QUERIES, GraphExecutor, Graphs, Shape, keys_for, lay_out
 from saccade.target_model.lean import are_close
@@ -45,6 +48,11 @@ def capturing(target: Target, proposer: Proposer) -> GraphExecutor | None:
     """Return a target's executor if it captures drafts by a proposer now."""
     executor, is_greedy = target.executor, type(proposer) is TopProposer and proposer.guide is None
     return executor if is_greedy and isinstance(executor, GraphExecutor) and executor.enabled else None
+
+
+def rests(caches: Sequence[RowCache], rows: Rows, size: int) -> dict[int, tuple[int, ...]]:
+    """On what drafts of a size rest, as of `Begun`: entries that were moved since then lack the last ones."""
+    return {row: (size, *(cache.start(row) for cache in caches)) for row in rows}
 
 
 def reserve(target: Target, policy: TreePolicy) -> bool:
@@ -139,7 +147,7 @@ class DraftGraphs(Graphs):
         self,
         caches: Sequence[RowCache],
         rows: Rows,
-        new: Emitted,
+        new: Emitted | Unread,
         first: Sequence[int],
         limit: int,
         numbers: HostNumbers,
@@ -147,6 +155,7 @@ class DraftGraphs(Graphs):
         fix: Callable[[CapturedDraft], Drafted],
         features: Sequence[Tensor] = (),
         moves: int = 0,
+        begun: Begun | None = None,
     ) -> DraftTree | CapturedDraft | None:
         """Return the trees of a captured draft, one that was captured just now and is to be compared, or None.
 
@@ -156,16 +165,27 @@ class DraftGraphs(Graphs):
             fix: drafts with all numbers in the memory of a captured draft.
             features: every row's states for the new tokens, and as many as there is memory for.
             moves: as of `Graphs`, beside those of the executor and the caches.
+            begun: trees of this or other rows that were begun behind the same tokens; used if they suit.
         """
+        served = None if begun is None else begun.places(rests(caches, rows, limit))
+        if begun is not None and served is not None:
+            made: DraftTree = begun.made
+            return made.chosen(numbers.get(served)) if served else made
         shape, width = self._shape(caches, rows, max(first), limit), self.width
-        if shape is None or max(map(len, new)) > width or any(len(each) < width for each in features):
+        most = new.tokens.shape[1] if isinstance(new, Unread) else max(map(len, new))
+        if shape is None or most > width or any(len(each) < width for each in features):
             return None
-        table: tuple[int, ...] = ()
-        for row, tokens, position in zip(rows, new, first, strict=True):
-            places = [number for cache in caches for number in (cache.start(row), *cache.ends([row]))]
-            table += (*tokens, *[0] * (width - len(tokens)), len(tokens), position, *places)
-        numbers.send([table, *others])
-        sent = numbers.get(table).view(len(rows), -1)
+        slots = [[slot for cache in caches for slot in (cache.start(row), *cache.ends([row]))] for row in rows]
+        places = [(position, *each) for position, each in zip(first, slots, strict=True)]
+        if isinstance(new, Unread):
+            padded = pad(new.tokens, (0, width - most))
+            sent = torch.cat([padded, new.counts[:, None], on_device(places, padded.device)], 1)
+        else:
+            table: tuple[int, ...] = ()
+            for tokens, place in zip(new, places, strict=True):
+                table += (*tokens, *[0] * (width - len(tokens)), len(tokens), *place)
+            numbers.send([table, *others])
+            sent = numbers.get(table).view(len(rows), -1)
         step: CapturedDraft | None = self._current(shape, moves, self.pool.moves, *(cache.moves for cache in caches))
         if step is not None:
             with self.pool.lock:
@@ -174,6 +194,9 @@ class DraftGraphs(Graphs):
                     torch.stack([*features], out=step.features)
                 step.replay()
                 return step.tree()
+
+        if isinstance(new, Unread):  # which the host would have to compare
+            return None
 
         def capture() -> CapturedDraft:
             step = CapturedDraft(shape, width, sent.clone(), torch.stack([*features]) if features else None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,6 +14,27 @@ from saccade.target_model.context import Context, PrefillResult
 from saccade.target_model.forward import ForwardOutput
 from saccade.tree import DraftTree, Emitted, Rows
 from saccade.verify.rule import Verdict
+
+
+class Begun:
+    """What a drafter made behind a verdict that the host had not read, for rows that still rest on the same things."""
+
+    def __init__(self, rest: Mapping[int, Any], made: Any) -> None:
+        self.made = made  # for all of these rows
+        self._rest = {row: (place, on) for place, (row, on) in enumerate(rest.items())}
+        self._count = len(rest)
+
+    def abandon(self, row: int) -> None:
+        """Take in that a row has other content."""
+        self._rest.pop(row, None)
+
+    def places(self, rest: Mapping[int, Any]) -> list[int] | None:
+        """Return the places of rows among those of `made`; empty for all of them, None where it does not serve one."""
+        found = [self._rest.get(row, (0, None)) for row in rest]
+        if [on for _, on in found] != [*rest.values()]:
+            return None
+        places = [place for place, _ in found]
+        return [] if places == [*range(self._count)] else places
 
 
 class DraftSession:

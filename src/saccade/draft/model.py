@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
-from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve, rests
+from saccade.draft.drafter import Begun, Drafter, DraftSession
 from saccade.draft.trees.policy import (
     ConfidentChain,
     Frontier,
@@ -55,16 +55,6 @@ class ModelDrafter(Drafter):
         return ModelDraftSession(self, rows, target)
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """Chains that run behind a verdict which the host had not read."""
-
-    places: dict[int, int]  # by row
-    starts: list[int]  # first slots of the rows' entries
-    steps: int
-    logits: Tensor  # `[steps, A, V]`
-
-
 class ModelDraftSession(DraftSession):
     """A draft model's KV cache.
 
@@ -86,7 +76,8 @@ class ModelDraftSession(DraftSession):
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
         self._steps = 0  # of the last draft's chains, if the device alone made them
-        self._begun: _Begun | None = None
+        self._limit: int | None = None  # of the last draft, if a graph made it
+        self._next: Begun | None = None
 
     def reserve(self, row: int, capacity: int) -> None:
         self.context.cache.reserve(row, capacity + self._slack)
@@ -122,7 +113,8 @@ class ModelDraftSession(DraftSession):
         return True
 
     def _begin(self, row: int, prompt: Prompt) -> None:
-        self._abandon(row)
+        if self._next is not None:
+            self._next.abandon(row)
         if not self.continues(row, prompt):
             self._shaping.restart(row)
         self._prompts[row] = prompt
@@ -135,12 +127,9 @@ class ModelDraftSession(DraftSession):
         earlier = self._prompts[row]
         return earlier is not None and is_later_turn(earlier, prompt)
 
-    def _abandon(self, row: int) -> None:
-        if self._begun is not None:
-            self._begun.places.pop(row, None)
-
     def forget(self, row: int) -> None:
-        self._abandon(row)
+        if self._next is not None:
+            self._next.abandon(row)
         self._parts.pop(row, None)
         self.context.forget(row)
         self._prompts[row] = None
@@ -148,13 +137,13 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        self._steps = 0
-        tree = self._drafted_ahead(rows, new, proposer, limit)
-        self._begun = None
+        begun, self._next, self._limit, self._steps = self._next, None, None, 0
+        tree = self._drafted_ahead(rows, new, proposer, limit, begun)
         if tree is not None:
             return tree
-        captured = self._captured(rows, new, proposer, limit)
+        captured = self._by_graph(rows, new, proposer, limit, begun)
         if isinstance(captured, DraftTree):
+            self._limit = limit
             self.context.commit(rows, [range(len(each)) for each in new], new)
             return captured
         logits = self.run(rows, new, self._target.numbers_of(rows))
@@ -162,13 +151,17 @@ class ModelDraftSession(DraftSession):
             return captured.tree()
         return self.draft(rows, new, logits, proposer, limit)
 
-    def _captured(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree | CapturedDraft | None:
+    def _by_graph(
+        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun | None = None
+    ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
         drafter, context = self._drafter, self.context
         executor = capturing(drafter.model, proposer) if drafter.is_captured else None
         steps, first = context.cache.graphs, context.next_positions(rows)
-        embeds = max(drafter.vocab_size, *(max(each) + 1 for each in new)) <= self._num_embeddings
-        if executor is None or steps is None or first is None or context.cache.states is not None or not embeds:
+        if executor is None or steps is None or first is None or context.cache.states is not None:
+            return None
+        known = drafter.vocab_size <= self._num_embeddings
+        if not (known and (isinstance(new, Unread) or max(map(max, new)) < self._num_embeddings)):
             return None
         if drafter.key not in steps.drafts:
             steps.drafts[drafter.key] = DraftGraphs(executor, drafter.policy, drafter.model.traits.masks.reach)
@@ -181,6 +174,7 @@ class ModelDraftSession(DraftSession):
             self._numbers,
             self._target.numbers_of(rows),
             partial(self._fix, rows, limit),
+            begun=begun,
         )
         return captured
 
@@ -235,7 +229,9 @@ class ModelDraftSession(DraftSession):
         self.context.cache.drop(rows)
         return agrees
 
-    def _drafted_ahead(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree | None:
+    def _drafted_ahead(
+        self, rows: Rows, new: Emitted, proposer: Proposer, limit: int, begun: Begun | None
+    ) -> DraftTree | None:
         """Chains of the likeliest tokens where the model runs several of these in one pass; None elsewhere."""
         policy, vocab = self._drafter.policy, self._drafter.vocab_size
         if self._drafter.max_children > 1 or not isinstance(proposer, TopProposer) or proposer.guide is not None:
@@ -243,7 +239,7 @@ class ModelDraftSession(DraftSession):
         may_end = isinstance(proposer, PacedProposer) or isinstance(policy, ConfidentChain)
         steps = min(policy.max_depth, _AHEAD if may_end else _MOST_AHEAD)
         tokens = [self._embeddable(each) for each in new]
-        first = self._chains_begun(rows, tokens, steps)
+        first = self._chains_begun(begun, rows, tokens, steps)
         if first is None:
             first = self.context.run_ahead(Ahead(rows, tokens, steps, vocab))
         if first is None:
@@ -265,32 +261,28 @@ class ModelDraftSession(DraftSession):
         self.context.commit(rows, [range(len(each)) for each in tokens], tokens)
         return tree
 
-    def _chains_begun(self, rows: Rows, tokens: Emitted, steps: int) -> Tensor | None:
+    def _chains_begun(self, begun: Begun | None, rows: Rows, tokens: Emitted, steps: int) -> Tensor | None:
         """The logits of chains that were begun behind these tokens, if they were."""
-        begun, cache = self._begun, self.context.cache
-        if begun is None or begun.steps != steps or not begun.places.keys() >= set(rows):
+        places = None if begun is None else begun.places(rests([self.context.cache], rows, steps))
+        if begun is None or places is None:
             return None
-        places = [begun.places[row] for row in rows]
-        if [begun.starts[place] for place in places] != [cache.start(row) for row in rows]:
-            return None  # moved without their last entries
         self.context.add_pending(rows, [len(new) + steps - 1 for new in tokens])
-        every = len(places) == begun.logits.shape[1]
-        return begun.logits if every and places == sorted(places) else begun.logits[:, self._numbers.get(places)]
+        logits: Tensor = begun.made
+        return logits[:, self._numbers.get(places)] if places else logits
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        if not self._steps:
+        if not self._steps and self._limit is None:
             return
-        # The tokens that will be new: those of the path behind the root, then the target's own.
-        path = at_nodes(tree.tokens[..., None], verdict.path)[..., 0]
-        tokens = torch.cat([path[:, 1:], path[:, :1]], 1).scatter(1, verdict.count[:, None], verdict.token[:, None])
-        device, cache = self._drafter.model.device, self.context.cache
-        tokens = tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device)
-        unread = Unread(tokens, (verdict.count + 1).to(device))
-        logits = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
-        if logits is not None:
-            places = {row: place for place, row in enumerate(rows)}
-            self._begun = _Begun(places, [cache.start(row) for row in rows], self._steps, logits)
+        device, caches = self._drafter.model.device, [self.context.cache]
+        tokens, counts = verdict.emitted(tree.tokens)
+        unread = Unread(tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device), counts.to(device))
+        if self._limit is not None:
+            made = self._by_graph(rows, unread, TopProposer(), self._limit)
+            self._next = Begun(rests(caches, rows, self._limit), made) if isinstance(made, DraftTree) else None
+        else:
+            logits = self.context.run_ahead(Ahead(rows, unread, self._steps, self._drafter.vocab_size))
+            self._next = None if logits is None else Begun(rests(caches, rows, self._steps), logits)
 
     def run(
         self,
@@ -382,7 +374,7 @@ class ModelDraftSession(DraftSession):
         self._shaping.observe(rows, verdict.on_proposed(tree))
 
     def follow(self, rows: Rows, output: ForwardOutput, verdict: Verdict) -> None:
-        self._begun = None
+        self._next = None
 
     def signals(self, rows: Rows) -> list[Signals]:
         return self._shaping.signals(rows) if isinstance(self._shaping, Traced) else [{} for _ in rows]

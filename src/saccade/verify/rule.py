@@ -43,6 +43,12 @@ class Verdict:
     marks: Tensor | None = None
     host: Sequence[tuple[list[int], int]] | None = field(default=None, init=False)  # so that `replace` leaves it out
 
+    def emitted(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[B, D + 1]`` behind the roots of trees, of nodes ``[B, N]``; the first ``[B]`` of each count."""
+        path = tokens.gather(1, self.path)
+        behind = torch.cat([path[:, 1:], path[:, :1]], 1)
+        return behind.scatter(1, self.count[:, None], self.token[:, None]), self.count + 1
+
     @classmethod
     def on_host(cls, decided: Sequence[tuple[list[int], int]], max_depth: int) -> Verdict:
         """The verdict of every row's path and token, in CPU tensors as well."""

@@ -13,6 +13,7 @@ from heads_kit import POLICIES, prompts, random_head, trained_head
 from recorded_graphs import record
 from saccade.draft import captured
 from saccade.draft.captured import CapturedDraft, DraftGraphs
+from saccade.draft.drafter import Begun, DraftSession
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
 from saccade.draft.trees import policy
@@ -20,6 +21,7 @@ from saccade.draft.trees.dynamic import WidthTree
 from saccade.draft.trees.policy import ConfidentChain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan
+from saccade.engine.step import StepRunner
 from saccade.errors import SaccadeWarning
 from saccade.target_model import graphs
 from saccade.target_model.adapter import Target
@@ -119,6 +121,32 @@ def right() -> tuple[Head, list[Any]]:
     with pytest.MonkeyPatch.context() as patched:
         expected = drafted(patched, engine("llava", head))
     return head, expected
+
+
+@pytest.mark.usefixtures("_captures")
+@pytest.mark.parametrize(("kind", "tree"), [("eagle3", "dynamic"), ("hivis", "static"), ("dream", "chain")])
+def test_drafts_that_begin_before_the_host_knows_the_verdict_are_the_usual_ones(
+    monkeypatch: pytest.MonkeyPatch, kind: str, tree: str
+) -> None:
+    """Beside rows that leave, come into used slots, and have steps without drafts."""
+    head, served = random_head("llava", kind), list[Any]()
+    lengths, places = StepRunner._draft_lengths, Begun.places
+
+    def paused(self: Any, rows: Any, *rest: Any) -> dict[int, int]:
+        usual = lengths(self, rows, *rest)
+        return usual if sum(len(row.output) for row in rows) % 11 else dict.fromkeys(usual, 0)
+
+    def noted(self: Begun, rest: Any) -> list[int] | None:
+        served.append(places(self, rest))
+        return served[-1]
+
+    monkeypatch.setattr(StepRunner, "_draft_lengths", paused)
+    with monkeypatch.context() as never:
+        never.setattr(HeadDraftSession, "begin_next", DraftSession.begin_next)
+        expected = drafted(monkeypatch, engine("llava", head, tree))
+    monkeypatch.setattr(Begun, "places", noted)
+    assert drafted(monkeypatch, engine("llava", head, tree)) == expected
+    assert sum(found is not None for found in served) > 4
 
 
 def test_rows_that_emit_unequal_numbers_of_tokens_join_and_leave_and_the_next_batch_finds_the_graphs(

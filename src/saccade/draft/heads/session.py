@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve
-from saccade.draft.drafter import Drafter, DraftSession
+from saccade.draft.captured import CapturedDraft, Drafted, DraftGraphs, capturing, reserve, rests
+from saccade.draft.drafter import Begun, Drafter, DraftSession
 from saccade.draft.heads.block import FusedHead
 from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, read_at
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
@@ -25,9 +25,10 @@ from saccade.target_model import lean
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache, on_device
 from saccade.target_model.context import Context, PrefillResult
+from saccade.target_model.executor import Unread
 from saccade.target_model.forward import ForwardOutput, MaskPlan
 from saccade.target_model.selfcheck import LogitMap, logit_map
-from saccade.tree import DraftTree, Rows, at_nodes
+from saccade.tree import DraftTree, Emitted, Rows, at_nodes
 from saccade.verify.rule import Verdict
 
 CHUNK = 1024
@@ -133,6 +134,8 @@ class HeadDraftSession(DraftSession):
             weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
         self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
         self._fixed: CapturedDraft | None = None  # that is being captured
+        self._limit: int | None = None  # of the last draft, if a graph made it
+        self._next: Begun | None = None
         self._masks = MaskPlan(self._head.window, ())
         self._depths: list[int] = []  # of the pending entries, where a window needs them
         if not self._head.blocks:  # a cache without layers has no device
@@ -158,14 +161,20 @@ class HeadDraftSession(DraftSession):
             self._features[row] = pad(features, (0, 0, 0, short))
 
     def forget(self, row: int) -> None:
+        self._abandon(row)
         for cache in self._caches:
             cache.release(row)
         self._prompts[row] = self._known[row] = self._ahead[row] = 0
         self._features[row] = self._features[row][:0].clone()
         self._shaping.restart(row)
 
+    def _abandon(self, row: int) -> None:
+        if self._next is not None:
+            self._next.abandon(row)
+
     @torch.inference_mode()
     def keep(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
+        self._abandon(row)
         self._store(row, prompt, prefill)
         tokens, _ = self._entries(row, prompt, prefill)
         self.cache.crop(row, min(self.cache.lengths[row], int((tokens < prefill.start).sum())))
@@ -173,6 +182,7 @@ class HeadDraftSession(DraftSession):
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
+        self._next = None
         self._take_states(rows, output, verdict)
 
     def _take_states(self, rows: Sequence[int], output: ForwardOutput, verdict: Verdict) -> None:
@@ -185,6 +195,7 @@ class HeadDraftSession(DraftSession):
     @torch.inference_mode()
     def load(self, row: int, prompt: Prompt, prefill: PrefillResult | None) -> None:
         assert prefill is not None
+        self._abandon(row)
         self._drafter.fused.refresh()
         self._store(row, prompt, prefill)
         count = len(prompt)
@@ -241,6 +252,17 @@ class HeadDraftSession(DraftSession):
         self, rows: Rows, new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
+        begun, self._next, self._limit = self._next, None, None
+        captured = self._by_graph(rows, new, proposer, limit, begun)
+        if isinstance(captured, DraftTree):
+            self._limit = limit
+            self._pass(rows, [len(tokens) for tokens in new])
+        return captured
+
+    def _by_graph(
+        self, rows: Rows, new: Emitted | Unread, proposer: Proposer, limit: int, begun: Begun | None = None
+    ) -> DraftTree | CapturedDraft | None:
+        """As of `DraftGraphs.draft`."""
         drafter = self._drafter
         executor = capturing(drafter.target, proposer) if drafter.is_captured else None
         moves = drafter.fused.moves() if executor is not None else None
@@ -261,10 +283,16 @@ class HeadDraftSession(DraftSession):
             partial(self._fix, rows, limit),
             self._latest(rows, graphs.width),
             moves,
+            begun,
         )
-        if isinstance(captured, DraftTree):
-            self._pass(rows, [len(tokens) for tokens in new])
         return captured
+
+    @torch.inference_mode()
+    def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
+        if self._limit is not None:
+            made = self._by_graph(rows, Unread(*verdict.emitted(tree.tokens)), TopProposer(), self._limit)
+            if isinstance(made, DraftTree):
+                self._next = Begun(rests(self._caches, rows, self._limit), made)
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
