@@ -86,11 +86,11 @@ PARTS = {
     "pocket": (("pocket",), 1_520),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 28_700
+CORE = 29_000
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 55_100, 11_600
 """Most lines of the tests, and of tools and benchmarks together."""
-TOKENS = 11.05
+TOKENS = 11.06
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""
 EDGES = {("methods", "pocket")}
 """Imports of a part by the core: the built-in pair is a drafter's name."""
