@@ -3,7 +3,8 @@
 The device is pretended (see `pretend_device`), so that this is tested without a GPU. The host would wait for a real one
 wherever it counts a wait here; that it waits nowhere else, and how long kernels take, cannot be seen.
 
-`PYTHONPATH=src:tests python tests/engine/on_a_pretend_accelerator.py` shows the counts of the built-in pair's methods.
+`PYTHONPATH=src:tests python tests/engine/on_a_pretend_accelerator.py` shows the counts of the built-in pair's methods,
+without graphs and with them.
 """
 
 from __future__ import annotations
@@ -469,7 +470,12 @@ def test_what_goes_to_the_device_waits_unless_it_is_pinned_and_not_to_block(devi
 
 if __name__ == "__main__":
     with PretendDevice() as opened:
-        for name in LAUNCHES:
-            for draws in (False, True):
-                typical = sorted(counted(opened, name, draws), key=lambda counts: counts.launches.total())
-                print(f"{name:13} {'sampled' if draws else 'greedy':8} {typical[len(typical) // 2]}")
+        for how in ("ordinary", "graphs"):
+            if how == "graphs":
+                graphs.CAPTURES[NAME] = captured_on(opened)
+                pocket.cache_clear()
+            for name in LAUNCHES:
+                for draws in (False, True):
+                    *_, ran = (counted(opened, name, draws) for _ in range(3))
+                    typical = sorted(ran, key=lambda counts: counts.launches.total())
+                    print(f"{name:13} {'sampled' if draws else 'greedy':8} {how:8} {typical[len(typical) // 2]}")
