@@ -45,6 +45,7 @@ def generate(
 
     - `saccade generate -t pocket -i chart.png "Read the values from the bar chart."`
     - `saccade generate -t Qwen/Qwen2.5-VL-32B-Instruct -d Qwen/Qwen2.5-VL-3B-Instruct -i photo.jpg "Describe it."`
+      (cost ratio .10, by `saccade predict`)
     - `torchrun --nproc-per-node 2 --no-python saccade generate -t Qwen/Qwen2.5-VL-72B-Instruct --device tp "Hello."`
     """
     from saccade.inputs.chat import check_unicode
