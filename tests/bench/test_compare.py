@@ -1,8 +1,9 @@
-"""Two runs side by side: noise is no difference, a planted slowdown is one."""
+"""Two runs, or one run's methods, side by side: noise is no difference, a planted slowdown is one."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import typer
 from fake_runs import make_run, write_run
 from typer.testing import CliRunner
 
-from saccade.bench.compare import Comparison, compare
+from saccade.bench.compare import Comparison, compare, compare_methods
 from saccade.bench.records import RecordedRun
 from saccade.cli import bench as command
 from saccade.cli.option_groups import spread
@@ -100,6 +101,31 @@ def test_settings_methods_and_tokens_that_differ_are_named() -> None:
     assert [(c.equal, c.answers) for c in found.changes] == [(36, 36), (35, 36)]
 
 
+def test_methods_of_a_run_are_level_until_their_prompts_tell_them_apart() -> None:
+    near = twins(1.0)
+    found = compare_methods(near)
+    assert [change.method for change in found.changes] == ["chain", "twin", "plain"]  # fastest first
+    assert verdicts(found) == {"chain": "yardstick", "twin": "no difference", "plain": "slower"}
+    assert found.undecided == ["twin"]
+    assert verdicts(compare_methods(twins(1.1)))["twin"] == "slower"
+    assert verdicts(compare_methods(near, "plain")) == {"chain": "faster", "twin": "faster", "plain": "yardstick"}
+
+
+def test_a_lossy_method_is_no_yardstick_and_few_prompts_decide_nothing() -> None:
+    found = compare_methods(make_run(methods=["plain", "chain", "lvspec"], slower={"lvspec": 0.5}))
+    assert verdicts(found) == {"lvspec": "faster", "chain": "yardstick", "plain": "slower"}
+    assert compare_methods(make_run(prompts=4, methods=["plain", "chain"])).undecided == ["plain"]
+
+
+def twins(factor: float) -> RecordedRun:
+    """A run with `twin`, which takes as long as `chain` on every prompt, times a factor."""
+    run = make_run(methods=["plain", "chain"])
+    for record in [record for record in run.records if record.method == "chain"]:
+        seconds = {name: spent * factor for name, spent in record.stats["seconds"].items()}
+        run.records.append(replace(record, method="twin", stats={**record.stats, "seconds": seconds}))
+    return run
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
@@ -120,6 +146,21 @@ def test_the_command_says_it_in_words_and_as_json_and_fails_on_request(folders: 
     found = json.loads(run.invoke(app, ["compare", a, b, "--json"]).stdout)
     assert found["slower"] == ["chain"]
     assert found["changes"][1]["relative"]["low"] > 1.02
+
+
+def test_the_command_compares_the_methods_of_one_run(folders: tuple[Path, Path]) -> None:
+    folder, run = str(folders[0]), CliRunner()
+    said = run.invoke(app, ["compare", folder]).stdout
+    assert re.search(r"^plain +slower +1.[5-9]", said, re.MULTILINE)
+    assert "the fastest method is among those not slower with 95% confidence" in " ".join(said.split())
+    found = json.loads(run.invoke(app, ["compare", folder, "--json", "--against", "plain"]).stdout)
+    assert (found["against"], found["slower"], found["undecided"]) == ("plain", [], [])
+    for words, why in (
+        (["--against", "chian"], "has no method chian; the nearest are chain"),
+        (["--fail-if-slower"], "are for two runs"),
+        ([folder, "--against", "plain"], "--against is for the methods of one run"),
+    ):
+        assert why in str(run.invoke(app, ["compare", folder, *words]).exception)
 
 
 def test_runs_without_a_common_method_are_refused(tmp_path: Path) -> None:

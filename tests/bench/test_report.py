@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from saccade import files
 from saccade.bench import metrics
-from saccade.bench.metrics import cautions, headline
+from saccade.bench.headline import cautions, headline
 from saccade.bench.records import RecordedRun, read
 from saccade.bench.report import tables
 from saccade.bench.report.page import embed, render, shown_prompts
@@ -198,7 +198,7 @@ def test_a_report_opens_with_the_fastest_lossless_method(run: RecordedRun) -> No
     speeds = {m: r.speedup.value for m, r in results.items() if r.lossless and r.speedup and m != "plain"}
     best = max(speeds, key=lambda method: speeds[method])
     assert said.startswith(
-        f"{best}, level with dynamic-tree by its prompts, is {speeds[best]:.2f} times (95 % interval "
+        f"{best}, level with dynamic-tree and prompt-lookup by its prompts, is {speeds[best]:.2f} times (95 % interval "
     )
     text = render(contents([run]))
     assert text.index('class="headline"') < text.index("Comparison")

@@ -1,7 +1,7 @@
-"""Comparison of two runs: differences between methods, with intervals.
+"""Comparison of two runs, or of one run's methods, with intervals.
 
-The compared quantity is the time per token of each prompt, by default relative to plain decoding of the same run,
-prompt and repeat, so that the speed of the machine cancels. Every prompt is compared with itself.
+The compared quantity is the time per token of each prompt. Two runs are by default compared relative to plain decoding
+of the same run, prompt and repeat, so that the speed of the machine cancels. Every prompt is compared with itself.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RESAMPLES = 5000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of one method from run A to run B."""
+    """Change of one method from run A to run B, or to one method from the yardstick of its run."""
 
     method: str  # label in both runs
     verdict: Verdict  # on `relative` where runs are judged so, else on `time`
     prompts: int  # that both runs have, each compared with itself
     time: Estimate | None  # time per token of B over A, median over prompts
-    relative: Estimate | None  # the same after division by plain decoding's time
+    relative: Estimate | None  # the same after division by the yardstick's time
     answers: int
     equal: int
     accepted_length: tuple[float, float] | None  # in A and B, averaged per block
@@ -42,10 +42,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs side by side."""
+    """Two runs side by side, or one run's methods beside its yardstick."""
 
     changes: list[Change]  # by method, for those in both runs
-    relative: bool  # whether methods are judged relative to plain decoding
+    relative: bool  # whether methods are judged relative to the yardstick
     level: float  # probability that all verdicts together are free of false differences
     margin: float  # share below which a difference does not count
     fewest: int  # prompts that a verdict needs
@@ -56,6 +56,11 @@ class Comparison:
     def slower(self) -> list[str]:
         """Methods that became slower."""
         return [change.method for change in self.changes if change.verdict == "slower"]
+
+    @property
+    def undecided(self) -> list[str]:
+        """Methods that are level with the yardstick, as far as these prompts tell."""
+        return [change.method for change in self.changes if change.verdict in ("no difference", "too few prompts")]
 
 
 def compare(
@@ -73,9 +78,8 @@ def compare(
     each = 1 - (1 - level) / max(len(shared) - relative, 1)
     words = {r.prompt_id: (r.task, r.question) for r in a.records}
     same = {r.prompt_id for r in b.records if words.get(r.prompt_id) == (r.task, r.question)}
-    bar = _Bar(
-        each, math.log1p(margin), same, before[BASELINE] if relative else [], after[BASELINE] if relative else []
-    )
+    yardsticks = [records[BASELINE] if relative else [] for records in (before, after)]
+    bar = _Bar(each, math.log1p(margin), same, BASELINE, *yardsticks)
     settings = [
         {"suite": run.header.suite, **by_name(run.header.config), **run.header.models, **run.header.environment}
         for run in (a, b)
@@ -92,6 +96,35 @@ def compare(
     )
 
 
+def compare_methods(
+    run: RecordedRun, against: str | None = None, *, level: float = 0.95, margin: float = 0.02
+) -> Comparison:
+    """Compare the methods of a run with one of them, by default its fastest lossless one; fastest first.
+
+    The correction by the number of the others holds for a yardstick that was chosen after the fact, too: the fastest
+    method of all is among those that are not slower with probability ``level``.
+    """
+    records = metrics.records_by_method(run.records)
+    against = against or _fastest(run)
+    prompts = {record.prompt_id for record in run.records}
+    each = 1 - (1 - level) / max(len(records) - 1, 1)
+    bar = _Bar(each, math.log1p(margin), prompts, against, records[against], records[against])
+    changes = [bar.change(method, records[against], group) for method, group in records.items()]
+    changes.sort(key=lambda change: change.relative.value if change.relative is not None else 1.0)
+    return Comparison(changes, True, level, margin, bar.fewest, [], {})
+
+
+def _fastest(run: RecordedRun) -> str:
+    """The fastest lossless method by its median, or the fastest where none is lossless."""
+    results = metrics.by_method(run.records)
+
+    def speed(method: str) -> tuple[bool, float]:
+        estimate = results[method].speedup or results[method].rate
+        return results[method].lossless, estimate.value if estimate is not None else 0.0
+
+    return max(results, key=speed)
+
+
 @dataclass(frozen=True, slots=True)
 class _Bar:
     """What a difference is judged by."""
@@ -99,8 +132,9 @@ class _Bar:
     level: float  # of one interval
     margin: float  # as a logarithm
     same: set[str]  # prompts with the same id, task and words in both runs
-    plain_before: Sequence[Record]  # plain decoding's, where methods are judged relative to it
-    plain_after: Sequence[Record]
+    yardstick: str  # a method
+    yardstick_before: Sequence[Record]  # its records, where methods are judged relative to it
+    yardstick_after: Sequence[Record]
 
     @property
     def fewest(self) -> int:
@@ -110,11 +144,12 @@ class _Bar:
     def change(self, method: str, before: Sequence[Record], after: Sequence[Record]) -> Change:
         time, prompts = self._ratio(_times(before), _times(after))
         relative = None
-        if self.plain_before and method != BASELINE:
-            relative, prompts = self._ratio(_times(before, self.plain_before), _times(after, self.plain_after))
-        judged = relative if self.plain_before else time
+        if self.yardstick_before and method != self.yardstick:
+            earlier = _times(before, self.yardstick_before)
+            relative, prompts = self._ratio(earlier, _times(after, self.yardstick_after))
+        judged = relative if self.yardstick_before else time
         verdict: Verdict = "no difference"
-        if self.plain_before and method == BASELINE:
+        if self.yardstick_before and method == self.yardstick:
             verdict = "yardstick"
         elif judged is None or judged.low is None or judged.high is None or prompts < self.fewest:
             verdict = "too few prompts"
@@ -125,9 +160,9 @@ class _Bar:
         tokens = {(r.prompt_id, r.repeat): r.tokens for r in before if r.prompt_id in self.same}
         equal = []
         for record in after:
-            earlier = tokens.get((record.prompt_id, record.repeat))
-            if earlier is not None:
-                equal.append(record.tokens == earlier)
+            other = tokens.get((record.prompt_id, record.repeat))
+            if other is not None:
+                equal.append(record.tokens == other)
         return Change(
             method=method,
             verdict=verdict,
@@ -152,13 +187,13 @@ class _Bar:
         return Estimate(math.exp(value), math.exp(float(low)), math.exp(float(high))), len(changes)
 
 
-def _times(records: Sequence[Record], plain: Sequence[Record] | None = None) -> dict[str, float]:
-    """By prompt the logarithm of the time per token, median over repeats; over plain decoding's if given."""
-    rates = {(r.prompt_id, r.repeat): metrics.rate(r) for r in plain or ()}
+def _times(records: Sequence[Record], yardstick: Sequence[Record] | None = None) -> dict[str, float]:
+    """By prompt the logarithm of the time per token, median over repeats; over the yardstick's if given."""
+    rates = {(r.prompt_id, r.repeat): metrics.rate(r) for r in yardstick or ()}
 
     def time(record: Record) -> float | None:
         rate = metrics.rate(record)
-        base = rates.get((record.prompt_id, record.repeat)) if plain is not None else 1.0
+        base = rates.get((record.prompt_id, record.repeat)) if yardstick is not None else 1.0
         return math.log(base / rate) if rate and base else None
 
     return metrics.by_prompt(records, time, median)

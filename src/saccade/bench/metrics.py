@@ -1,9 +1,9 @@
-"""Metrics of methods with bootstrap intervals over prompts: pure functions of a run's records; and its headline."""
+"""Metrics of methods with bootstrap intervals over prompts: pure functions of a run's records."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import fmean, median
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.bench.records import Record, RecordedRun
+from saccade.bench.records import Record
 from saccade.bench.suites import BASELINE
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -234,76 +234,3 @@ def mean(values: Iterable[float]) -> float | None:
     """Mean; None of nothing."""
     every = list(values)
     return fmean(every) if every else None
-
-
-def headline(run: RecordedRun) -> str:
-    """Name the fastest lossless method and its speed-up; empty for runs where none was timed beside plain decoding.
-
-    Methods that it does not beat by an interval, prompt by prompt, are named as level with it. A lossy method that is
-    faster is named behind it, with the share of plain decoding's score that it kept.
-    """
-    timed = [(r, r.speedup) for r in by_method(run.records).values() if r.method != BASELINE and r.speedup is not None]
-    fastest_first = sorted(timed, key=lambda pair: -pair[1].value)
-    lossless = [pair for pair in fastest_first if pair[0].lossless]
-    lossy = next((pair for pair in fastest_first if not pair[0].lossless), None)
-    text = "" if lossless or lossy is None else "No lossless method was timed."
-
-    def times(estimate: Estimate) -> str:
-        interval = ""
-        if estimate.low is not None and estimate.high is not None:
-            interval = f" ({100 * LEVEL:.0f} % interval {estimate.low:.2f} to {estimate.high:.2f})"
-        return f"{estimate.value:.2f} times{interval}"
-
-    if lossless:
-        best, speed = lossless[0]
-        if speed.low is not None and speed.low <= 1:
-            text = f"No lossless method is clearly faster than plain decoding; the best, {best.method}, has"
-            text += f" {times(speed)} its speed"
-        else:
-            level = _level_with(best.method, [other.method for other, _ in lossless[1:]], run)
-            place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
-            if level:
-                place = f", level with {' and '.join(level)} by its prompts,"
-            text = f"{best.method}{place} is {times(speed)} as fast as plain decoding"
-        if best.compared:
-            same = f"{best.equal} of its {best.compared} answers are"
-            if best.equal == best.compared:
-                same = "all of its answers are" if best.compared > 1 else "its one answer is"
-            text += f"; {same} plain decoding's, token for token"
-        text += "."
-    if lossy is not None and (not lossless or lossy[1].value > lossless[0][1].value):
-        kept = lossy[0].retention
-        text += f" {lossy[0].method}, which is lossy, is {times(lossy[1])} as fast"
-        text += f" and keeps {kept.value:.1%} of the score." if kept is not None else "; no score was measured."
-    return text
-
-
-def _level_with(best: str, others: Sequence[str], run: RecordedRun) -> list[str]:
-    """Those of some methods whose speed the best one's is not clearly above, on the same prompts."""
-    records = records_by_method(run.records)
-    level = []
-    for other in others:
-        ratios = paired_ratios(records[best], records[other], rate)
-        pair = median_estimate(ratios)
-        if pair is None or pair.low is None or pair.low <= 1:
-            level.append(other)
-    return level
-
-
-def cautions(run: RecordedRun) -> Iterator[str]:
-    """Yield a sentence where the run, or some of its tasks, have too few prompts for their intervals."""
-    by_task: defaultdict[str, set[str]] = defaultdict(set)
-    for record in run.records:
-        by_task[record.task].add(record.prompt_id)
-    total = len(set().union(*by_task.values()))
-    if total == 1:
-        yield "One prompt: there are no intervals, and another prompt may give another order."
-    elif total < FEWEST:
-        yield (
-            f"Only {total} prompts: from fewer than {FEWEST} no interval of a median covers {100 * LEVEL:.0f} %; "
-            "run more with --per-task."
-        )
-    elif len(by_task) > 1:
-        few = ", ".join(f"{task} {len(ids)}" for task, ids in by_task.items() if len(ids) < FEWEST)
-        if few:
-            yield f"Too few prompts for the intervals of single tasks, which need {FEWEST}: {few}."

@@ -17,7 +17,7 @@ from saccade.cli.option_groups import PairOptions, group, method_names, option, 
 from saccade.errors import InputError
 from saccade.files import check_folder, is_profile, write_file
 from saccade.profile import Profile
-from saccade.wording import count, duration
+from saccade.wording import count, duration, listed, nearest
 
 if TYPE_CHECKING:
     from saccade.bench.compare import Comparison
@@ -237,7 +237,8 @@ def run_suite(prepared: Prepared, folder: Path) -> RecordedRun:
 
 
 def show(run: RecordedRun, as_json: bool) -> None:
-    from saccade.bench.metrics import by_method, cautions, headline
+    from saccade.bench.headline import cautions, headline
+    from saccade.bench.metrics import by_method
     from saccade.bench.report.tables import remarks, terminal
 
     if as_json:
@@ -342,23 +343,37 @@ def report(
 
 def compare(
     a: Path = typer.Argument(metavar="A", help="Folder made by `saccade bench`: before."),
-    b: Path = typer.Argument(metavar="B", help="Another one: after."),
+    b: Path | None = typer.Argument(None, metavar="[B]", help="Another one: after; without it, A's methods."),
+    against: str | None = option(None, "Method that A's others are compared with.", metavar="METHOD"),
     absolute: bool = option(False, "Judge seconds instead of seconds relative to plain decoding."),
     level: float = option(0.95, "Confidence of all verdicts together.", min=0.5, max=0.9999),
     margin: float = option(0.02, "Share of time below which a difference does not count.", min=0, max=0.9999),
     as_json: bool = option(False, "Print one JSON object.", "--json"),
     fail_if_slower: bool = option(False, "Exit with code 1 when a method became slower."),
 ) -> None:
-    """Show what changed from run A to run B, and whether it exceeds the noise.
+    """Show what changed from run A to run B, or how A's methods differ, and whether it exceeds the noise.
 
     A method is faster or slower when the whole interval of its time ratio (B over A) lies beyond the margin; the
     intervals are corrected for the number of methods. Prompts in both runs are compared with themselves.
 
-    Example: `saccade compare runs/before runs/after --fail-if-slower`
+    Without B, the methods of run A are compared with its fastest lossless one, or with the one of `--against`, prompt
+    by prompt; those that the prompts cannot tell from it are level with it.
+
+    Examples:
+
+    - `saccade compare runs/quick`
+    - `saccade compare runs/before runs/after --fail-if-slower`
     """
     from saccade.bench.compare import compare as compare_runs
     from saccade.bench.records import read
 
+    if b is None:
+        if absolute or fail_if_slower:
+            raise InputError("--absolute and --fail-if-slower are for two runs; name another one behind the first.")
+        _compare_methods(a, against, level, margin, as_json)
+        return
+    if against is not None:
+        raise InputError("--against is for the methods of one run; two runs are compared method by method.")
     before, after = read(a), read(b)
     screen.warn(*before.problems, *after.problems)
     changes = compare_runs(before, after, relative=not absolute, level=level, margin=margin)
@@ -378,18 +393,52 @@ def compare(
         raise typer.Exit(1)
 
 
-def _remarks(comparison: Comparison) -> Iterator[str]:
+def _compare_methods(folder: Path, against: str | None, level: float, margin: float, as_json: bool) -> None:
+    """Show how the methods of one run differ."""
+    from saccade.bench.compare import compare_methods
+    from saccade.bench.records import read
+
+    run = read(folder)
+    screen.warn(*run.problems)
+    lossless = {record.method: record.lossless for record in run.records}
+    if len(lossless) < 2:
+        raise InputError(f"The run in {folder} has fewer than two methods; there is nothing to compare.")
+    if against not in (None, *lossless):
+        raise InputError(f"The run in {folder} has no method {against}; {nearest(str(against), lossless)}")
+    compared = compare_methods(run, against, level=level, margin=margin)
+    yardstick = next(each for each in compared.changes if each.verdict == "yardstick")
+    name, undecided = yardstick.method, compared.undecided
+    if as_json:
+        words = {"run": str(folder), "against": name, "slower": compared.slower, "undecided": undecided}
+        print(json.dumps({**asdict(compared), **words}))
+        return
+    rows = []
+    for each in compared.changes:
+        shown = each.method if lossless[each.method] else f"{each.method} (lossy)"
+        verdict = f"level with {name}" if each.verdict == "no difference" else each.verdict
+        tokens = f"{each.answers - each.equal} of {each.answers}"
+        pairs = [f"{pair[1]:.3f}" if pair else "-" for pair in (each.accepted_length, each.score)]
+        rows.append([shown, verdict, each.relative or "-", tokens, *pairs])
+    screen.table(["method", "verdict", f"seconds/{name}'s", "other tokens", "accepted", "score"], rows)
+    if undecided:
+        screen.show(f"{name} is level with {listed(undecided)}, as far as these prompts tell.")
+    measure = f"time per token over that of {name}, same prompt and repeat"
+    confidence = "" if against else f"the fastest method is among those not slower with {level:.0%} confidence"
+    screen.show(*_remarks(compared, measure, confidence))
+
+
+def _remarks(comparison: Comparison, measure: str = "", confidence: str = "") -> Iterator[str]:
     """Yield the sentences below the table."""
     changes = comparison.changes
     for number in sorted({change.prompts for change in changes}):
         yield f"{count(number, 'prompt')}, each compared with itself."
-    measure = "time per token relative to plain decoding of the same run" if comparison.relative else "time per token"
-    confidence = f"all verdicts hold together with {comparison.level:.0%} confidence"
-    yield f"Judged by {measure}; {confidence}; differences below {comparison.margin:.0%} do not count."
+    of_runs = "time per token relative to plain decoding of the same run" if comparison.relative else "time per token"
+    confidence = confidence or f"all verdicts hold together with {comparison.level:.0%} confidence"
+    yield f"Judged by {measure or of_runs}; {confidence}; differences below {comparison.margin:.0%} do not count."
     if any(change.verdict == "too few prompts" for change in changes):
         yield f"Verdicts on so many methods need {comparison.fewest} prompts; run more prompts, or fewer methods."
     plain = next((change.time for change in changes if change.verdict == "yardstick"), None)
-    if plain is not None and abs(plain.value - 1) > comparison.margin:
+    if not measure and plain is not None and abs(plain.value - 1) > comparison.margin:
         yield f"Plain decoding took {plain.value:.2f} times as long in B; --absolute judges seconds."
     for run, methods in comparison.only.items():
         if methods:

@@ -15,7 +15,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from saccade.bench.metrics import block_efficiency, cautions, headline
+from saccade.bench.headline import cautions, headline
+from saccade.bench.metrics import block_efficiency
 from saccade.bench.records import MEDIA, Record, RecordedRun, difference_of, first_difference, warned
 from saccade.bench.report import figures, tables
 from saccade.bench.report.tables import Content

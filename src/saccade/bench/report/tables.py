@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from saccade.bench import metrics
 from saccade.bench.cost import Costs
-from saccade.bench.metrics import Estimate, MethodResult, cautions, headline
+from saccade.bench.headline import cautions, headline
+from saccade.bench.metrics import Estimate, MethodResult
 from saccade.bench.records import Record, RecordedRun, difference_of, warned
 from saccade.bench.suites import BASELINE
 from saccade.errors import SaccadeError
