@@ -58,6 +58,8 @@ SEEN = 3  # occurrences of a forward from which on it is captured
 MOST_GRAPHS = 64  # graphs of a cache; those not used for longest go first
 _MOST_COUNTED = 1024
 
+_CAPTURING = Lock()  # a process has one capture under way at a time
+
 Captured = tuple[Callable[[], None], Any]
 """The replay of a function, and the function's outputs, whose memory a replay overwrites."""
 
@@ -71,7 +73,7 @@ def capture_cuda(function: Callable[[], Any], pool: Any) -> Captured:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with _CAPTURING, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = function()
     return graph.replay, outputs
 
