@@ -6,17 +6,21 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 from fake_runs import make_run, write_run
+from test_bench_metrics import record as timed
 from typer.testing import CliRunner
 
+from checkpoints import vlm
 from saccade.bench.compare import Comparison, compare, compare_methods
 from saccade.bench.records import RecordedRun
+from saccade.bench.suites import MethodEntry
 from saccade.cli import bench as command
-from saccade.cli.option_groups import spread
+from saccade.cli.option_groups import PairOptions, spread
 from saccade.errors import SaccadeError
 
 SOME = ["plain", "chain", "dynamic-tree", "lvspec"]
@@ -124,6 +128,29 @@ def twins(factor: float) -> RecordedRun:
         seconds = {name: spent * factor for name, spent in record.stats["seconds"].items()}
         run.records.append(replace(record, method="twin", stats={**record.stats, "seconds": seconds}))
     return run
+
+
+@pytest.mark.parametrize(
+    ("seconds", "method", "options", "level"),
+    [
+        ((1.4, 1.0), "chain", {"gamma": 8}, None),
+        ((1.0, 1.01), "chain", {"gamma": 3}, "chain-8"),
+        ((1.98, 3.0), "plain", {}, "chain-3"),
+    ],
+)
+def test_the_fastest_wins_plain_decoding_where_none_is_faster_and_level_ones_are_named(
+    seconds: tuple[float, float], method: str, options: dict[str, int], level: str | None
+) -> None:
+    model = vlm("llava", "llava-draft")
+    entries = [MethodEntry("plain", "plain"), *(MethodEntry("chain", f"chain-{n}", {"gamma": n}) for n in (3, 8))]
+    methods = {entry.label: model.using(entry.name, **entry.options) for entry in entries}
+    prepared: Any = SimpleNamespace(methods=methods, suite=SimpleNamespace(methods=entries))
+    times = zip(methods, (2.0, *seconds), strict=True)
+    records = [timed(str(prompt), label, spent) for label, spent in times for prompt in range(12)]
+    run: Any = SimpleNamespace(records=records, header=SimpleNamespace(environment={"threads": 1}))
+    profile = command.choose(prepared, run, PairOptions(target="T", head=["a=b"]))
+    assert (profile.method, profile.options, profile.heads) == (method, options, {"a": "b"})
+    assert profile.measured.get("level_with") == level
 
 
 @pytest.fixture(scope="module")

@@ -212,6 +212,9 @@ def test_a_headline_names_what_its_prompts_cannot_tell_apart() -> None:
         slow.stats["seconds"] = {stage: 1.0 * value for stage, value in fast.stats["seconds"].items()}
         slow.stats["new_tokens"] = fast.stats["new_tokens"]
     assert headline(near).startswith("chain, level with prompt-lookup by its prompts, is ")
+    clones = [replace(slow, method=f"clone-{i}") for slow in theirs for i in range(3)]
+    crowd = replace(near, records=[*near.records, *clones])
+    assert headline(crowd).startswith("chain, level with 4 others by its prompts, is ")
     for slow in theirs:
         slow.stats["seconds"]["total"] *= 1.1
     assert headline(near).startswith("chain, the fastest of 2 lossless methods, is ")

@@ -42,7 +42,7 @@ def headline(run: RecordedRun) -> str:
             level = [other.method for other, _ in lossless[1:] if other.method in undecided]
             place = f", the fastest of {len(lossless)} lossless methods," if len(lossless) > 1 else ""
             if level:
-                place = f", level with {listed(level)} by its prompts,"
+                place = f", level with {listed(level) if len(level) < 4 else f'{len(level)} others'} by its prompts,"
             text = f"{best.method}{place} is {times(speed)} as fast as plain decoding"
         if best.compared:
             same = f"{best.equal} of its {best.compared} answers are"

@@ -264,9 +264,10 @@ def tune(
 ) -> None:
     """Measure lossless methods and draft lengths on your machine and prompts, and write the fastest to a profile.
 
-    Methods take turns on every prompt; the fastest by the median of the ratios to plain decoding wins. Stop at any
-    time: the same command resumes. The profile is a target: `saccade generate -t saccade.toml ...`, `saccade serve`,
-    `chat`, `bench`, and `saccade.load("saccade.toml")` read it.
+    Methods take turns on every prompt; the fastest by the median of the ratios to plain decoding is written, and
+    `tune` says which others these prompts cannot tell from it. Stop at any time: the same command resumes. The profile
+    is a target: `saccade generate -t saccade.toml ...`, `saccade serve`, `chat`, `bench`, and
+    `saccade.load("saccade.toml")` read it.
 
     Examples:
 
@@ -285,11 +286,17 @@ def tune(
     show(run, as_json=False)
     profile = choose(prepared, run, models)
     profile.write(save)
-    screen.show(f"Fastest: {profile.method} {_pairs(profile.options)}".rstrip() + f"; written to {save}.")
+    chosen, level = f"{profile.method} {_pairs(profile.options)}".rstrip(), profile.measured.get("level_with")
+    if level:
+        screen.show(f"Fastest by its median: {chosen}; level with it by these prompts: {level}.")
+        screen.show(f"It is written to {save}; more prompts (--per-task) may decide.")
+    else:
+        screen.show(f"Fastest: {chosen}; written to {save}.")
 
 
 def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile:
-    """Return the profile of the fastest method of a run of the suite ``tune``."""
+    """Return the profile of the fastest method of a run of the suite ``tune``, with those that are level with it."""
+    from saccade.bench.compare import compare_methods
     from saccade.bench.metrics import by_method
     from saccade.methods import needs
 
@@ -298,7 +305,9 @@ def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile
     best = max(speeds, key=speeds.__getitem__)
     best = "plain" if speeds[best] < _CLEAR else best
     vlm = prepared.methods[best]
-    environment = {key: str(value) for key, value in run.header.environment.items()}
+    undecided = [label for label in compare_methods(run, best).undecided if label in results]
+    measured: dict[str, Any] = {"level_with": listed(undecided)} if undecided else {}
+    measured |= {key: str(value) for key, value in run.header.environment.items()}
     return Profile(
         target=models.named(),
         method=vlm.method,
@@ -306,7 +315,7 @@ def choose(prepared: Prepared, run: RecordedRun, models: PairOptions) -> Profile
         heads=screen.heads_by_name(models.head or []),
         head=vlm.head_name,
         options=next(dict(method.options) for method in prepared.suite.methods if method.label == best),
-        measured={"speedup": round(speeds[best], 3), "prompts": results[best].prompts, **environment},
+        measured={"speedup": round(speeds[best], 3), "prompts": results[best].prompts, **measured},
         exact=vlm.target.exact,
     )
 
