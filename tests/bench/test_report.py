@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import json
 import re
 from dataclasses import replace
@@ -18,6 +20,7 @@ from saccade.bench import metrics
 from saccade.bench.headline import cautions, headline
 from saccade.bench.records import RecordedRun, read
 from saccade.bench.report import tables
+from saccade.bench.report.exports import comma_separated, latex
 from saccade.bench.report.page import embed, render, shown_prompts
 from saccade.bench.report.tables import contents, document
 from saccade.cli import bench as command
@@ -94,6 +97,47 @@ def test_markdown_names_every_run_and_says_what_columns_mean(run: RecordedRun) -
     assert "## pocket, pocket with pocket-draft (other)" in text
     assert "- speed-up: seconds per token of plain decoding over the method's, same prompt" in text
     assert "- accepted length: block efficiency less the target's own token" in text
+
+
+def test_csv_has_every_number_of_the_comparison_with_its_interval(run: RecordedRun) -> None:
+    rows = list(csv.DictReader(io.StringIO(comma_separated(contents([run, run])))))
+    assert len({(row["run"], row["task"], row["method"]) for row in rows}) == len(rows) == 2 * 3 * 6
+    everything = metrics.by_method(run.records)
+    for row in rows[:6]:
+        result = everything[row["method"]]
+        assert result.speedup is not None
+        found = [float(row[name]) for name in ("speedup_value", "speedup_low", "speedup_high", "scores_colour")]
+        assert found == [result.speedup.value, result.speedup.low, result.speedup.high, result.scores["colour"]]
+    assert list(rows[0])[:4] == ["run", "task", "method", "lossless"]
+
+
+def test_latex_is_a_table_of_booktabs_whose_names_are_escaped(run: RecordedRun) -> None:
+    names = {"chain": "[a_b", "lvspec": "50% & #1\\ {$x^2~}"}
+    methods = [{**each, "label": names.get(each["label"], each["label"])} for each in run.header.config["methods"]]
+    header = replace(run.header, suite="two\nlines", config={**run.header.config, "methods": methods})
+    records = [replace(record, method=names.get(record.method, record.method)) for record in run.records]
+    text = latex(contents([replace(run, header=header, records=records)]))
+    comments, _, table = text.partition("\\begin")
+    assert all(line.startswith("%") for line in comments.split("\n") if line)
+    lines = table.splitlines()
+    assert lines[0] == "{tabular}{lrrrrrrr}"
+    assert [line for line in lines if line.startswith("\\")] == [
+        r"\toprule",
+        r"\midrule",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    rows = [line for line in lines if line.endswith(r" \\")]
+    assert len(rows) == 7
+    assert {len(re.split(r"(?<!\\)&", row)) for row in rows} == {8}
+    assert re.match(r"\{\[\}a\\_b & \d\.\d\d \{\\scriptsize \{\[\}\d\.\d\d, \d\.\d\d\]\} & ", rows[2])
+    assert any(
+        row.startswith(
+            r"50\% \& \#1\textbackslash{} \{\$x\textasciicircum{}2\textasciitilde{}\} {\scriptsize (lossy)} & "
+        )
+        for row in rows
+    )
+    assert r" & 100\% & " in text
 
 
 def test_tokens_know_the_step_that_emitted_them(run: RecordedRun) -> None:
@@ -249,11 +293,13 @@ def test_few_prompts_are_a_caution(prompts: int, words: str) -> None:
 def test_the_command_writes_page_and_tables_beside_the_run(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.exit_code == 0, result.output
-    assert result.stdout.split() == [str(folder / "report.html"), str(folder / "report.md")]
+    assert result.stdout.split() == [str(folder / f"report.{kind}") for kind in ("html", "md", "csv", "tex")]
     assert (folder / "report.md").read_text().count("| chain |") == 4  # all tasks, two tasks, scores
     out = tmp_path / "deep" / "page.html"
     result = CliRunner().invoke(app, ["report", str(folder), str(folder), "-o", str(out)])
     assert out.read_text().count('class="run"') == 2
+    refused = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "page.csv")]).exception
+    assert "give --out a name that ends in .html" in str(refused)
 
 
 @pytest.mark.usefixtures("without_figures")

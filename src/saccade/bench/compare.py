@@ -21,8 +21,6 @@ from saccade.bench.suites import BASELINE
 from saccade.wording import differences
 
 Verdict = Literal["faster", "slower", "no difference", "too few prompts", "yardstick"]
-RESAMPLES = 5000
-"""More than for a report: the interval of many comparisons at once reaches far into the tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +178,8 @@ class _Bar:
         changes = np.array([after[p] - before[p] for p in before if p in after and p in self.same])
         if not len(changes):
             return None, 0
-        tail = (1 - self.level) / 2
-        drawn = np.random.default_rng(0).integers(0, len(changes), (RESAMPLES, len(changes)))
-        low, high = np.quantile(np.median(changes[drawn], -1), [tail, 1 - tail])
-        value = float(np.median(changes))
-        return Estimate(math.exp(value), math.exp(float(low)), math.exp(float(high))), len(changes)
+        ratio = metrics.bootstrap(lambda taken: np.exp(np.median(changes[taken], -1)), len(changes), level=self.level)
+        return ratio, len(changes)
 
 
 def _times(records: Sequence[Record], yardstick: Sequence[Record] | None = None) -> dict[str, float]:

@@ -16,7 +16,6 @@ from saccade.bench.suites import BASELINE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-RESAMPLES = 2000
 LEVEL = 0.95
 FEWEST = next(n for n in range(2, 100) if 1 - 2 * 0.5**n >= LEVEL)
 """Prompts below which no interval between prompts covers a median with probability `LEVEL`: smallest to largest value
@@ -40,13 +39,14 @@ class Estimate:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0) -> Estimate:
+def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0, level: float = LEVEL) -> Estimate:
     """Estimate by resampling prompts (Efron 1979, percentile interval); ``statistic`` takes indices ``[R, count]``."""
     value = float(statistic(np.arange(count)[None])[0])
     if count < 2:
         return Estimate(value)
-    drawn = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    low, high = np.nanquantile(statistic(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    resamples = min(round(100 / (1 - level)), 5000)  # more where the interval reaches far into the tails
+    drawn = np.random.default_rng(seed).integers(0, count, (resamples, count))
+    low, high = np.nanquantile(statistic(drawn), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(value, float(low), float(high), count)
 
 

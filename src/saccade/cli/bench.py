@@ -326,7 +326,7 @@ def report(
     markdown: Path | None = option(None, "The tables; beside the page by default, ending in .md.", metavar="FILE"),
     prompts: int = option(4, "Most prompts per run in the token view.", min=0),
 ) -> None:
-    """Write one self-contained HTML page (no network), and its tables as Markdown.
+    """Write one self-contained HTML page (no network), and beside it its tables as Markdown, CSV and LaTeX.
 
     The page shows comparison tables with intervals, speed against quality, acceptance by depth, time per
     stage, and the answers token by token with the draft trees of every step. Needs the `report` extra.
@@ -334,18 +334,22 @@ def report(
     Example: `saccade report runs/quick`
     """
     from saccade.bench.records import read
+    from saccade.bench.report.exports import comma_separated, latex
     from saccade.bench.report.page import render
     from saccade.bench.report.tables import contents, document
 
-    for given in filter(None, (out, markdown)):
-        check_folder(given.parent, InputError, "choose another file")
+    out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
+    if out.suffix in (".md", ".csv", ".tex"):
+        raise InputError(f"{out} is the name of the page's tables; give --out a name that ends in .html.")
+    for path in filter(None, (out, markdown)):
+        check_folder(path.parent, InputError, "choose another file")
     with screen.waiting("Drawing"):
         content = contents([read(folder) for folder in runs])
-        page, tables = render(content, prompts), document(content)
+        texts = {out: render(content, prompts), markdown or out.with_suffix(".md"): document(content)}
+        texts |= {out.with_suffix(".csv"): comma_separated(content), out.with_suffix(".tex"): latex(content)}
     for run in content:
         screen.warn(*run.run.problems)
-    out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
-    for path, text in ((out, page), (markdown or out.with_suffix(".md"), tables)):
+    for path, text in texts.items():
         write_file(path, text, advice="choose another file with --out")
         print(path)
 

@@ -1,1 +1,1 @@
-"""Reports of benchmark runs as an HTML page and as Markdown."""
+"""Reports of benchmark runs as an HTML page, as Markdown, CSV and LaTeX."""

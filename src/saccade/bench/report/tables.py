@@ -314,8 +314,8 @@ def escape(text: str) -> str:
     return re.sub(r"([\\`*_|<>#&\[\]])", r"\\\1", " ".join(text.split()))
 
 
-_SHOWN = ("speed-up", "decoding only", "tokens/s", "block efficiency", "accepted length", "equal", "score")
-"""Columns of the comparison that fit a terminal."""
+SHOWN = ("speed-up", "decoding only", "tokens/s", "block efficiency", "accepted length", "equal", "score")
+"""Columns of the comparison that fit a terminal or a page."""
 
 
 def terminal(run: RecordedRun) -> Iterator[RichTable]:
@@ -325,7 +325,7 @@ def terminal(run: RecordedRun) -> Iterator[RichTable]:
     everything = groups(run)[0]
     compared = comparison(everything)
     spent = stages(everything)
-    kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in _SHOWN)]
+    kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in SHOWN)]
     shown = [["", *(compared.columns[place].name for place in kept[1:])]]
     for line in compared.rows:
         cells = [line.cells[place] for place in kept]
