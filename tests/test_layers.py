@@ -18,9 +18,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "saccade"
 LAYERS = [
     *(
         "errors",
+        "wording",
         "options",
         "files",
-        "wording",
         "resumable",
         "environment",
         "cpu",

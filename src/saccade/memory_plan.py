@@ -30,7 +30,7 @@ from saccade.inputs.families import family_of
 from saccade.loading import check_checkpoint, check_dtype, drafts_in_parallel, empty_model
 from saccade.options import make
 from saccade.target_model.adapter import Target
-from saccade.wording import nearest
+from saccade.wording import unknown_name
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def names() -> list[str]:
 def preset(name: str) -> Preset:
     """Return a preset."""
     if name not in _table():
-        raise InputError(f"There is no preset {name!r}; {nearest(name, names())}")
+        raise InputError(f"There is no preset {unknown_name(name, names())}.")
     return make(Preset, {"name": name, **_table()[name]}, "memory_plan.toml", error=InputError)
 
 

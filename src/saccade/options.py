@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from saccade.errors import MethodError, SaccadeError
+from saccade.wording import meant
 
 EXECUTORS = ("auto", "stock", "lean", "graphs", "openvino")
 """What may run a model's decoder (`saccade.target_model.executor`); auto is the fastest of those that fit."""
@@ -56,7 +57,9 @@ class Option:
         if expected := _mismatch(value, type(self.default)):
             raise MethodError(f"Option {name} of {owner} must be {expected}, not {value!r}.")
         if self.choices and value not in self.choices:
-            raise MethodError(f"Option {name} of {owner} must be one of {', '.join(self.choices)}, not {value!r}.")
+            hint = meant(value, self.choices)
+            choices = ", ".join(self.choices)
+            raise MethodError(f"Option {name} of {owner} must be one of {choices}, not {value!r}{hint}.")
         is_low = self.low is not None and (value < self.low or (self.beyond_low and value == self.low))
         if is_low or not (self.high is None or value <= self.high):
             words = f"in the range {self.range}" if self.high is not None else f"at least {self.low:g}"
@@ -116,7 +119,7 @@ def check_keys(
     unknown = next((key for key in table if key not in names), None)
     if unknown is not None:
         expected = ", ".join(prefix + name for name in names)
-        raise error(f"{where}: unknown key {prefix + unknown!r}; expected one of {expected}.")
+        raise error(f"{where}: unknown key {prefix + unknown!r}{meant(unknown, names)}; expected one of {expected}.")
 
 
 def check_whole(value: Any, least: int, name: str, where: str = "", error: type[SaccadeError] = SaccadeError) -> None:

@@ -64,6 +64,7 @@ from saccade.target_model.int8 import check_weights
 from saccade.target_model.linear import StepThreads
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
+from saccade.wording import unknown_name
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
 Adapters = Mapping[str, str | Path]
@@ -440,8 +441,8 @@ class VLM:
         other = copy.copy(self)
         if adapter != PRESENT:
             if adapter is not None and adapter not in self.adapters:
-                expected = ", ".join(self.adapters) or "none, since none was loaded"
-                raise InputError(f"There is no adapter {adapter!r}; expected one of {expected}.")
+                known = self.adapters or ["none, since none was loaded"]
+                raise InputError(f"There is no adapter {unknown_name(adapter, known)}.")
             other.adapter = adapter
             other.target = self._base if adapter is None else self.adapters[adapter]
             other._parts = replace(self._parts, target=other.target)

@@ -37,11 +37,16 @@ def renamed(message: str, names: Mapping[str, str]) -> str:
     return message
 
 
-def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
-    """The end of a message about an unknown name: the known names most like it, or all."""
+def meant(name: Any, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The known name that an unknown one is a slip of, as `` (did you mean chain?)``; empty where none is close."""
+    close = get_close_matches(str(name)[:100], list(known), 1, likeness)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def unknown_name(name: Any, known: Iterable[str]) -> str:
+    """An unknown name with what is known, as the end of a message: ``'chian' (did you mean chain?); expected ...``."""
     names = list(known)
-    near = get_close_matches(name, names, most, 0.4)
-    return f"the nearest are {', '.join(near)}." if near else f"there are {', '.join(names)}."
+    return f"{name!r}{meant(name, names)}; expected one of {', '.join(names)}"
 
 
 def parse_value(text: str) -> Any:

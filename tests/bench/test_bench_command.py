@@ -120,7 +120,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     ("arguments", "message"),
     [
         (("--suite", "quack"), "There is no suite 'quack'"),
-        (("--suite", "quick", "--methods", "warp"), "There is no method 'warp'"),
+        (("--suite", "quick", "--methods", "warp"), "Unknown method 'warp'; expected"),
         (("--suite", "quick", "--methods", ","), "No method was given"),
         (("--suite", "quick", "--repeats", "0"), "repeats must be a whole number of at least 1"),
         (("--suite", "quick", "--data", "gone.jsonl"), "each replace the suite's tasks"),

@@ -183,7 +183,7 @@ def test_the_command_compares_the_methods_of_one_run(folders: tuple[Path, Path])
     found = json.loads(run.invoke(app, ["compare", folder, "--json", "--against", "plain"]).stdout)
     assert (found["against"], found["slower"], found["undecided"]) == ("plain", [], [])
     for words, why in (
-        (["--against", "chian"], "has no method chian; the nearest are chain"),
+        (["--against", "chian"], "has no method 'chian' (did you mean chain?)"),
         (["--fail-if-slower"], "are for two runs"),
         ([folder, "--against", "plain"], "--against is for the methods of one run"),
     ):

@@ -116,7 +116,7 @@ def test_a_setting_is_a_command_of_methods_and_models_that_exist(name: str) -> N
 def test_a_setting_without_a_released_draft_model_asks_for_one_and_an_unknown_one_is_refused() -> None:
     assert "--drafter YOUR-DRAFT-VLM" in papers.command("tabed/llava-1.5-7b")
     assert "--drafter" not in papers.command("hivis/qwen2.5-vl-7b")
-    with pytest.raises(InputError, match=r"no setting 'lvspec/qwen-32b'; the nearest are lvspec/qwen2.5-vl-32b"):
+    with pytest.raises(InputError, match=r"no setting 'lvspec/qwen-32b' \(did you mean lvspec/qwen2.5-vl-32b\?\)"):
         papers.command("lvspec/qwen-32b")
     text = Path("tools/results/papers.toml").read_text(encoding="utf-8")
     assert len(tomllib.loads(text)) == text.count("\nsource = ")

@@ -87,7 +87,7 @@ def test_an_unreadable_file_is_one_sentence(tmp_path: Path) -> None:
     for name, message in (
         (str(tmp_path / "a.toml"), "is not valid TOML"),
         (str(tmp_path / "gone.toml"), "Cannot read the suite .*No such file"),
-        ("quack", "There is no suite 'quack'; expected one of quick, forms"),
+        ("quack", r"There is no suite 'quack' \(did you mean quick\?\); expected one of quick, forms"),
     ):
         with pytest.raises(SaccadeError, match=message):
             suites.load(name)
@@ -96,7 +96,7 @@ def test_an_unreadable_file_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ["warp"]}, "There is no method 'warp'; there are plain, chain"),
+        ({"methods": ["warp"]}, "Unknown method 'warp'; expected one of plain, chain"),
         ({"methods": [{"name": "chain", "beta": 3}]}, "Method chain has no option beta; its options are: draft_with"),
         ({"methods": [{"name": "chain", "gamma": 0}]}, "gamma of method chain must be at least 1"),
         ({"tasks": ["opera"]}, "There is no pocket task 'opera'"),

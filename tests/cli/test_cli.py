@@ -54,6 +54,14 @@ def test_help_teaches(shell: Shell, arguments: tuple[str, ...], words: str) -> N
         (["generate", "-n", "many", "x"], "Invalid value for '--max-new-tokens'"),
         (["generate", "-t"], "Option '-t' requires an argument; see `saccade"),
         (["methods", "warp"], "Unknown method 'warp'; expected one of plain, chain"),
+        (["methods", "sgae"], "Unknown method 'sgae' (did you mean sage?); expected one of plain, chain"),
+        (
+            ["generate", "--gamma", "5", "x"],
+            "No such option: --gamma; options of methods are given with --set, such as",
+        ),
+        (["generate", "--gamma", "5", "x"], "such as --set gamma=5; see `saccade generate --help`."),
+        (["chat", "--max-ngram=2"], "such as --set max_ngram=2; see"),
+        (["train", "eagle2", "--gamma", "5"], "No such option: --gamma (Possible options: --data); see `saccade train"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(shell: Shell, arguments: list[str], words: str) -> None:
@@ -117,8 +125,12 @@ def test_the_shell_completes_names_that_this_version_knows(
 
 @pytest.mark.parametrize(
     ("words", "line", "shown"),
-    [(["generate", "--nope"], None, ""), ([], "saccade generate -m dyn", "dynamic-tree\n")],
-    ids=["wrong", "completion"],
+    [
+        (["generate", "--nope"], None, ""),
+        (["generate", "--gamma", "5", "x"], None, ""),
+        ([], "saccade generate -m dyn", "dynamic-tree\n"),
+    ],
+    ids=["wrong", "setting", "completion"],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(words: list[str], line: str | None, shown: str) -> None:
     """Wrong arguments answer at once; completion runs at every press of the key."""
@@ -134,6 +146,32 @@ except SystemExit:
     environment = {**os.environ, **(completion if line else {})}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == f"{shown}[]\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "generate -t pocket -i none.png x -m dynamictree",
+            "Unknown method 'dynamictree' (did you mean dynamic-tree?)",
+        ),
+        ("generate -t pocket -i none.png x -m chain --set gama=5", "no option gama (did you mean gamma?)"),
+        ("serve -t pocket --set gama=5", "No method has an option gama (did you mean gamma?); `saccade methods NAME`"),
+        ("bench --suite quik", "There is no suite 'quik' (did you mean quick?)"),
+        ("bench --suite quick --methods chian", "Unknown method 'chian' (did you mean chain?)"),
+        ("train hivsi -t pocket --data x -o y", "There is no recipe 'hivsi' (did you mean hivis?)"),
+    ],
+)
+def test_a_slip_in_a_name_is_answered_before_torch_is_imported(line: str, words: str) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from saccade.cli import main
+main({line.split()})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
 
 
 def test_every_data_set_has_a_line_with_its_papers(shell: Shell) -> None:

@@ -367,7 +367,7 @@ def test_what_is_wrong_is_one_sentence_with_exit_code_2(shell: Shell, image: str
         "Method plain takes no drafter": f"{pair} -m plain ?",
         "Method chain needs a draft model; give one with drafter=... (--drafter": f"{llava} -m chain ?",
         "has another tokenizer than the target": f"{llava} -d {ready('llama-swapped')} ?",
-        "Method auto has no option size; its options are: draft_with, tree, gamma": f"{pair} --set size=3 ?",
+        "No method has an option size; `saccade methods NAME` lists a method's options": f"{pair} --set size=3 ?",
         "Method auto has the option store (--suffix-store) with draft_with=suffix only": f"{pair} --suffix-store a ?",
         "--set takes NAME=VALUE, such as gamma=7, not 'gamma'": f"{pair} --set gamma ?",
         "--temperature 0 is greedy decoding, which --sample is not": f"{llava} --temperature 0 --sample ?",

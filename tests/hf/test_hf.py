@@ -426,7 +426,10 @@ def test_assistant_inputs_are_refused_where_nobody_reads_them() -> None:
         (lambda: speculate("path/to/model"), "is not a trained head; give the folder or hub id of one, or a loaded"),
         (lambda: speculate(ModelDrafter(Target(model("llama")), Chain(2)), "chain"), "ready-made drafter"),
         (lambda: speculate(None, "eagle2"), "needs a trained eagle2 head; give its folder with drafter="),
-        (lambda: speculate(model("llama"), gama=3), "no option gama; its options are: draft_with, tree, gamma"),
+        (
+            lambda: speculate(model("llama"), gama=3),
+            r"no option gama \(did you mean gamma\?\); its options are: draft_with, tree, gamma",
+        ),
         (
             lambda: speculate(model("llama"), assistant_model=model("llama")),
             "drafter and assistant_model are two names",

@@ -51,7 +51,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "needs logprobs"),
     ({"response_format": {"type": "json_schema"}}, "json_schema"),
     ({"stream_options": {"include_usage": True}}, "needs stream"),
-    ({"speculation": "warp"}, "There is no method 'warp' here; expected one of off, short"),
+    ({"speculation": "warp"}, "This server has no method 'warp'; expected one of off, short"),
     ({"speculation": {"method": "chain", "gamma": 10_000}}, "at most 64"),
     ({"speculation": {"method": "chain", "gamma": 0}}, "gamma"),
     ({"speculation": {"method": "tabed", "captioner": "/etc"}}, "captioner is no option that a request"),

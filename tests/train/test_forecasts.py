@@ -147,11 +147,11 @@ def test_a_plan_with_a_preset_needs_neither_weights_nor_answers(shell: Shell, tm
     assert "Cannot read the answers" in shell(*made, "--plan").complaint
     (tmp_path / "none").touch()
     assert "has no weights" in shell(*made, "--plan").complaint
-    assert "the nearest are 24gb" in shell(*made, "--preset", "24", "--plan").complaint
+    assert "preset '24' (did you mean 24gb?); expected" in shell(*made, "--preset", "24", "--plan").complaint
 
 
 def test_presets_and_targets_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    for preset, near in (("24g", "nearest are 24gb"), ("80", "nearest are 80gb"), ("huge", "there are 24gb, 80gb")):
+    for preset, near in (("24g", "mean 24gb"), ("80", "mean 80gb"), ("huge", "expected one of 24gb, 80gb")):
         with pytest.raises(InputError, match=near):
             machine.preset(preset)
     for target, message in ((SHAPES / "llama-68m", "pictures of"), (tmp_path, "config.json")):

@@ -85,7 +85,7 @@ def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batchsize": 8}, r"unknown key 'batchsize'; expected one of batch_size"),
+        ({"batchsize": 8}, r"unknown key 'batchsize' \(did you mean batch_size\?\); expected one of batch_size"),
         ({"stage1.speed": 8}, r"unknown key 'stage1.speed'"),
         ({"stage3.steps": 8}, r"no setting 'stage3.steps'; groups are head, loss, and stage1 to stage2"),
         ({"batch_size": "big"}, r"batch_size must be a whole number, not 'big'"),
@@ -107,7 +107,7 @@ def test_a_number_will_do_for_dreams_layer_as_the_command_line_and_toml_make_one
         ({"loss.k": -3}, r"loss.k is -3; it must be at least 1"),
         ({"loss.top": "much"}, r"loss.top must be a number, not 'much'"),
         ({"loss.states": -0.5}, r"loss.states is -0.5; it must be at least 0"),
-        ({"kind": "mediocre"}, r"Nothing of kind 'mediocre' can be trained; choose eagle2 or "),
+        ({"kind": "mediocre"}, r"There is no training of 'mediocre'; expected one of eagle2, "),
         ({"head": 1}, r"head must be a table, not 1"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_setting_that_cannot_be_is_refused_in_a_sentence(settings: dict[str, A
 
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"choose one of .*eagle2, .*hivis.*, or give a TOML file"):
+    with pytest.raises(TrainingError, match=r"expected one of .*eagle2, .*hivis.*, or give a TOML file"):
         read_recipe("none")
     (tmp_path / "a.toml").write_text("kind = ")
     with pytest.raises(TrainingError, match="is not valid TOML"):

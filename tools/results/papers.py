@@ -14,7 +14,7 @@ import typer
 
 from saccade.cli import execute
 from saccade.errors import InputError
-from saccade.wording import nearest
+from saccade.wording import unknown_name
 from tools.results.catalogue import SUITES
 
 ALONE = "none"
@@ -28,7 +28,7 @@ app = typer.Typer(name="tools.results.papers", add_completion=False)
 def command(name: str) -> str:
     """Return the command of a setting, without a draft model where the paper's authors trained their own."""
     if name not in SETTINGS:
-        raise InputError(f"There is no setting {name!r}; {nearest(name, SETTINGS)}")
+        raise InputError(f"There is no setting {unknown_name(name, SETTINGS)}.")
     setting = SETTINGS[name]
     drafter, longest = setting.get("drafter", ""), setting.get("max_new_tokens")
     options = {

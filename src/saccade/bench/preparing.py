@@ -167,8 +167,6 @@ def as_json(content: dict[str, Any]) -> dict[str, Any]:
 
 def lacking(entry: MethodEntry) -> str:
     """Reason why this version of Saccade lacks a method with these options; empty when it has it."""
-    if entry.name not in methods.METHODS:
-        return f"There is no method {entry.name!r}; there are {', '.join(methods.METHODS)}."
     try:
         methods.options(entry.name, entry.options)
     except MethodError as problem:

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from saccade.errors import InputError
+from saccade.wording import unknown_name
 
 Score = Callable[[str], dict[str, float]]
 """Score of an answer from 0 to 1, by kind of fact."""
@@ -30,9 +31,7 @@ def check(name: str) -> None:
     if is_users(name):
         users(name)
     elif name and name not in _SCORERS:
-        raise InputError(
-            f"There is no scorer {name!r}; expected one of {', '.join(_SCORERS)}, or your own as module:function."
-        )
+        raise InputError(f"There is no scorer {unknown_name(name, _SCORERS)}, or your own as module:function.")
 
 
 def users(name: str) -> UserScorer:

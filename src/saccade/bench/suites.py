@@ -10,12 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from saccade import methods
 from saccade.bench import expectations, judge
 from saccade.bench.judge import read_table
 from saccade.data import catalogue
 from saccade.errors import SaccadeError
 from saccade.options import check_keys, check_whole, make
-from saccade.wording import parse_value
+from saccade.wording import parse_value, unknown_name
 
 BASELINE = "plain"
 """Method that all others are compared with; part of every suite."""
@@ -118,9 +119,7 @@ def load(name: str) -> Suite:
     if path.suffix == ".toml":
         return parse(read_table(path, "suite"), path.stem, name)
     if name not in NAMES:
-        raise SaccadeError(
-            f"There is no suite {name!r}; expected one of {', '.join(NAMES)}, or the path of a .toml file."
-        )
+        raise SaccadeError(f"There is no suite {unknown_name(name, NAMES)}, or the path of a .toml file.")
     text = (resources.files("saccade.bench") / "suites" / f"{name}.toml").read_text(encoding="utf-8")
     return parse(tomllib.loads(text), name, f"{name}.toml")
 
@@ -236,7 +235,9 @@ def _with_options(text: str, known: Mapping[str, MethodEntry]) -> MethodEntry:
                 f"The method {text!r} has an option {pair!r}; expected NAME=VALUE, such as sage:total=25."
             )
         options[key] = parse_value(value)
-    return replace(entry, label=label or text, options={**entry.options, **options})
+    options = {**entry.options, **options}
+    methods.options(entry.name, options)  # a mistake shows before torch is imported
+    return replace(entry, label=label or text, options=options)
 
 
 def choose_tasks(suite: Suite, wanted: Iterable[str]) -> Suite:

@@ -17,7 +17,7 @@ from saccade.cli.option_groups import PairOptions, group, method_names, option, 
 from saccade.errors import InputError
 from saccade.files import check_folder, is_profile, write_file
 from saccade.profile import Profile
-from saccade.wording import count, duration, listed, nearest
+from saccade.wording import count, duration, listed, unknown_name
 
 if TYPE_CHECKING:
     from saccade.bench.compare import Comparison
@@ -417,7 +417,7 @@ def _compare_methods(folder: Path, against: str | None, level: float, margin: fl
     if len(lossless) < 2:
         raise InputError(f"The run in {folder} has fewer than two methods; there is nothing to compare.")
     if against not in (None, *lossless):
-        raise InputError(f"The run in {folder} has no method {against}; {nearest(str(against), lossless)}")
+        raise InputError(f"The run in {folder} has no method {unknown_name(against, lossless)}.")
     compared = compare_methods(run, against, level=level, margin=margin)
     yardstick = next(each for each in compared.changes if each.verdict == "yardstick")
     name, undecided = yardstick.method, compared.undecided

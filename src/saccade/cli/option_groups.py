@@ -16,6 +16,7 @@ from typer.models import OptionInfo
 
 from saccade.cli import screen
 from saccade.errors import InputError, SaccadeError
+from saccade.methods import METHODS, check
 from saccade.options import EXECUTORS, STORED
 from saccade.wording import parse_value, renamed
 
@@ -73,9 +74,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def spread_command(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{each: values.pop(each) for each in kind.OPTIONS})
         try:
+            for name, kind in groups.items():
+                values[name] = kind(**{each: values.pop(each) for each in kind.OPTIONS})
             command(**values)
         except SaccadeError as problem:
             if DecodingOptions not in groups.values():  # others' names are keys of files
@@ -90,8 +91,6 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 def method_names(incomplete: str) -> list[tuple[str, str]]:
     """Complete the last method of a list with commas in a shell, without loading torch."""
-    from saccade.methods import METHODS
-
     before, comma, last = incomplete.rpartition(",")
     return [(f"{before}{comma}{name}", each.summary) for name, each in METHODS.items() if name.startswith(last)]
 
@@ -184,6 +183,9 @@ class ModelOptions(PairOptions):
     method: str | None = option(None, "See `saccade methods`; by default what fits.", "-m", autocompletion=method_names)
     set_: list[str] | None = option(None, "An option of the method, such as `gamma=7`.", metavar="NAME=VALUE")
     suffix_store: str | None = option(None, "Earlier answers of method `suffix`, kept across runs.", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check(self.method, self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:

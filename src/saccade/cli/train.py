@@ -11,6 +11,7 @@ import typer
 
 from saccade.cli import screen
 from saccade.cli.option_groups import TargetOptions, group, option, place_of, settings
+from saccade.draft.heads.registry import check_recipe
 from saccade.errors import InputError, TrainingError
 from saccade.files import check_folder
 from saccade.wording import count
@@ -63,6 +64,7 @@ def train(
         raise InputError(f"--resume takes auto or never, not {chosen.resume!r}.")
     if on_bad_line not in ("stop", "skip"):
         raise InputError(f"--on-bad-line takes stop or skip, not {on_bad_line!r}.")
+    check_recipe(recipe)
     with screen.waiting("Starting"):
         from saccade import memory_plan
         from saccade.train.processes import Processes

@@ -6,7 +6,6 @@ import string
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from saccade.errors import InputError
 from saccade.options import check_whole
+from saccade.wording import meant
 
 PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE", "tabed": "TABED"}
 """Names of the papers by the word behind ``@``."""
@@ -145,11 +145,9 @@ def find(name: str) -> DataSet:
         return DataSet(Path(name).stem or name, name, split="train")
     if name.count("/") == 1 and not at:
         return DataSet(name.rpartition("/")[2], name)
-    near = get_close_matches(base, names(), n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
     raise InputError(
-        f"There is no data set {name!r}{hint}; give one of `saccade datasets`, a hub id such as OWNER/NAME, or an "
-        "existing folder or file."
+        f"There is no data set {name!r}{meant(base, names())}; give one of `saccade datasets`, a hub id such as "
+        "OWNER/NAME, or an existing folder or file."
     )
 
 

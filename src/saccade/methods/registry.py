@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.errors import MethodError, SaccadeError
-from saccade.methods.settings import ADDED, ALIASES, LOSSLESS_RULE, Needs, fit, needs, resolved
+from saccade.methods.settings import ADDED, ALIASES, LOSSLESS_RULE, Needs, fit, known_options, needs, resolved
+from saccade.wording import meant, unknown_name
 
 if TYPE_CHECKING:
     from saccade.engine import Engine
@@ -154,7 +155,7 @@ METHODS: dict[str, Method] = {
 def get(name: str) -> Method:
     """Return the method of a name."""
     if name not in METHODS:
-        raise MethodError(f"Unknown method {name!r}; expected one of {', '.join(METHODS)} (see `saccade methods`).")
+        raise MethodError(f"Unknown method {unknown_name(name, METHODS)} (see `saccade methods`).")
     return METHODS[name]
 
 
@@ -168,6 +169,16 @@ def default(has_draft_model: bool, chosen: Iterable[str] = ()) -> str:
 def options(name: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option of a method with its value: the given ones, else its defaults."""
     return resolved(name, get(name).settings, chosen)
+
+
+def check(name: str | None, chosen: Mapping[str, Any]) -> None:
+    """Refuse a method that does not exist, and options that it has not, or without a name that no method has."""
+    chosen = {option: value for option, value in chosen.items() if option != "head"}  # which is no option
+    if name is not None:
+        options(name, chosen)
+    elif wrong := next((option for option in chosen if option not in known_options()), None):
+        hint = meant(wrong, known_options())
+        raise MethodError(f"No method has an option {wrong}{hint}; `saccade methods NAME` lists a method's options.")
 
 
 def build(name: str, parts: Models, **chosen: Any) -> Engine:

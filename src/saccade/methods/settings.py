@@ -13,6 +13,7 @@ from saccade import options as groups
 from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import MethodError
 from saccade.options import Option, options_of
+from saccade.wording import meant
 
 LOSSLESS_RULE = "exact"
 TREE_OPTIONS: dict[str, type] = {
@@ -200,7 +201,12 @@ def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
     if known and needed:
         groups = " or ".join(needed)
         return f"Method {method} has the option {name} with {groups} only; give that too, or leave {name} out."
-    return f"Method {method} has no option {name}; its options are: {', '.join(known) or 'none'}."
+    return f"Method {method} has no option {name}{meant(name, known)}; its options are: {', '.join(known) or 'none'}."
+
+
+def known_options() -> set[str]:
+    """Return the names of the options of all methods."""
+    return set(ALIASES).union(*GROUPS.values())
 
 
 Needs = Literal["nothing", "draft model", "head"]

@@ -10,6 +10,7 @@ from PIL import Image
 
 from saccade.errors import InputError
 from saccade.pocket.labels import Labels, no_labels
+from saccade.wording import meant
 
 IMAGE_MARK = "<image>"
 """Place of a picture within a question; without marks all pictures come first."""
@@ -137,8 +138,8 @@ def lacks(task: str, grammar: str = "dense") -> str:
     """Return why a task cannot be drawn in a grammar, as a sentence; empty when it can."""
     if task not in WORLD:
         return (
-            f"There is no pocket task {task!r}; the tasks are {', '.join(WORLD)}. In a checkout of the repository, "
-            "`python -m tools.pocket.world` runs every command of saccade with more of them."
+            f"There is no pocket task {task!r}{meant(task, WORLD)}; the tasks are {', '.join(WORLD)}. In a checkout of "
+            "the repository, `python -m tools.pocket.world` runs every command of saccade with more of them."
         )
     if grammar not in WORLD[task].grammars:
         return f"The pocket task {task!r} has no grammar {grammar!r}; it has {', '.join(WORLD[task].grammars)}."

@@ -37,6 +37,7 @@ from saccade.serve.schemas import (
 )
 from saccade.serve.tools import CallPolicy, policy_of
 from saccade.serve.workers import PromptWorkers
+from saccade.wording import unknown_name
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -120,8 +121,8 @@ class ServedModel:
         if not isinstance(name, str):
             raise invalid("speculation.method must be the name of a method.", "speculation.method")
         if name not in ("", *self.profiles) and (not self.entry.open_methods or name not in methods.METHODS):
-            expected = ", ".join([*self.profiles, *self.open_methods])
-            raise invalid(f"There is no method {name[:60]!r} here; expected one of {expected}.", "speculation.method")
+            known = unknown_name(name[:60], [*self.profiles, *self.open_methods])
+            raise invalid(f"This server has no method {known}.", "speculation.method")
         for option, value in options.items():
             self._check_option(name, option, value)
         return name, options

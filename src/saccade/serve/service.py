@@ -26,6 +26,7 @@ from saccade.serve.monitoring import Metrics
 from saccade.serve.owner import Owner
 from saccade.serve.refusals import Json, Refusal, refusal_of, too_many
 from saccade.serve.workers import PromptWorkers
+from saccade.wording import unknown_name
 
 if TYPE_CHECKING:
     from saccade.vlm import VLM
@@ -92,7 +93,7 @@ class Service:
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
-            message = f"The model {name[:100]!r} is not served here; expected one of {', '.join(self.models)}."
+            message = f"This server has no model {unknown_name(name[:100], self.models)}."
             raise Refusal(404, message, "not_found", code="model_not_found", param="model")
         return self.models[name]
 

@@ -11,6 +11,7 @@ import torch
 
 from saccade.distill.folder import place_of
 from saccade.draft.heads.head import HeadConfig, empty_head
+from saccade.draft.heads.registry import DRAFT_VLM
 from saccade.errors import TrainingError
 from saccade.memory_plan import ARITHMETIC, BANDWIDTH, Lengths, ModelSize, Preset, assumed, of_answers
 from saccade.target_model.sharding import held
@@ -19,7 +20,7 @@ from saccade.train.batches import AHEAD
 from saccade.train.draft_vlm import check_recipe, joined_config
 from saccade.train.objectives.losses import LOGITS
 from saccade.train.processes import BUCKET
-from saccade.train.recipe import DRAFT_VLM, Recipe
+from saccade.train.recipe import Recipe
 from saccade.train.trainer import Trainer
 from saccade.wording import duration
 

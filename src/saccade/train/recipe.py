@@ -10,19 +10,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from saccade.draft.heads.registry import HEAD_KINDS, part_of
+from saccade.draft.heads.registry import DRAFT_VLM, HEAD_KINDS, check_recipe, part_of, trained_kinds
 from saccade.errors import TrainingError
 from saccade.options import check_keys, make
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Objective
+from saccade.wording import unknown_name
 
 T = TypeVar("T")
 
 EPOCHS = 10
 """Most epochs of a built-in recipe: with few answers it has fewer steps, with many as many as it says."""
-
-DRAFT_VLM = "draft-vlm"
-"""Kind of a draft VLM, the one trained drafter that is not a head."""
 
 PACE = ("checkpoint_every", "validate_every", "log_every", "micro_batch", "recompute")
 """Settings that may change when a run is resumed: they do not affect supervision."""
@@ -81,7 +79,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.kind not in trained_kinds():
-            raise TrainingError(f"Nothing of kind {self.kind!r} can be trained; choose {' or '.join(trained_kinds())}.")
+            raise TrainingError(f"There is no training of {unknown_name(self.kind, trained_kinds())}.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise TrainingError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
@@ -196,11 +194,6 @@ def from_dict(content: Mapping[str, Any]) -> Recipe:
     return _made(Recipe, {**content, "stages": tuple(stages)})
 
 
-def trained_kinds() -> tuple[str, ...]:
-    """Kinds that can be trained; each is the name of its built-in recipe, too."""
-    return (*HEAD_KINDS, DRAFT_VLM)
-
-
 def objective_of(kind: str) -> type[Any]:
     """The dataclass of a kind's loss settings; a head's is an `Objective`."""
     return DraftVlmObjective if kind == DRAFT_VLM else part_of(kind, "objective")
@@ -208,15 +201,14 @@ def objective_of(kind: str) -> type[Any]:
 
 def read_recipe(name: str) -> Recipe:
     """The built-in recipe of a kind, or one from a TOML file."""
+    check_recipe(name)
     built_in = name in trained_kinds()
     file = (HEAD_KINDS[name].recipe if name in HEAD_KINDS else "") or name
     place: Any = files("saccade.train") / "recipes" / f"{file}.toml" if built_in else Path(name).expanduser()
     try:
         content = tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError:
-        raise TrainingError(
-            f"There is no recipe {name!r}; choose one of {', '.join(trained_kinds())}, or give a TOML file."
-        ) from None
+        raise TrainingError(f"The recipe {name} cannot be read; give a file that can.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise TrainingError(f"The recipe {name} is not valid TOML: {problem}.") from problem
     return from_dict({"epochs": EPOCHS, **content, "kind": name} if built_in else content)

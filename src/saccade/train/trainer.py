@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from saccade.draft.heads.registry import DRAFT_VLM
 from saccade.errors import TrainingError
 from saccade.files import check_folder, make_folder, recover, write_folder
 from saccade.inputs.processor import InputProcessor
@@ -28,7 +29,7 @@ from saccade.train.log import Log, check_wandb
 from saccade.train.objectives.losses import Tally, recomputing
 from saccade.train.optimiser import Optimiser, precision_on, rate_at
 from saccade.train.processes import Processes
-from saccade.train.recipe import DRAFT_VLM, PACE, Recipe, Stage
+from saccade.train.recipe import PACE, Recipe, Stage
 from saccade.train.validate import Measure
 
 _CHECKPOINTS = "checkpoints"

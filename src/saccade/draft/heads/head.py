@@ -18,6 +18,7 @@ from saccade.options import make
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
 from saccade.target_model.traits import of_layer
+from saccade.wording import meant
 
 MARK = "saccade_head"
 """Key of the kind in a head's config.json; no other checkpoint has it."""
@@ -94,7 +95,8 @@ class HeadConfig:
         unknown = sorted(set(options) - set(known)) if mlp is None or head.gated else ["mlp"]
         if unknown:
             raise ModelError(
-                f"The {kind} head has no option {unknown[0]}; its options are: {', '.join(known) or 'none'}."
+                f"The {kind} head has no option {unknown[0]}{meant(unknown[0], known)}; its options are: "
+                f"{', '.join(known) or 'none'}."
             )
         if mlp is not None and not (isinstance(mlp, int) and mlp > 0):
             raise ModelError(f"The width of a head's MLP is a whole number from 1, not {mlp!r}.")

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from saccade.errors import ModelError
+from saccade.errors import ModelError, TrainingError
+from saccade.wording import unknown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,23 @@ def head_class(kind: str) -> type[Any]:
 def part_of(kind: str, part: str) -> type[Any]:
     """The class of a kind's ``head``, ``session``, ``objective`` or ``feeder``; `ModelError` for other kinds."""
     if kind not in HEAD_KINDS:
-        raise ModelError(f"There is no drafter head of the kind {kind!r}; expected one of {', '.join(HEAD_KINDS)}.")
+        raise ModelError(f"There is no drafter head of the kind {unknown_name(kind, HEAD_KINDS)}.")
     name: str = getattr(HEAD_KINDS[kind], part)
     package = "saccade.draft.heads" if part in ("head", "session") else "saccade.train.objectives"
     module, _, attribute = name.partition(":") if ":" in name else f"{package}.{name}".rpartition(".")
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+DRAFT_VLM = "draft-vlm"
+"""Kind of a draft VLM, the one trained drafter that is not a head."""
+
+
+def trained_kinds() -> tuple[str, ...]:
+    """Kinds that can be trained; each is the name of its built-in recipe, too."""
+    return (*HEAD_KINDS, DRAFT_VLM)
+
+
+def check_recipe(name: str) -> None:
+    """Refuse a recipe that is neither built in nor a file."""
+    if name not in trained_kinds() and not Path(name).expanduser().is_file():
+        raise TrainingError(f"There is no recipe {unknown_name(name, trained_kinds())}, or give a TOML file.")
