@@ -19,7 +19,7 @@ from saccade import files
 from saccade.bench import metrics
 from saccade.bench.headline import cautions, headline
 from saccade.bench.records import RecordedRun, read
-from saccade.bench.report import tables
+from saccade.bench.report import figures, tables
 from saccade.bench.report.exports import comma_separated, latex
 from saccade.bench.report.page import embed, render, shown_prompts
 from saccade.bench.report.tables import contents, document
@@ -140,6 +140,20 @@ def test_latex_is_a_table_of_booktabs_whose_names_are_escaped(run: RecordedRun) 
     assert r" & 100\% & " in text
 
 
+def test_speeds_of_lossless_methods_are_bars_and_only_lossy_ones_are_drawn_against_quality(run: RecordedRun) -> None:
+    everything = tables.groups(run)[0]
+    lossless = tables.Group("all", {m: r for m, r in everything.results.items() if r.lossless})
+    bars, _ = figures.draw(lossless, "a")
+    assert bars.title == "Speed-up of lossless methods"
+    speeds = {m: str(r.speedup) for m, r in lossless.results.items() if m != "plain"}
+    said = re.findall(r"([a-z-]+): ([\d.]+ \[[\d., ]+\])", bars.drawing)
+    assert dict(said) == speeds
+    assert [float(each.split()[0]) for _, each in said] == sorted(float(s.split()[0]) for s in speeds.values())[::-1]
+    assert [plot.title for plot in figures.draw(everything, "b")][:2] == ["Speed against quality", bars.title]
+    plain = tables.Group("one", {"plain": everything.results["plain"]})
+    assert figures.draw(plain, "c") == []
+
+
 def test_tokens_know_the_step_that_emitted_them(run: RecordedRun) -> None:
     for prompt in shown_prompts(run, 2):
         for answer in prompt.answers:
@@ -221,6 +235,7 @@ def test_runs_that_lack_something_have_a_report_with_unique_ids(run: RecordedRun
     assert len(ids) == len(set(ids))
     text = render(contents([bare]))
     assert "Speed against quality" not in text
+    assert "Speed-up of lossless methods" not in text
     assert "Acceptance by depth" in text
     write_run(tmp_path / "run", prompts=1, methods=[])
     with pytest.raises(SaccadeError, match="no readable record"):

@@ -67,7 +67,7 @@ def test_the_page_opens_without_console_errors_with_tables_figures_and_token_vie
     assert console == []
     assert re.search(r'<p id="trouble" role="alert" hidden="">\s*</p>', document)
     assert document.count("<table") == page.count("<table")
-    assert document.count('<figure class="plot">') == 2
+    assert document.count('<figure class="plot">') == 3
     assert 'src="data:image/png;base64,' in document
     shown = re.findall(r'<section class="answer[^>]*data-method="([^"]+)">', document)
     assert shown[0] == "chain"  # one prompt and one method are shown, the rest wait

@@ -83,15 +83,8 @@ def compare(
         for run in (a, b)
     ]
     only = {"A": [m for m in before if m not in after], "B": [m for m in after if m not in before]}
-    return Comparison(
-        [bar.change(method, before[method], after[method]) for method in shared],
-        relative,
-        level,
-        margin,
-        bar.fewest,
-        list(differences(settings[0], settings[1])),
-        only,
-    )
+    changes = [bar.change(method, before[method], after[method]) for method in shared]
+    return Comparison(changes, relative, level, margin, bar.fewest, list(differences(settings[0], settings[1])), only)
 
 
 def compare_methods(
@@ -115,12 +108,8 @@ def compare_methods(
 def _fastest(run: RecordedRun) -> str:
     """The fastest lossless method by its median, or the fastest where none is lossless."""
     results = metrics.by_method(run.records)
-
-    def speed(method: str) -> tuple[bool, float]:
-        estimate = results[method].speedup or results[method].rate
-        return results[method].lossless, estimate.value if estimate is not None else 0.0
-
-    return max(results, key=speed)
+    speeds = {m: (r.lossless, (r.speedup or r.rate or Estimate(0)).value) for m, r in results.items()}
+    return max(speeds, key=speeds.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,8 +328,9 @@ def report(
 ) -> None:
     """Write one self-contained HTML page (no network), and beside it its tables as Markdown, CSV and LaTeX.
 
-    The page shows comparison tables with intervals, speed against quality, acceptance by depth, time per
-    stage, and the answers token by token with the draft trees of every step. Needs the `report` extra.
+    The page shows comparison tables with intervals, speed-ups as bars, speed against quality where some are lossy,
+    acceptance by depth, time per stage, and the answers token by token with the draft trees of every step. Needs the
+    `report` extra.
 
     Example: `saccade report runs/quick`
     """
