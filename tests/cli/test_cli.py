@@ -148,6 +148,17 @@ except SystemExit:
     assert done.stdout == f"{shown}[]\n"
 
 
+def test_python_has_nothing_to_collect_at_the_end_of_a_command() -> None:
+    code = """
+import atexit, gc
+atexit.register(lambda: print(gc.get_freeze_count() > 1000))
+from saccade.cli import main
+main(["--version"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{__version__}\nTrue\n"
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

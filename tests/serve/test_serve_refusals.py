@@ -179,6 +179,10 @@ def test_other_paths_methods_and_content_types_have_errors_in_the_same_form(shar
         answered, _, body = shared.call(method, path)
         assert answered == status
         assert json.loads(body)["error"]["code"] == "not_found"
+    for path in ("/v1/files", "/v1/batches"):
+        status, _, body = shared.call("POST", path, b"{}")
+        assert status == 404
+        assert "`saccade batch FILE" in json.loads(body)["error"]["message"]
     status, _, body = shared.call(
         "POST", "/v1/chat/completions", json.dumps(HELLO).encode(), {"content-type": "text/plain"}
     )

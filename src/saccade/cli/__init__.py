@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 import typer
 
 from saccade.cli import batch, bench, chat, generate, methods, serve, train
 from saccade.cli.option_groups import option, spread, with_local_ray
 from saccade.errors import InputError, SaccadeError
-from saccade.methods.settings import known_options
+from saccade.methods.settings import as_setting
 
 if "OMP_WAIT_POLICY" not in os.environ:  # which the count would override
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # threads wait for the next product, then sleep
+atexit.register(gc.freeze)  # for the last collection, two seconds with torch, there is nothing left
 IMPORTED = "SACCADE_IMPORT"
 app = typer.Typer(
     name="saccade",
@@ -95,18 +96,9 @@ def execute(commands: typer.Typer, name: str, arguments: Sequence[str] | None = 
             raise
         context = getattr(problem, "ctx", None)  # of typer's errors: an unknown command, a missing option
         command, words = context.command_path if context else "saccade", problem.format_message().split()
-        hint = _setting(problem, context, arguments or sys.argv[1:])
+        takes = {each.name for each in context.command.params} if context else set()
+        option = str(getattr(problem, "option_name", ""))
+        hint = as_setting(option, arguments or sys.argv[1:]) if {"method", "set_"} <= takes else ""
         print(f"saccade: {' '.join(words).rstrip('.?')}{hint}; see `{command} --help`.", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _setting(problem: Exception, context: Any, arguments: Sequence[str]) -> str:
-    """How an option of a method is given, where it was given as one of the command."""
-    option = str(getattr(problem, "option_name", ""))
-    name = option.lstrip("-").replace("-", "_")
-    takes = {each.name for each in context.command.params} if context else set()
-    if not {"method", "set_"} <= takes or name not in known_options():
-        return ""
-    given = re.search(rf"{option}[ =](\S+)", " ".join(arguments))
-    return f"; options of methods are given with --set, such as --set {name}={given[1] if given else 'VALUE'}"

@@ -6,7 +6,8 @@ that every accepted option has an effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from saccade import options as groups
@@ -207,6 +208,15 @@ def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
 def known_options() -> set[str]:
     """Return the names of the options of all methods."""
     return set(ALIASES).union(*GROUPS.values())
+
+
+def as_setting(option: str, arguments: Sequence[str]) -> str:
+    """How an option of a method is given that was given as one of a command; empty for others."""
+    name = option.lstrip("-").replace("-", "_")
+    if name not in known_options():
+        return ""
+    given = re.search(rf"{option}[ =](\S+)", " ".join(arguments))
+    return f"; options of methods are given with --set, such as --set {name}={given[1] if given else 'VALUE'}"
 
 
 Needs = Literal["nothing", "draft model", "head"]

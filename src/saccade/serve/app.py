@@ -198,6 +198,8 @@ def make_app(config: ServerConfig, vlms: Sequence[VLM]) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+        if request.url.path.startswith(("/v1/files", "/v1/batches")):
+            message = "Files and batches are not served; `saccade batch FILE -t MODEL -o ANSWERS` answers such a file."
         return respond(request, Refusal(error.status_code, message, "not_found", code="not_found"))
 
     @app.exception_handler(Exception)

@@ -110,7 +110,7 @@ class PromptWorkers:
         if self._process is not None:
             self._control.close()
             try:
-                self._process.wait(2)
+                self._process.wait(0.5)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -259,6 +259,7 @@ def main() -> None:
         workers.add(pid)
     for pid in workers:
         _end(pid)
+    os._exit(0)  # tearing down torch takes a second
 
 
 def _end(pid: int) -> int:
