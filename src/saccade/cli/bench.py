@@ -357,7 +357,7 @@ def report(
 
 def compare(
     a: Path = typer.Argument(metavar="A", help="Folder made by `saccade bench`: before."),
-    b: Path | None = typer.Argument(None, metavar="[B]", help="Another one: after; without it, A's methods."),
+    b: Path | None = typer.Argument(None, metavar="B", help="Another one: after; without it, A's methods."),
     against: str | None = option(None, "Method that A's others are compared with.", metavar="METHOD"),
     absolute: bool = option(False, "Judge seconds instead of seconds relative to plain decoding."),
     level: float = option(0.95, "Confidence of all verdicts together.", min=0.5, max=0.9999),
