@@ -65,9 +65,15 @@ def test_a_plan_loads_no_weights_and_a_run_does_what_it_says(
     found = [json.loads(line) for line in (photos.parent / "out.jsonl").read_text().splitlines()]
     assert [row["id"] for row in found] == ["a.png", "b.png", "broken.png", "c.png"]
     assert found[0]["text"] == vlm("llava", method="plain").generate("What?", [picture()], max_new_tokens=4).text
-    again = shell(*command(photos, "-p", "What?"))
+    with monkeypatch.context() as patch:
+        patch.setattr("saccade.vlm.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+        (photos.parent / "out.jsonl").unlink()
+        again = shell(*command(photos, "-p", "What?"))
+    assert [json.loads(line) for line in (photos.parent / "out.jsonl").read_text().splitlines()] == found
+    assert again.err.startswith("Every item has a record, so that no model is loaded.\n")
     assert "0 answers" in again.out
     assert "4 finished before, 1 of them failed (--retry-failed tries again)" in again.out
+    assert "holds a run with another method" in shell(*command(photos, "-p", "What?", "-m", "prompt-lookup")).err
     planned = shell(*command(photos, "-p", "What?", "--plan")).out
     assert "4 records of an earlier attempt, of them 1 failed" in planned
     assert re.search(r"^Time: about 0 s for 0 items, at \S+ items/s as so far$", planned, re.MULTILINE)

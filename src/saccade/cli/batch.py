@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ def batch(
     from saccade.jobs.item_sources import ItemSource
     from saccade.jobs.items import TemplateOptions
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
-    from saccade.jobs.running import Attempt, ItemWorker, run
+    from saccade.jobs.running import Attempt, ItemWorker, is_of, run
     from saccade.profile import read_profile
 
     media_root = items.media_root and items.media_root.expanduser()
@@ -104,11 +105,13 @@ def batch(
     screen.note_sampling(sampling, decoded)
     journal = None if is_stream(out) else Path(f"{out}.journal")
     finished = f"; finished records are in {journal}/records.jsonl" if journal else ""
-    screen.note(f"Loading {models.target} for {count(survey.items - survey.there, 'item')}{finished}.")
+    is_done = survey.there == survey.items and is_of(job, out, target, models.method, models.settings)
+    loading = f"Loading {models.target} for {count(survey.items - survey.there, 'item')}{finished}."
+    screen.note("Every item has a record, so that no model is loaded." if is_done else loading)
     shares = lambda room: (KV_MEMORY_SHARE / (1 if room.gpus else room.per_machine),)  # noqa: E731
     ahead = settings.max_rows + settings.threads
     loaded = several.worker(models, ItemWorker, job, settings, ahead=ahead, shares=shares)
-    with loaded as worker, screen.progress("starting", journal) as show:
+    with nullcontext() if is_done else loaded as worker, screen.progress("starting", journal) as show:
         report = run(worker, job, survey, out, settings, lambda now: show(now.done, now.items, _rates(now)))
     errors = f", those of failed requests in {report.errors}" if report.errors else ""
     place = f"The records of all {count(report.items, 'item')} are in {report.out}{errors}."

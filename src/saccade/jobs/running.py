@@ -7,7 +7,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,19 +131,23 @@ def batch_file(
 
 
 def run(
-    worker: Worker,
+    worker: Worker | None,
     job: BatchJob,
     survey: Survey,
     out: Path,
     attempt: Attempt,
     progress: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Run a job after its `preview`, by a model of this process or by actors; errors as in `batch_file`."""
+    """Run a job after its `preview`, by a model of this process, by actors, or by none where all items have records.
+
+    Errors as in `batch_file`.
+    """
     has_requests = bool(survey.kinds["request"])
-    with job.journal(out, {"created": int(time.time()), **worker.facts}) as journal:
+    with job.journal(out, None if worker is None else {"created": int(time.time()), **worker.facts}) as journal:
         known = Known(journal, attempt.retry_failed)
         header = journal.begin()
-        worker.begin(int(header["created"]) if has_requests else 0)
+        if worker is not None:
+            worker.begin(int(header["created"]) if has_requests else 0)
         report = Report(out, survey.items, survey.there, survey.failed)
         runner = JournalRunner(journal.sync, report, progress, attempt.max_failures)
         offsets = array("q")  # of every item's record, in the order of the output; -1 until there is one
@@ -162,10 +166,21 @@ def run(
             row = {**result.rows[0], "seconds": round(now - written_at, 4)}  # since the record before
             offsets[result.number], written_at = journal.append([row]), now
 
-        runner.run(worker, pending(), keep)
+        if worker is not None:
+            runner.run(worker, pending(), keep)
+        else:
+            deque(pending(), 0)  # which finds the records
         if isinstance(journal, Journal):
             report.errors = _write(journal, offsets, out, has_requests)
         return report
+
+
+def is_of(job: BatchJob, out: Path, target: str, method: str | None, options: Mapping[str, Any]) -> bool:
+    """Whether a job's records are of a target of this name, and of the method and options that are given."""
+    header = job.journal(out, None).begin()
+    same = Path(target).resolve().name == Path(header["target"]["name"]).name
+    group = header["method"]
+    return same and method in (None, group["method"]) and options.items() <= group["method_options"].items()
 
 
 def _write(journal: Journal, offsets: Sequence[int], out: Path, has_requests: bool) -> Path | None:
