@@ -94,9 +94,11 @@ def test_the_doctor_tells_what_is_here(shell: Shell) -> None:
     report = json.loads(shell("doctor", "--json").out)
     assert report["packages"]["saccade"] == __version__
     assert report["devices"][0].startswith(f"cpu, {count(usable_cores(), 'core')}, ")
-    assert report["families"]["llava"]["works"]
+    assert report["families"]["llava"]["tested_on"] == "cpu"
     assert {"tensorboard", "fastapi", "llguidance", "pyarrow", "datasets"} <= set(report["packages"])
     page = shell("doctor").out
+    assert "tested on a CPU" in page
+    assert "works" not in page
     for package, version in report["packages"].items():
         assert package in page
         assert (version or "not installed") in page

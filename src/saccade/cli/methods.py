@@ -213,9 +213,9 @@ def export(
 
 
 def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) -> None:
-    """Show installed packages, devices, and the model families that work here.
+    """Show installed packages, devices, and the model families that are tested.
 
-    A family works when the installed transformers has it; `video` needs PyAV for files.
+    Families are tested on a CPU, by tiny models of their architecture; `video` needs PyAV for files.
     """
     import torch
     from transformers import CONFIG_MAPPING
@@ -237,7 +237,7 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
         devices.append("mps")
     versions = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
     packages = {name: versions.get(name.lower().replace("_", "-")) for name in ("saccade", *extras)}
-    families = {kind: {"name": name, "works": kind in CONFIG_MAPPING} for kind, name in TESTED.items()}
+    families = {kind: {"name": name, "tested_on": "cpu" if kind in CONFIG_MAPPING else None} for kind, name in TESTED.items()}
     system = {"python": platform.python_version(), "platform": platform.platform()}
     if as_json:
         report = {**system, "packages": packages, "devices": devices, "families": families}
@@ -247,9 +247,9 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
         packages[name] = packages[name] or f"not installed; run `pip install saccade[{extra}]`"
     screen.facts(f"python {system['python']} on {system['platform']}", packages)
     screen.show("devices", *(f"  {device}" for device in devices))
-    words = {True: "works", False: "needs a newer transformers"}
-    works = {str(family["name"]): words[bool(family["works"])] for family in families.values()}
-    screen.facts("families (any other decoder of transformers is checked at load)", works)
+    words = {"cpu": "tested on a CPU", None: "needs a newer transformers"}
+    tested = {str(family["name"]): words[family["tested_on"]] for family in families.values()}
+    screen.facts("families (any other decoder of transformers is checked at load)", tested)
 
 
 def _extras() -> dict[str, str]:
