@@ -237,7 +237,9 @@ def doctor(as_json: bool = option(False, "Print one JSON object.", "--json")) ->
         devices.append("mps")
     versions = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
     packages = {name: versions.get(name.lower().replace("_", "-")) for name in ("saccade", *extras)}
-    families = {kind: {"name": name, "tested_on": "cpu" if kind in CONFIG_MAPPING else None} for kind, name in TESTED.items()}
+    families = {
+        kind: {"name": name, "tested_on": "cpu" if kind in CONFIG_MAPPING else None} for kind, name in TESTED.items()
+    }
     system = {"python": platform.python_version(), "platform": platform.platform()}
     if as_json:
         report = {**system, "packages": packages, "devices": devices, "families": families}
