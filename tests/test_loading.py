@@ -6,15 +6,17 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertLMHeadModel, CLIPConfig, T5Config
 
 import checkpoints
 from checkpoints import ready, tokenizer
-from saccade import ModelError, SaccadeError, load
+from saccade import ModelError, SaccadeError, load, loading
 from saccade.loading import check_device, check_dtype, draft_dtype, load_model, shared_vocabulary
 
 pytestmark = pytest.mark.formats
@@ -111,7 +113,7 @@ def test_a_sharded_checkpoint_loads_and_a_missing_shard_is_named(tmp_path: Path)
         ("./nowhere", "There is no folder"),
         ("~/nowhere-at-all", "There is no folder"),
         # a hub id, and the tests have no network
-        ("drfat", r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); check the spelling, the "),
+        ("drfat", r"There is no folder drfat here, .* \(We couldn't connect to [^;]*\); give the owner, too"),
         (__file__, "is a file, but no GGUF file; give one, or the folder"),
     ],
 )
@@ -144,6 +146,22 @@ def test_an_unreachable_hub_is_distinguished_from_an_unusable_checkpoint(
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("." if "cannot be loaded" in words else "your access (hf auth login).")
+
+
+def test_where_the_hub_cannot_be_reached_no_file_is_tried_again_and_the_target_is_named_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def head(*_: object, **__: object) -> None:
+        raise ConnectError("refused")
+
+    monkeypatch.setattr(loading, "_IS_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "get_session", lambda: SimpleNamespace(head=head))
+    away = "cannot be reached, so that offline mode is on"
+    for target, words in (("some/target", away), ("target", "as in OWNER/target, or check")):
+        with pytest.raises(ModelError, match=f"There is no folder {target} here, and the hub .*{words}"):
+            load(target, "some/drafter")
+        assert constants.HF_HUB_OFFLINE
 
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session
 from safetensors import SafetensorError, safe_open
 
 from saccade import cpu
@@ -447,9 +448,29 @@ def name_of(model: Any) -> str:
     return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
+_IS_OFFLINE = constants.HF_HUB_OFFLINE
+"""Whether the user works offline."""
+
+
+@cache
+def _see_hub() -> None:
+    get_session().head(constants.ENDPOINT, timeout=5)  # a success is kept, an exception is not
+
+
+def _reach_hub() -> None:
+    """Work offline where the hub cannot be reached: its client would try for half a minute, for every file."""
+    constants.HF_HUB_OFFLINE = False
+    try:
+        _see_hub()
+    except Exception:  # of the HTTP library of the hub's client
+        constants.HF_HUB_OFFLINE = True
+
+
 @contextmanager
 def _refusing(path: str | Path) -> Iterator[None]:
     """Turn every error while a checkpoint is read into a `ModelError`."""
+    if not (_IS_OFFLINE or Path(path_of(path)).exists()):
+        _reach_hub()
     try:
         yield
     except ModelError:
@@ -468,9 +489,13 @@ def _refusing(path: str | Path) -> Iterator[None]:
             ) from problem
         is_fetching = isinstance(problem, OSError) or type(problem).__module__.startswith(("huggingface_hub", "httpx"))
         if is_fetching and not Path(path).exists():
+            mode, reason = ", with HF_HUB_OFFLINE set" if _IS_OFFLINE else "", _first_sentence(problem)
+            if not _IS_OFFLINE and constants.HF_HUB_OFFLINE:
+                reason = f"{constants.ENDPOINT} cannot be reached, so that offline mode is on, and the cache lacks it"
+            owner = "" if "/" in str(path) else f"give the owner, too, as in OWNER/{path}, or "
             raise ModelError(
-                f"There is no folder {path} here, and the hub could not give it ({_first_sentence(problem)}); check "
-                "the spelling, the connection, or your access (hf auth login)."
+                f"There is no folder {path} here, and the hub could not give it{mode} ({reason}); {owner}check the "
+                "spelling, the connection, or your access (hf auth login)."
             ) from problem
         advice = "give a complete checkpoint that this version of transformers supports"
         if is_gguf(path):

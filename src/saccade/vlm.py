@@ -170,6 +170,8 @@ def check(
         drafter = profile.drafter if drafter is None else drafter
     if device_map is None and not drafters.is_pocket(target):
         device_map = default_device()
+    if drafter is not None and isinstance(target, (str, Path)) and not drafters.is_pocket(target):
+        check_checkpoint(path_of(target), weights=complete)  # before the drafter, or that is named where both lack
     named = drafters.named(drafter, heads, complete)
     options = drafters.completed(method, options, drafter, drafters.kinds_of(named), head)
     target, drafter, all_heads = drafters.with_builtin(target, drafter, method, options, named)
