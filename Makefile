@@ -9,6 +9,7 @@ OLDEST_TRANSFORMERS ?= 5.17.0
 NEWEST_PYTHON ?= python3.13
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_FOR_DEMO := $(VENV)/.ready-for-demo
 # Neighbouring tests share models, so a process gets a stretch of them; compiled modules serve every process.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal
 
@@ -30,9 +31,15 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' torch==$(TORCH) $(PINNED)
+	@touch $@ $(READY_FOR_DEMO)
+
+# Without what only development needs; modules are compiled when they are first imported, as few of torch's are.
+$(READY_FOR_DEMO): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --no-compile -e . torch==$(TORCH) $(PINNED)
 	@touch $@
 
-demo: $(READY) ## draw a picture, ask about it, and compare with plain decoding
+demo: $(READY_FOR_DEMO) ## draw a picture, ask about it, and compare with plain decoding
 	@$(BIN)/saccade demo
 
 heads: $(READY) ## train every head that the suites compare; resumes
