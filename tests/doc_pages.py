@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -80,7 +81,16 @@ def media(folder: Path) -> None:
     asked = (f"<image>\nHow many of shape {number} are there?" for number in range(8))
     turns = [[{"from": "human", "value": text}, {"from": "gpt", "value": "Two."}] for text in asked]
     rows = [{"id": str(number), "image": "a.png", "conversations": turn} for number, turn in enumerate(turns)]
-    (folder / "llava.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for name in ("llava.jsonl", "question.jsonl", "questions.jsonl"):
+        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "page.png").write_bytes((folder / "receipt.png").read_bytes())
+    (folder / "page.txt").write_text(draw(1, "receipt").answer)
+    (folder / "shards").mkdir()
+    with tarfile.open(folder / "shards" / "0.tar", "w") as shard:
+        for number in range(32):
+            shard.add(folder / "a.png", f"{number}.png")
+            (folder / "caption.txt").write_text("A scene.")
+            shard.add(folder / "caption.txt", f"{number}.txt")
     (folder / "prompts.jsonl").write_text(
         '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, '
         '{"type": "text", "text": "Describe the picture in detail."}]}]}\n'

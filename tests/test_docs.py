@@ -134,18 +134,21 @@ BEFORE = {
 
 
 def command_lines() -> Iterator[Any]:
-    """Commands of README and terminal page with the built-in models; servers and Ray have their own tests."""
+    """Commands of README, how-to pages and those of jobs and the server, with the built-in models, where no data set
+    of the hub is read; running servers and Ray have their own tests."""
     seen = []
-    for page in (README, ROOT / "docs" / "how-to" / "terminal.md"):
+    pages = ("how-to/terminal", "how-to/measure", "how-to/prediction", "batch", "serve")
+    for page in (README, *(ROOT / "docs" / f"{name}.md" for name in pages)):
         for words in commands(page):
-            if words[0] == "saccade" and not any(word.startswith("--ray") for word in words):
-                line = [{"TARGET": "pocket", "DRAFTER": "pocket"}.get(word, word) for word in words[1:]]
-                line += SMALL.get(words[1], []) if len(line) > 1 or words[1] != "bench" else []
+            if words[0] == "saccade" and not re.search("--ray|--write|you/|textvqa[ @/]*", " ".join(words)):
+                line = [re.sub(r"^(TARGET|DRAFTER|[A-Z]\w+/\S+)$", "pocket", word) for word in words[1:]]
+                small = SMALL.get(words[1], []) if len(line) > 1 or words[1] != "bench" else []
+                line += small[:-2] if "--data" in line and words[1] == "bench" else small  # which replaces --tasks
                 if line in seen:
                     continue
                 seen.append(line)
                 takes_long = words[1] in ("tune", "demo") or (words[1] == "bench" and len(line) > 1)
-                takes_long |= bool(set(line) & BEFORE.keys()) or (page != README and words[1] == "generate")
+                takes_long |= bool(set(line) & BEFORE.keys()) or (page != README and words[1] in ("generate", "batch"))
                 marks = [pytest.mark.slow] if takes_long else []
                 yield pytest.param(line, id=" ".join([page.stem, *words[1:4]]), marks=marks)
 
