@@ -345,6 +345,11 @@ def test_a_replay_unfolds_both_drafts_on_one_clock(window: Window) -> None:
     page.wait_for_selector("[aria-label=Play]")
     page.locator(".replay input").fill("0")
     counts, course, texts = page.locator(".count"), page.locator(".course").nth(1), []
+    seen = "(part) => getComputedStyle(part).visibility"
+    assert plain.locator(".later").first.evaluate(seen) == "visible", "both answers can be read meanwhile"
+    box = plain.bounding_box()
+    assert page.locator(".replay").bounding_box()["y"] < box["y"] < course.bounding_box()["y"]
+    assert box["y"] < page.viewport_size["height"]
     for _ in range(4):
         texts.append(counts.nth(1).inner_text())
         page.click("[aria-label='One pass forward']")

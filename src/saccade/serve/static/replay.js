@@ -95,12 +95,11 @@ export class Replay {
     });
     this.clock = element("span", { class: "clock" });
     this.toggle.hidden = this.speed.hidden = isStill();
-    const controls = element("div", { class: "replay", role: "group", "aria-label": "Replay of both answers" },
+    this.controls = element("div", { class: "replay", role: "group", "aria-label": "Replay of both answers" },
       button("back", "One pass back", () => this.#step(this.moments.findLast((moment) => moment < this.time))),
       this.toggle,
       button("forward", "One pass forward", () => this.#step(this.moments.find((moment) => moment > this.time))),
       this.bar, this.clock, this.speed);
-    this.elements = [controls, ...this.courses.map((course) => course.element)];
     this.show(this.end);
   }
 

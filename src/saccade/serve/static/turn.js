@@ -18,15 +18,18 @@ export class Turn {
     this.isRace = data.records.length > 1;
     const name = `Question ${data.number + 1}`;
     this.lanes = element("div", { class: this.isRace ? "lanes two" : "lanes" });
-    this.head = element("div", { class: "head" }); // of two answers: verdict and replay
+    this.head = element("div", { class: "head" }); // of two answers: verdict and replay, whose trees are the tail
+    this.tail = element("div", {});
     this.element = element("section", { class: "turn", "aria-label": name }, element("h2", { class: "unseen" }, name),
-      element("div", { class: "question" }, previews(data.files), element("p", {}, data.text)), this.head, this.lanes);
+      element("div", { class: "question" }, previews(data.files), element("p", {}, data.text)), this.head, this.lanes,
+      this.tail);
   }
 
   // Show all records again; those at these places are about to be answered.
   fill(awaited = []) {
     const { records, request } = this.data;
     this.head.replaceChildren();
+    this.tail.replaceChildren();
     this.replay = null;
     this.answers = records.map((record) => new Answer(record, isPlain(record.speculation)));
     this.lanes.replaceChildren(...this.answers.map((answer) => answer.element));
@@ -49,7 +52,8 @@ export class Turn {
     this.head.append(element("p", { class: "verdict" }, text));
     if (this.answers.some((answer) => answer.steps.length < 2)) return text; // too short to go through
     this.replay = new Replay(this.answers);
-    this.head.append(...this.replay.elements);
+    this.head.append(this.replay.controls);
+    this.tail.append(...this.replay.courses.map((course) => course.element));
     return text;
   }
 
