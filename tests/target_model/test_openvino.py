@@ -15,7 +15,7 @@ from harness import answer, course
 from saccade import cpu, vlm
 from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import ConfidentChain
-from saccade.engine import Engine
+from saccade.engine import Engine, Request
 from saccade.errors import InputError, ModelError, SaccadeWarning
 from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
@@ -169,7 +169,9 @@ def test_a_chain_that_is_drafted_in_parts_goes_on_where_a_window_ends() -> None:
     case, courses = FAMILIES["mistral"], []
     for drafts in map(Target, [case.draft_model()] * 2, EXECUTORS):
         long = Engine(Target(case.model(), "lean"), ModelDrafter(drafts, ConfidentChain(11, 1e-6)))
-        courses.append(course(answer(long, Prompt((20, 30, 40)), 30)))
+        asked = [Request(Prompt(ids)) for ids in ((20, 30, 40), (31, 50, 61, 70, 81, 52))]
+        courses.append([*map(course, long.generate(asked, max_new_tokens=30))])
+        courses[-1].append(course(answer(long, asked[0].prompt, 30)))
     assert courses[0] == courses[1]
 
 

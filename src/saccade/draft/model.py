@@ -250,8 +250,10 @@ class ModelDraftSession(DraftSession):
         def run(frontier: Frontier) -> Tensor:
             if frontier.depth >= len(levels):
                 more = self.context.run_ahead(Ahead(rows, frontier.tokens.tolist(), steps, vocab))
-                if more is None:  # a window ends in between
-                    return self._shared(self.context.forward(rows, frontier.tokens).logits)
+                if more is None:  # a window ends in between; rows may have unlike numbers of new entries
+                    parts = zip(rows, frontier.tokens.split(1), strict=True)
+                    alone = [self.context.forward([row], token).logits for row, token in parts]
+                    return self._shared(torch.cat(alone))
                 levels.extend(more[:, :, None])
             logits: Tensor = levels[frontier.depth]
             return logits
