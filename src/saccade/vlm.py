@@ -104,7 +104,8 @@ def load(
         heads: more heads to choose from (see `VLM.using`): folders, or a dictionary of folders by name. A folder
             goes by its own name, a head given as drafter by its kind.
         head: name of the head to use; by default the one of the method's kind.
-        adapters: folders or hub ids of PEFT's LoRAs by name, to choose from with `VLM.using`; these add little memory.
+        adapters: folders or hub ids of PEFT's LoRAs by name, to choose from with `VLM.using`; these add little memory;
+            "pocket" for the built-in one, which answers in JSON.
         dtype: of the target: ``auto`` (as stored, but on a CPU float32 for ``pocket`` and where the stored format is
             not faster), a name, or a torch dtype.
         draft_dtype: of drafter and heads; None: as stored (heads: as the target), but float32 for small ones on
@@ -198,8 +199,9 @@ def check(
     elif draft_processor is not None:
         shared_vocabulary(processor.tokenizer, draft_processor.tokenizer, (name_of(target), name_of(draft)))
 
+    adapters = {name: drafters.adapter_folder(folder) for name, folder in (adapters or {}).items()}
     refuse_apart(adapters and device_map in (TENSOR_PARALLEL, SHARDED))
-    for adapter, folder in (adapters or {}).items():
+    for adapter, folder in adapters.items():
         with_lora(empty_model(processor.config), adapter, folder)
 
     def read() -> VLM:

@@ -43,11 +43,13 @@ class DraftSession:
     Attributes:
         captioning_seconds: part of the last `load` spent on captioning images; 0 for most drafters.
         splices: whether tokens that a grammar forces run together with the draft tokens before them.
+        can_begin: whether `begin_next` is worth a call behind the last proposal.
     """
 
     splices: ClassVar[bool] = False
 
     captioning_seconds: float = 0.0
+    can_begin: bool = False
 
     def begin(self, row: int, key: str | None) -> None:
         """Take in that a row begins in a slot.

@@ -71,6 +71,7 @@ class MergedSession(DraftSession):
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
         likeliest = TopProposer(proposer.guide)
         first, second = (session.propose(rows, new, likeliest, limit) for session in self._sessions)
+        self.can_begin = any(session.can_begin for session in self._sessions)
         return union(first, second.to(first.tokens.device), self._total)
 
     def observe(self, rows: Rows, tree: DraftTree, scores: Tensor, verdict: Verdict, output: ForwardOutput) -> None:

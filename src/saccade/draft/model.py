@@ -75,7 +75,7 @@ class ModelDraftSession(DraftSession):
         self._parts: dict[int, Prefill] = {}
         self._num_embeddings: int = drafter.model.model.get_input_embeddings().weight.shape[0]
         self._depths: dict[tuple[tuple[int, int], ...], Tensor] = {}
-        self._steps = 0  # of the last draft's chains, if the device alone made them
+        self._steps = 0  # of the last chains
         self._limit: int | None = None  # of the last draft, if a graph made it
         self._next: Begun | None = None
 
@@ -137,13 +137,13 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def propose(self, rows: Rows, new: Emitted, proposer: Proposer, limit: int) -> DraftTree:
-        begun, self._next, self._limit, self._steps = self._next, None, None, 0
+        begun, self._next, self._limit, self.can_begin = self._next, None, None, False
         tree = self._drafted_ahead(rows, new, proposer, limit, begun)
         if tree is not None:
             return tree
-        captured = self._by_graph(rows, new, proposer, limit, begun)
+        captured = self._by_graph(rows, new, proposer, limit, begun) if self._drafter.is_captured else None
         if isinstance(captured, DraftTree):
-            self._limit = limit
+            self._limit, self.can_begin = limit, True
             self.context.commit(rows, [range(len(each)) for each in new], new)
             return captured
         logits = self.run(rows, new, self._target.numbers_of(rows))
@@ -156,7 +156,7 @@ class ModelDraftSession(DraftSession):
     ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
         drafter, context = self._drafter, self.context
-        executor = capturing(drafter.model, proposer) if drafter.is_captured else None
+        executor = capturing(drafter.model, proposer)
         steps, first = context.cache.graphs, context.next_positions(rows)
         if executor is None or steps is None or first is None or context.cache.states is not None:
             return None
@@ -244,7 +244,7 @@ class ModelDraftSession(DraftSession):
             first = self.context.run_ahead(Ahead(rows, tokens, steps, vocab))
         if first is None:
             return None
-        self._steps = steps
+        self._steps, self.can_begin = steps, isinstance(self._drafter.model.executor, GraphExecutor)
         levels = list(first[:, :, None])  # [A, 1, V]
 
         def run(frontier: Frontier) -> Tensor:
@@ -274,8 +274,6 @@ class ModelDraftSession(DraftSession):
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        if not self._steps and self._limit is None:
-            return
         device, caches = self._drafter.model.device, [self.context.cache]
         tokens, counts = verdict.emitted(tree.tokens)
         unread = Unread(tokens.masked_fill(tokens >= self._num_embeddings, 0).to(device), counts.to(device))

@@ -324,8 +324,11 @@ class StepRunner:
 
         Returns the time that it takes the device, which is part of the next step's.
         """
-        drafting, drafted = self._state.drafting, [group for group in groups if group.drafted]
-        if drafting is None or len(drafted) != 1 or self._target.ranks is not None:
+        drafting = self._state.drafting
+        if drafting is None or not drafting.can_begin or self._target.ranks is not None:
+            return []
+        drafted = [group for group in groups if group.drafted]
+        if len(drafted) != 1:
             return []
         (group,) = drafted
         if group.host is not None or max([row.remaining for row in group.rows]) <= group.tree.max_depth + 1:

@@ -58,6 +58,13 @@ def with_builtin(
     return target, str(draft_path()) if is_pocket(drafter) else drafter, named_heads
 
 
+def adapter_folder(place: str | Path) -> str | Path:
+    """Return the folder or hub id of an adapter, which may be the built-in one."""
+    from saccade.pocket import adapter_path
+
+    return adapter_path() if is_pocket(place) else place
+
+
 AnyHead = str | Path | Head
 """A loaded head, or its folder or hub id."""
 Heads = AnyHead | Sequence[AnyHead] | Mapping[str, AnyHead]

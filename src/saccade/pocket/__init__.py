@@ -12,7 +12,19 @@ from saccade.errors import ModelError
 if TYPE_CHECKING:
     from saccade.pocket.sample import WORLD, Sample, Task, draw, lacks, score
 
-__all__ = ["WORLD", "Sample", "Task", "draft_path", "draw", "head_path", "head_paths", "lacks", "score", "target_path"]
+__all__ = [
+    "WORLD",
+    "Sample",
+    "Task",
+    "adapter_path",
+    "draft_path",
+    "draw",
+    "head_path",
+    "head_paths",
+    "lacks",
+    "score",
+    "target_path",
+]
 
 _WEIGHTS = Path(__file__).parent / "weights"
 
@@ -33,6 +45,11 @@ def target_path() -> Path:
 def draft_path() -> Path:
     """Folder of the draft VLM, for `from_pretrained`."""
     return _WEIGHTS / "draft"
+
+
+def adapter_path() -> Path:
+    """Folder of a LoRA of the target that answers in JSON, for PEFT."""
+    return _WEIGHTS / "json"
 
 
 def head_path(kind: str) -> Path:

@@ -134,7 +134,7 @@ class HeadDraftSession(DraftSession):
             weakref.finalize(self, setattr, drafter, "spare", self._caches).atexit = False
         self.cache: RowCache = self._caches[0]  # of the head; one entry per visible token but the first
         self._fixed: CapturedDraft | None = None  # that is being captured
-        self._limit: int | None = None  # of the last draft, if a graph made it
+        self._limit = 0  # of the last draft that a graph made
         self._next: Begun | None = None
         self._masks = MaskPlan(self._head.window, ())
         self._depths: list[int] = []  # of the pending entries, where a window needs them
@@ -252,10 +252,12 @@ class HeadDraftSession(DraftSession):
         self, rows: Rows, new: Sequence[Sequence[int]], proposer: Proposer, limit: int
     ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
-        begun, self._next, self._limit = self._next, None, None
+        begun, self._next, self.can_begin = self._next, None, False
+        if not self._drafter.is_captured:
+            return None
         captured = self._by_graph(rows, new, proposer, limit, begun)
         if isinstance(captured, DraftTree):
-            self._limit = limit
+            self._limit, self.can_begin = limit, True
             self._pass(rows, [len(tokens) for tokens in new])
         return captured
 
@@ -264,7 +266,7 @@ class HeadDraftSession(DraftSession):
     ) -> DraftTree | CapturedDraft | None:
         """As of `DraftGraphs.draft`."""
         drafter = self._drafter
-        executor = capturing(drafter.target, proposer) if drafter.is_captured else None
+        executor = capturing(drafter.target, proposer)
         moves = drafter.fused.moves() if executor is not None else None
         if executor is None or moves is None:
             return None
@@ -289,10 +291,9 @@ class HeadDraftSession(DraftSession):
 
     @torch.inference_mode()
     def begin_next(self, rows: Rows, tree: DraftTree, verdict: Verdict) -> None:
-        if self._limit is not None:
-            made = self._by_graph(rows, Unread(*verdict.emitted(tree.tokens)), TopProposer(), self._limit)
-            if isinstance(made, DraftTree):
-                self._next = Begun(rests(self._caches, rows, self._limit), made)
+        made = self._by_graph(rows, Unread(*verdict.emitted(tree.tokens)), TopProposer(), self._limit)
+        if isinstance(made, DraftTree):
+            self._next = Begun(rests(self._caches, rows, self._limit), made)
 
     def _fix(self, rows: Rows, limit: int, inputs: CapturedDraft) -> Drafted:
         """Draft with all numbers in fixed memory."""
