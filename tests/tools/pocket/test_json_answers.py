@@ -42,7 +42,7 @@ def test_the_built_in_adapter_fills_a_form_without_bounds_and_ends_it(vlm: sacca
         sample = draw(seed, task)
         truth = form_of(task, sample.facts)
         output = vlm.generate(sample.question, images=[sample.image], max_new_tokens=300, logits_processor=[schema])
-        assert output.finish_reason == "stop"
+        assert output.finish_reason == "eos"
         entries = json.loads(output.text)[names]
         assert set(map(frozenset, entries)) == set(map(frozenset, truth[names]))  # their properties
         right = {value for entry in truth[names] for value in entry.values()}
