@@ -12,7 +12,7 @@ from families import FAMILIES
 from heads_kit import POLICIES, prompts, random_head, trained_head
 from recorded_graphs import record
 from saccade.draft import captured
-from saccade.draft.captured import CapturedDraft, DraftGraphs
+from saccade.draft.captured import CapturedDraft, DraftGraphs, rests
 from saccade.draft.drafter import Begun, DraftSession
 from saccade.draft.heads.head import Head
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
@@ -121,6 +121,33 @@ def right() -> tuple[Head, list[Any]]:
     with pytest.MonkeyPatch.context() as patched:
         expected = drafted(patched, engine("llava", head))
     return head, expected
+
+
+@pytest.mark.usefixtures("_captures")
+@pytest.mark.parametrize("change", ["forget", "move", None])
+def test_a_draft_that_was_begun_serves_its_row_no_more_once_that_has_other_content_or_other_places(
+    change: str | None,
+) -> None:
+    under_test = engine("llava", random_head("llava", "eagle3"))
+    batch, session = under_test.open(2, longest_step=math.inf), None
+    for number in range(2):
+        (prompt,) = prompts(FAMILIES["llava"], FAMILIES["llava"].row_inputs("image", number))
+        (decoding,) = plan(under_test.target, [prompt], max_new_tokens=40)
+        batch.add(Request(prompt), decoding)
+    while session is None or session._next is None:
+        batch.step()
+        session = batch._state.drafting
+    assert isinstance(session, HeadDraftSession)
+    both, cache = rests(session._caches, [0, 1], session._limit), session.cache
+    assert session._next.places(both) == []
+    assert session._next.places({1: both[1], 0: both[0]}) == [1, 0]
+    if change == "forget":
+        session.forget(0)
+    elif change == "move":
+        cache.reserve(0, cache.capacity(0) + 2 * cache.slots)
+        both = rests(session._caches, [0, 1], session._limit)
+    served = [session._next.places({row: both[row]}) for row in (0, 1)]
+    assert (None in served) == (change is not None)
 
 
 @pytest.mark.usefixtures("_captures")
