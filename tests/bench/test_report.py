@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 
 from saccade import files
 from saccade.bench import metrics
-from saccade.bench.headline import cautions, headline
+from saccade.bench.compare import cautions, headline
 from saccade.bench.records import RecordedRun, read
 from saccade.bench.report import figures, tables
-from saccade.bench.report.exports import comma_separated, latex
 from saccade.bench.report.page import embed, render, shown_prompts
-from saccade.bench.report.tables import contents, document
+from saccade.bench.report.tables import comma_separated, contents, document, latex
 from saccade.cli import bench as command
 from saccade.cli.option_groups import spread
 from saccade.errors import SaccadeError

@@ -17,9 +17,9 @@ from saccade.errors import SaccadeWarning, TrainingError
 from saccade.train.data import TrainingSample
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features
+from saccade.train.learner import EngineMeasure
 from saccade.train.objectives.entries import entries_of
 from saccade.train.recipe import read_recipe
-from saccade.train.validate import EngineMeasure
 from saccade.train.warm_start import new_head
 
 

@@ -35,8 +35,8 @@ from saccade.train import Recipe, Stage, Trainer, read_recipe
 from saccade.train.checkpoint import identity
 from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import read_features
+from saccade.train.learner import EngineMeasure
 from saccade.train.processes import Processes
-from saccade.train.validate import EngineMeasure
 
 pytestmark = [
     pytest.mark.formats,

@@ -26,6 +26,7 @@ from saccade.errors import ModelError, TrainingError
 from saccade.target_model.stock import final_norm
 from saccade.train.data import Listed
 from saccade.train.features import read_features
+from saccade.train.learner import EngineMeasure
 from saccade.train.objectives import losses
 from saccade.train.objectives.entries import Entries, entries_of
 from saccade.train.objectives.heads import (
@@ -38,7 +39,6 @@ from saccade.train.objectives.heads import (
 from saccade.train.objectives.losses import Window, draft_loss, top_cross_entropy, unroll
 from saccade.train.recipe import Recipe, Stage, read_recipe
 from saccade.train.trainer import Trainer
-from saccade.train.validate import EngineMeasure
 from saccade.train.warm_start import choose_vocabulary, new_head
 
 

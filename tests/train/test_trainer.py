@@ -23,9 +23,9 @@ from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.train import Listed, Recipe, Stage, Trainer, read_recipe
 from saccade.train.batches import AHEAD, Order, Prefetch
+from saccade.train.learner import EngineMeasure
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.optimiser import Optimiser, rate_at
-from saccade.train.validate import EngineMeasure
 from saccade.train.warm_start import new_head
 
 pytestmark = pytest.mark.formats

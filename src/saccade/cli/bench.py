@@ -237,7 +237,7 @@ def run_suite(prepared: Prepared, folder: Path) -> RecordedRun:
 
 
 def show(run: RecordedRun, as_json: bool) -> None:
-    from saccade.bench.headline import cautions, headline
+    from saccade.bench.compare import cautions, headline
     from saccade.bench.metrics import by_method
     from saccade.bench.report.tables import remarks, terminal
 
@@ -335,9 +335,8 @@ def report(
     Example: `saccade report runs/quick`
     """
     from saccade.bench.records import read
-    from saccade.bench.report.exports import comma_separated, latex
     from saccade.bench.report.page import render
-    from saccade.bench.report.tables import contents, document
+    from saccade.bench.report.tables import comma_separated, contents, document, latex
 
     out = out or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
     if out.suffix in (".md", ".csv", ".tex"):

@@ -24,12 +24,12 @@ from saccade.target_model.adapter import Target
 from saccade.train.checkpoint import identity, trained
 from saccade.train.data import Source, TrainingSample
 from saccade.train.features import answer_mask, forward_passes, read_features
-from saccade.train.health import largest_of
+from saccade.train.learner import EngineMeasure, Measure
 from saccade.train.objectives.entries import lm_head_of
 from saccade.train.objectives.heads import DraftVlmObjective
 from saccade.train.objectives.losses import Tally, recompute_layers, terms_of
+from saccade.train.optimiser import largest_of
 from saccade.train.recipe import Recipe, Stage
-from saccade.train.validate import EngineMeasure, Measure
 from saccade.wording import differences
 
 _GAMMA = 5  # draft tokens of a chain in measurements
@@ -71,7 +71,7 @@ class DraftVlmLearner:
         if recipe.recompute:
             recompute_layers(self._own.layers)
         self._objective, self._lm_head = DraftVlmObjective(**recipe.loss), lm_head_of(target)
-        self.terms = terms_of(self._objective)
+        self.terms = tuple(terms_of(self._objective))
         self.about: Mapping[str, Any] = {"kind": recipe.kind, **identity(self._own)}
         self._say, self._context = say, self._own.traits.limits.context
         self._long: set[int] = set()
@@ -108,16 +108,8 @@ class DraftVlmLearner:
         return prepared
 
     def loss(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
-        tallies = [self._loss(part) for part in batch]
-        total = tallies[0]
-        for tally in tallies[1:]:
-            total.loss = total.loss + tally.loss
-            for name, value in tally.terms.items():
-                total.terms[name] = total.terms[name] + value
-            total.kept = total.kept + tally.kept
-            total.tried = total.tried + tally.tried
-            total.right = total.right + tally.right
-        return total
+        first, *others = (self._loss(part) for part in batch)
+        return sum(others, first)
 
     def tensors(self, batch: Sequence[DraftBatch]) -> dict[str, Tensor]:
         return {

@@ -23,14 +23,12 @@ from saccade.train.batches import Order, Prefetch, Work, split_validation
 from saccade.train.checkpoint import Checkpoints, has_checkpoints, identity, newest, preserved_random_state
 from saccade.train.data import Answers, Source
 from saccade.train.draft_vlm import DraftVlmLearner
-from saccade.train.health import Health, largest_of
-from saccade.train.learner import HeadLearner, Learner
+from saccade.train.learner import HeadLearner, Learner, Measure
 from saccade.train.log import Log, check_wandb
 from saccade.train.objectives.losses import Tally, recomputing
-from saccade.train.optimiser import Optimiser, precision_on, rate_at
+from saccade.train.optimiser import Health, Optimiser, largest_of, precision_on, rate_at
 from saccade.train.processes import Processes
 from saccade.train.recipe import PACE, Recipe, Stage
-from saccade.train.validate import Measure
 
 _CHECKPOINTS = "checkpoints"
 _OTHER_OUT = "give another --out folder"

@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from saccade.bench.headline import cautions, headline
+from saccade.bench.compare import cautions, headline
 from saccade.bench.metrics import block_efficiency
 from saccade.bench.records import MEDIA, Record, RecordedRun, difference_of, first_difference, warned
 from saccade.bench.report import figures, tables

@@ -1,16 +1,18 @@
-"""Tables of a run for page, Markdown and terminal, and the remarks below them."""
+"""Tables of a run for page, Markdown, terminal, CSV and LaTeX, and the remarks below them."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from saccade.bench import metrics
+from saccade.bench.compare import cautions, headline
 from saccade.bench.cost import Costs
-from saccade.bench.headline import cautions, headline
 from saccade.bench.metrics import Estimate, MethodResult
 from saccade.bench.records import Record, RecordedRun, difference_of, warned
 from saccade.bench.suites import BASELINE
@@ -121,6 +123,12 @@ class Table:
     caption: str
     columns: list[Column]
     rows: list[TableRow]
+
+    def only(self, names: Container[str]) -> Table:
+        """Its first column, and those of some names."""
+        kept = [0, *(place for place, column in enumerate(self.columns) if column.name in names)]
+        rows = [replace(row, cells=[row.cells[place] for place in kept]) for row in self.rows]
+        return replace(self, columns=[self.columns[place] for place in kept], rows=rows)
 
 
 METHOD = Column("method", "as in `saccade methods`; lossy ones may change the answer")
@@ -323,13 +331,11 @@ def terminal(run: RecordedRun) -> Iterator[RichTable]:
     from rich.table import Table as RichTable
 
     everything = groups(run)[0]
-    compared = comparison(everything)
+    compared = comparison(everything).only(SHOWN)
     spent = stages(everything)
-    kept = [0, *(place for place, column in enumerate(compared.columns) if column.name in SHOWN)]
-    shown = [["", *(compared.columns[place].name for place in kept[1:])]]
+    shown = [["", *(column.name for column in compared.columns[1:])]]
     for line in compared.rows:
-        cells = [line.cells[place] for place in kept]
-        shown.append([cell.text if place > 1 else str(cell) for place, cell in enumerate(cells)])
+        shown.append([cell.text if place > 1 else str(cell) for place, cell in enumerate(line.cells)])
     heads = ["ms per answer", *(column.name for column in spent.columns[1:])]
     for rows in (shown, [heads, *([cell.text for cell in row.cells] for row in spent.rows)]):
         table = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -365,3 +371,51 @@ def remarks(run: RecordedRun) -> Iterator[str]:
     yield from warned(run.records)
     yield from (f"Missing: {left_out}" for left_out in header.config["missing"])
     yield from run.problems
+
+
+_LATEX_WORDS = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
+_LATEX = str.maketrans(
+    {"[": "{[}"}  # which after the end of a row would begin an option
+    | {character: rf"\text{word}{{}}" for character, word in _LATEX_WORDS.items()}
+    | {character: rf"\{character}" for character in "&%$#_{}"}
+)
+
+
+def comma_separated(runs: Sequence[Content]) -> str:
+    """CSV of a row per run, task and method: every number, unrounded, with the ends of its interval."""
+    rows = []
+    for content in runs:
+        for group in content.groups:
+            for result in group.results.values():
+                row = {"run": content.name, "task": group.name}
+                for name, value in asdict(result).items():
+                    parts = value if isinstance(value, dict) else {"": value}
+                    row |= {f"{name}_{part}".rstrip("_"): number for part, number in parts.items()}
+                rows.append(row)
+    text = io.StringIO()
+    lines = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(rows)
+    return text.getvalue()
+
+
+def latex(runs: Sequence[Content]) -> str:
+    """LaTeX of one ``tabular`` per run, in the form of the package booktabs."""
+    parts = [r"% \usepackage{booktabs}"]
+    for content in runs:
+        table = comparison(content.groups[0]).only(SHOWN)
+        lines = [" & ".join(_escaped(column.name) for column in table.columns) + r" \\", r"\midrule"]
+        lines += [" & ".join(map(_latex_cell, row.cells)) + r" \\" for row in table.rows]
+        caption = " ".join(f"% {content.name}: {table.caption}".split())
+        begin = rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}"
+        parts += ["", caption, begin, r"\toprule", *lines, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(parts) + "\n"
+
+
+def _latex_cell(cell: Cell) -> str:
+    detail = "" if " of " in cell.detail else cell.detail
+    return _escaped(cell.text) + (rf" {{\scriptsize {_escaped(detail)}}}" if detail else "")
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).translate(_LATEX)

@@ -18,6 +18,7 @@ from saccade.train.features import Features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
     FormedObjective,
+    LossSums,
     Steps,
     Tally,
     Window,
@@ -76,9 +77,8 @@ class DFlashObjective(FormedObjective):
         starts = torch.linspace(0, count - 1, min(count, self.blocks), device=device).round().long()  # [N]
         slots = _denoised(head, entries, window.places[:, starts])[:, :, head.first :]  # [B, N, D, d]
         before = entries.following.gather(1, (window.places - 1).clamp(min=0))  # the entries' own tokens
-        sums = {name: torch.zeros((), device=device) for name in terms_of(self)}
-        loss = states.new_zeros(())
-        counts = torch.zeros(2, draft_steps, dtype=torch.long, device=device)
+        drafted = Steps(self.form, window.supervised[:, starts], self.decay, moves=0)
+        sums = LossSums(terms_of(self), drafted, draft_steps, self.decay)
 
         def measure(guess: Tensor, true: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, ...]:
             guess, before = guess[:, None], before[:, None]
@@ -92,23 +92,14 @@ class DFlashObjective(FormedObjective):
             sure = chance(logits.detach(), tokens) if self.form == "dpace" else tokens
             return right, sure, value, other
 
-        drafted = Steps(self.form, slots[:, :, 0, 0], self.decay, moves=0)
         for depth in range(min(draft_steps, head.reach or 0)):
             places = (starts + depth).clamp(max=count - 1)
             alive = window.supervised[:, places] & (starts + depth < count)  # [B, N]
-            counts[0, depth] = alive.sum()
             guess, others = slots[:, :, depth][alive], (states, following, before)
             rows = guess, *(values[:, places][alive] for values in others)
             right, sure, *values = in_chunks(measure, head.config.vocab_size, *rows)
-            counts[1, depth] = right.sum()
-            for name, value in zip(self.TERMS, values, strict=True):
-                if name in sums:
-                    judged = name == "distribution"
-                    share = drafted.share(alive, value, sure) if judged else self.decay**depth * value.sum()
-                    loss = loss + getattr(self, name) * share
-                    sums[name] += value.detach().sum()
-        tried, right = counts.unbind()
-        return Tally(loss, sums, tried, tried.clone(), right)
+            sums.add(depth, alive, dict(zip(self.TERMS, values, strict=True)), sure, right)
+        return sums.tally
 
     def second(
         self, head: DFlash, logits: Tensor, corrected: Tensor, teacher: Tensor, guess: Tensor, before: Tensor

@@ -24,6 +24,7 @@ from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
     FormedObjective,
     Kept,
+    LossSums,
     Steps,
     Tally,
     Window,
@@ -190,21 +191,17 @@ class DreamObjective(FormedObjective):
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
         assert isinstance(head, Dream)
         assert isinstance(entries, DreamEntries)
-        device = entries.states.device
-        terms = {name: torch.zeros((), device=device) for name in terms_of(self)}
-        loss = torch.zeros((), device=device)
-        counts = torch.zeros(2, draft_steps, dtype=torch.long, device=device)
 
         def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             logits = head.logits(guess, lm_head).float()  # [M, V]
             with torch.no_grad():
                 teacher = head.logits(true, lm_head).float()
             sure = chance(logits.detach(), tokens) if self.form == "dpace" else tokens
-            return judge(logits, teacher), logits.argmax(-1) == tokens, sure
+            return divergence_of(logits, teacher), logits.argmax(-1) == tokens, sure
 
-        judge = lk if self.form == "lk" else divergence
+        divergence_of = lk if self.form == "lk" else divergence
         window = Window.of(entries.supervised)
-        drafted = Steps(self.form, window.supervised)
+        sums = LossSums(terms_of(self), Steps(self.form, window.supervised), draft_steps)
         following, states = window.take(entries.following), window.take(entries.states)
         at = Placement(entries.positions, entries.attention_mask)
         begun = recomputed(lambda _: head.begin(entries.embeddings, at))
@@ -214,24 +211,16 @@ class DreamObjective(FormedObjective):
                 supervised = self._drafted(window.supervised, step)
             if not supervised.any():
                 break
-            found = {}
+            terms = {}
             if step == 0:
-                found["states"] = smooth_l1(out[supervised], states[supervised]).sum()
+                terms["states"] = smooth_l1(out[supervised], states[supervised])
                 if entries.middle.shape[-1] and head.first is not None:
                     inner = window.take(entries.middle)
-                    found["middle"] = smooth_l1(window.take(begun)[supervised], inner[supervised]).sum()
+                    terms["middle"] = smooth_l1(window.take(begun)[supervised], inner[supervised])
             rows = out[supervised], states[supervised], following[supervised]
-            values, right, sure = in_chunks(measure, head.config.vocab_size, *rows)
-            counts[0, step], counts[1, step] = len(values), right.sum()
-            found["distribution"] = values.sum()
-            for name, value in found.items():
-                if name in terms:
-                    judged = name == "distribution"
-                    share = drafted.share(supervised, values, sure) if judged else value
-                    loss = loss + getattr(self, name) * share
-                    terms[name] += value.detach()
-        tried, agreed = counts.unbind()
-        return Tally(loss, terms, tried, tried.clone(), agreed)
+            terms["distribution"], right, sure = in_chunks(measure, head.config.vocab_size, *rows)
+            sums.add(step, supervised, terms, sure, right)
+        return sums.tally
 
     def _drafted(self, supervised: Tensor, step: int) -> Tensor:
         """``[B, A]`` bool: the places of a later step whose feature is the head's own."""

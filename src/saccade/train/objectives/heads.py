@@ -16,6 +16,7 @@ from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
 from saccade.train.objectives.losses import (
     FormedObjective,
+    LossSums,
     Steps,
     Tally,
     Window,
@@ -23,6 +24,7 @@ from saccade.train.objectives.losses import (
     in_chunks,
     lk,
     recomputed,
+    terms_of,
 )
 
 
@@ -41,14 +43,13 @@ class Eagle2Objective(FormedObjective):
     distribution: float = 0.1  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        weights = {"states": self.states, "distribution": self.distribution}
         if self.noise and torch.is_grad_enabled():
             features = entries.features
             # seeded by the tokens, so that a resumed run draws the same
             draws = torch.Generator(features.device).manual_seed(int(entries.following.sum()))
             noise = 2 * torch.rand(features.shape, generator=draws, device=features.device) - 1
             entries = replace(entries, features=features + self.noise * noise)
-        return draft_loss(head, entries, lm_head, draft_steps, weights, form=self.form)
+        return draft_loss(head, entries, lm_head, draft_steps, terms_of(self), form=self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,7 @@ class Eagle3Objective(FormedObjective):
     decay: float = 0.8  # weight of every further step, relative to the one before; not in the paper, 0.8 as released
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        weights = {"distribution": self.distribution}
-        return draft_loss(head, entries, lm_head, draft_steps, weights, decay=self.decay, form=self.form)
+        return draft_loss(head, entries, lm_head, draft_steps, terms_of(self), decay=self.decay, form=self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class HiViSObjective(FormedObjective):
             entries,
             lm_head,
             draft_steps,
-            {"states": self.states, "distribution": self.distribution, "top": self.top},
+            terms_of(self),
             top_k=self.k,
             early_stop=self.early_stop and draft_steps > 1,
             form=self.form,
@@ -117,7 +117,7 @@ class KangarooObjective(FormedObjective):
             raise TrainingError(
                 f"A kangaroo head never drafts from its own states, so draft_steps must be 1, not {draft_steps}."
             )
-        return draft_loss(head, entries, lm_head, 1, {"distribution": self.distribution}, form=self.form)
+        return draft_loss(head, entries, lm_head, 1, terms_of(self), form=self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,8 @@ class AheadObjective(FormedObjective):
         window = Window.of(entries.supervised)
         features, embeddings = window.take(entries.features), window.take(entries.embeddings)
         following, states = window.take(entries.following), window.take(entries.states)
-        drafted = Steps(self.form, window.supervised, self.decay)
-        loss = features.new_zeros(())
-        total = torch.zeros((), device=loss.device)
-        counts = torch.zeros(2, draft_steps, dtype=torch.long, device=loss.device)
-        order = torch.arange(window.places.shape[1], device=loss.device)
+        sums = LossSums(terms_of(self), Steps(self.form, window.supervised, self.decay), draft_steps)
+        order = torch.arange(window.places.shape[1], device=features.device)
 
         def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             logits = head.logits(guess, lm_head).float()
@@ -163,11 +160,8 @@ class AheadObjective(FormedObjective):
                 path = windows[supervised]
             guess = recomputed(partial(_stack, head, here, path, step))
             values, right = in_chunks(measure, head.config.vocab_size, guess, states[judged], following[judged])
-            counts[0, step], counts[1, step] = len(values), right.sum()
-            loss = loss + self.tokens * drafted.share(judged, values, (-values).exp())
-            total += values.detach().sum()
-        tried, right = counts.unbind()
-        return Tally(loss, {"tokens": total} if self.tokens else {}, tried, tried.clone(), right)
+            sums.add(step, judged, {"tokens": values}, (-values).exp(), right)
+        return sums.tally
 
 
 def _stack(head: StackedHead, here: Tensor, path: Tensor | None, step: int, _: object) -> Tensor:

@@ -40,6 +40,11 @@ class Tally:
     tried: Tensor  # `[steps]` examples before the filter of the top K
     right: Tensor  # `[steps]` of those tried, with the answer's token as the head's likeliest
 
+    def __add__(self, other: Tally) -> Tally:
+        terms = {name: value + other.terms[name] for name, value in self.terms.items()}
+        counts = self.kept + other.kept, self.tried + other.tried, self.right + other.right
+        return Tally(self.loss + other.loss, terms, *counts)
+
 
 class Objective(Protocol):
     """Loss of one kind of head; a dataclass of its settings."""
@@ -64,9 +69,9 @@ class FormedObjective:
             raise TrainingError(f"loss.form must be one of {', '.join(self.FORMS)} for this head, not {self.form!r}.")
 
 
-def terms_of(objective: Any) -> list[str]:
-    """Names of an objective's terms with a weight above 0."""
-    return [name for name in objective.TERMS if getattr(objective, name)]
+def terms_of(objective: Any) -> dict[str, float]:
+    """Weights of an objective's terms, of those above 0."""
+    return {name: weight for name in objective.TERMS if (weight := getattr(objective, name))}
 
 
 def draft_loss(
@@ -93,14 +98,10 @@ def draft_loss(
     With a vocabulary of the head's own (`Head.token_ids`) the teacher's distribution is that of these tokens alone,
     and places where its likeliest token is another have no such term, as released for EAGLE-3.
     """
-    window = Window.of(entries.supervised)
+    window, known = Window.of(entries.supervised), head.token_ids
     states, following = window.take(entries.states), window.take(entries.following)
-    device, known = states.device, head.token_ids
-    sums = {name: torch.zeros((), device=device) for name, weight in weights.items() if weight}
-    counts = torch.zeros(3, draft_steps, dtype=torch.long, device=device)
-    loss = states.new_zeros(())
-    drafted = Steps(form, window.supervised, decay)
-    judge = lk if form == "lk" else cross_entropy
+    sums = LossSums(weights, Steps(form, window.supervised, decay), draft_steps, decay)
+    divergence_of = lk if form == "lk" else cross_entropy
 
     def measure(guess: Tensor, true: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         logits = (head.logits(guess, lm_head) if known is None else head.known_logits(guess)).float()  # [M, V]
@@ -113,11 +114,11 @@ def draft_loss(
             sure = chance(logits[kept], tokens[kept], known) if form == "dpace" else tokens[kept]
         teacher = teacher if known is None else teacher[:, known]
         values = []
-        for name in sums:
+        for name in sums.weights:
             if name == "states":
                 value = smooth_l1(guess[kept], true[kept])
             elif name == "distribution":
-                value = judge(logits[kept], teacher)
+                value = divergence_of(logits[kept], teacher)
             else:
                 value = top_cross_entropy(logits[kept], teacher, top_k)
             values.append(value if is_known is None or name == "states" else value * is_known)
@@ -131,18 +132,11 @@ def draft_loss(
             alive = alive & sampled[step]
         if not alive.any():
             break
-        counts[1, step] = alive.sum()
         rows = guess[alive], states[alive], following[alive]
         kept, right, sure, *values = in_chunks(measure, head.config.vocab_size, *rows)
         alive = alive.masked_scatter(alive, kept)
-        counts[0, step] = alive.sum()
-        counts[2, step] = right.sum()
-        for name, value in zip(sums, values, strict=True):
-            judged = name == "distribution"
-            share = drafted.share(alive, value, sure) if judged else decay**step * value.sum()
-            loss = loss + weights[name] * share
-            sums[name] += value.detach().sum()
-    return Tally(loss, sums, *counts.unbind())
+        sums.add(step, alive, dict(zip(sums.weights, values, strict=True)), sure, right)
+    return sums.tally
 
 
 def in_chunks(measure: Callable[..., tuple[Tensor, ...]], vocabulary: int, *rows: Tensor) -> list[Tensor]:
@@ -246,6 +240,7 @@ class Steps:
         """A step of a draft is ``moves`` columns behind the one before in ``grid`` ``[B, A]``."""
         self._by_prefix = form == "dpace"
         self._scale, self._decay, self._shift = 1.0, decay, (moves, -moves)
+        self.device = grid.device
         self._reached = torch.ones_like(grid, dtype=torch.float)
         self._summed = torch.zeros_like(self._reached)
 
@@ -263,6 +258,32 @@ class Steps:
         self._reached = F.pad(self._reached, self._shift, value=1.0) * confidence
         self._summed = F.pad(self._summed, self._shift) + zeros.masked_scatter(judged, values)
         return (self._reached * self._summed).sum()
+
+
+class LossSums:
+    """An objective's terms, summed over the steps of drafts."""
+
+    def __init__(self, weights: Mapping[str, float], drafted: Steps, draft_steps: int, decay: float = 1.0) -> None:
+        """The term ``distribution`` (or ``tokens``) is summed by ``drafted``, every other one by ``decay``."""
+        device = drafted.device
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self._drafted, self._decay = drafted, decay
+        zeros = torch.zeros(draft_steps, dtype=torch.long, device=device)
+        sums = {name: torch.zeros((), device=device) for name in self.weights}
+        self.tally = Tally(torch.zeros((), device=device), sums, zeros, zeros.clone(), zeros.clone())
+
+    def add(self, step: int, judged: Tensor, terms: Mapping[str, Tensor], sure: Tensor, right: Tensor) -> None:
+        """Add the terms ``[M]`` of a step at its M places; those without a weight are left out.
+
+        Shapes: judged ``[B, A]`` bool; sure as of `Steps.share`; right ``[N]`` bool, N >= M of them tried.
+        """
+        tally = self.tally
+        tally.kept[step], tally.tried[step], tally.right[step] = judged.sum(), len(right), right.sum()
+        for name in (name for name in terms if name in self.weights):
+            is_drafted, values = name in ("distribution", "tokens"), terms[name]
+            share = self._drafted.share(judged, values, sure) if is_drafted else self._decay**step * values.sum()
+            tally.loss = tally.loss + self.weights[name] * share
+            tally.terms[name] += values.detach().sum()
 
 
 def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from saccade.draft.heads.head import Head, Placement
 from saccade.draft.heads.peagle import PEagle
 from saccade.errors import TrainingError
 from saccade.train.objectives.entries import Entries, LMHead
-from saccade.train.objectives.losses import FormedObjective, Kept, Tally, Window, draft_loss, step_of
+from saccade.train.objectives.losses import FormedObjective, Kept, Tally, Window, draft_loss, step_of, terms_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PEagleObjective(FormedObjective):
             entries,
             lm_head,
             draft_steps,
-            {"distribution": self.distribution},
+            terms_of(self),
             drafts=parallel(head, entries, window, sampled),
             sampled=sampled,
             form=self.form,
