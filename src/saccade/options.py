@@ -172,8 +172,8 @@ class SuffixOptions(Checked):
 
     gamma: int = option(24, "most tokens copied in a row", 1)
     max_ngram: int = option(3, "longest n-gram by which matches are found", 1)
-    factor: float = option(2.0, "most draft tokens per token of the longest match", 0.1)
-    least: float = option(0.1, "probability below which a token is not drafted", 0, 1, beyond_low=True)
+    max_spec_factor: float = option(2.0, "most draft tokens per token of the longest match", 0.1)
+    min_token_prob: float = option(0.1, "probability below which a token is not drafted", 0, 1, beyond_low=True)
     total: int = option(32, "most draft tokens of a step", 1)
 
 
@@ -250,8 +250,8 @@ class PruningOptions(Checked):
 
     keep_images: float = option(1.0, "share of an image's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
     keep_videos: float = option(1.0, "share of a video's visual tokens that the drafter keeps", 0, 1, beyond_low=True)
-    select: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
-    mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
+    keep_by: str = option("specvlm", "selection of the kept visual tokens", choices=("specvlm", "attention", "uniform"))
+    attention_mass: float = option(0.4, "share of the attention covered by the first stage of specvlm", 0, 1)
 
 
 RELEVANCES: dict[str, Callable[[Any], Any]] = {}
@@ -262,7 +262,7 @@ RELEVANCES: dict[str, Callable[[Any], Any]] = {}
 class LVSpecOptions(Checked):
     """LOSSY: loose acceptance of the least visual draft tokens (LVSpec, Section 3)."""
 
-    share: float = option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)
+    loose_share: float = option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)
     nearest: int = option(10, "number of most similar visual tokens that are averaged (N)", 1)
     shift: bool = option(True, "accept a token if the target's token occurs elsewhere in the draft")
     space: str = option("hidden", "compared states", choices=("hidden", "embedding"))
@@ -272,10 +272,12 @@ class LVSpecOptions(Checked):
         choices=("verifying", "own"),
     )
     entropy: float = option(0.0, "least entropy of the target at a loosened token, as in fly; 0: none", 0, 1)
-    odds: float = option(
+    min_probability_ratio: float = option(
         0.0, "least probability of a loosened token as a share of that of the target's own token; 0: none", 0, 1
     )
-    free: float = option(0.0, "share of that probability from which a token is loose at any relevance; 0: none", 0, 1)
+    loose_probability_ratio: float = option(
+        0.0, "share of that probability from which a token is loose at any relevance; 0: none", 0, 1
+    )
     relevance: str = option(
         "states",
         "similarity of states, or one's own by its name in saccade.options.RELEVANCES",
@@ -296,4 +298,4 @@ class FLyOptions(Checked):
 class RandomOptions(Checked):
     """LOSSY: a random share of the draft tokens is accepted loosely (LVSpec, Figure 7)."""
 
-    share: float = option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)
+    loose_share: float = option(0.7, "share of the draft tokens that are accepted loosely (LVSpec's lambda)", 0, 1)

@@ -58,7 +58,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
         None,
         {"a b": "c\\d"},
         "a b",
-        {"gamma": 7, "carry": True, "mass": 0.5},
+        {"gamma": 7, "keep_history": True, "attention_mass": 0.5},
         {"speedup": 2.5},
         exact=True,
     )

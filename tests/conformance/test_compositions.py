@@ -32,14 +32,14 @@ TREE_OPTIONS: dict[str, dict[str, Any]] = {
 PRUNING: list[dict[str, Any]] = [
     {},
     {"keep_images": 0.25},
-    {"keep_images": 0.5, "select": "uniform"},
-    {"keep_images": 0.5, "select": "attention"},
+    {"keep_images": 0.5, "keep_by": "uniform"},
+    {"keep_images": 0.5, "keep_by": "attention"},
 ]
 VIEWS: list[dict[str, Any]] = [{"views": "T"}, {"views": "MT"}, {"views": "MR", "keep_images": 0.5}]
 STRICT: dict[str, dict[str, Any]] = {
-    "lvspec": {"share": 0.0, "shift": False},
+    "lvspec": {"loose_share": 0.0, "shift": False},
     "fly": {"entropy": 1.0},
-    "random": {"share": 0.0},
+    "random": {"loose_share": 0.0},
 }
 """Settings with which a lossy rule lets nothing pass that greedy decoding would not have said."""
 
@@ -78,7 +78,7 @@ def combined(place: int, drafts: str, tree: str) -> dict[str, Any]:
     if drafts in ("model", "self"):
         given |= PRUNING[place % len(PRUNING)]
     if place % 3 == 2 and given.get("alpha_of") != "accepted":
-        given |= {"copied": 4}
+        given |= {"lookup_tokens": 4}
     return given
 
 
@@ -92,7 +92,7 @@ def test_any_drafter_with_any_tree_gives_the_target_s_tokens(drafts: str, tree: 
     assert tuple(output.tokens) == plain()
     assert output.lossless
     assert output.stats.drafted_tokens > 0
-    if drafts in ("model", "self") and "copied" not in given:
+    if drafts in ("model", "self") and "lookup_tokens" not in given:
         drafter: Any = build("chain", parts(), **given).drafter
         assert isinstance(drafter, EnsembleDrafter) == ("keep_images" in given)
         assert drafter.model is (parts().target if drafts == "self" else parts().draft_model)
@@ -121,8 +121,8 @@ def test_a_loose_rule_that_lets_nothing_pass_gives_the_target_s_tokens_but_is_la
 def test_the_comparison_notices_a_rule_that_lets_everything_pass(tree: str) -> None:
     """The planted mistake: one guess too many changes the answer, and it is marked."""
     for rule, loosest in (
-        ("lvspec", {"share": 1.0}),
-        ("random", {"share": 1.0}),
+        ("lvspec", {"loose_share": 1.0}),
+        ("random", {"loose_share": 1.0}),
         ("fly", {"entropy": 0.0, "deferred": 0}),
     ):
         output = answer(tree=tree, **TREE_OPTIONS[tree], rule=rule, **loosest)

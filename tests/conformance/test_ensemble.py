@@ -136,7 +136,7 @@ def test_a_drafter_that_only_reads_takes_the_text_view_too() -> None:
 @pytest.mark.parametrize("carry", [True, False])
 @pytest.mark.parametrize("name", ["llava", "llava_next", "qwen2_5_vl"])
 def test_a_second_turn_goes_on_with_what_the_first_has_taught(name: str, carry: bool) -> None:
-    drafter = EnsembleDrafter(draft(name), Chain(4), views(name, VIEWS[name]), Grid(steps=4), carry=carry)
+    drafter = EnsembleDrafter(draft(name), Chain(4), views(name, VIEWS[name]), Grid(steps=4), keep_history=carry)
     method = Engine(target(name), drafter)
     session = method.open(1)
     method.generate(requests(name, "image", 1), max_new_tokens=FIRST, session=session)

@@ -173,7 +173,7 @@ def test_a_reused_prefix_changes_no_token(name: str) -> None:
 def test_attention_that_a_drafter_reads_of_the_prompt_changes_no_token() -> None:
     """It is read from stock modules, whose sums differ."""
     name = "llava"
-    pruning = Pruning(keep_images=0.5, select="attention")
+    pruning = Pruning(keep_images=0.5, keep_by="attention")
     engine = Engine(target(name), EnsembleDrafter(harness.draft(name), harness.POLICIES["chain"], [Pruned(pruning)]))
     assert tuple(tuple(together(engine, [row])[0]) for row in prompts(name)) == plain(name)
 

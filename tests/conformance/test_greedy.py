@@ -104,7 +104,7 @@ def test_prompt_lookup_equals_generate(name: str, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_suffix_decoding_equals_generate_and_knows_an_answer_that_it_gave(name: str, rows: int) -> None:
-    method = Engine(target(name), SuffixDrafter(SuffixOptions(least=0.01)))
+    method = Engine(target(name), SuffixDrafter(SuffixOptions(min_token_prob=0.01)))
     first, again = (assert_equals_generate(method, name, None, rows, 32) for _ in range(2))
     passes = [sum(output.stats.target_passes for output in outputs) for outputs in (first, again)]
     assert passes[1] < passes[0] / 2

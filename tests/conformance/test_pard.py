@@ -272,7 +272,7 @@ def test_a_released_folder_drafts_by_default_beside_pictures(folder: Path) -> No
     assert (type(helper), helper.mask, helper.vocab_size) == (PardDrafter, len(tokenizer()) + 1, len(tokenizer()))
     asked = ["What?", "And what was it before?"], [[picture(1)], []]
     expected = [output.tokens for output in plain.generate(*asked, max_new_tokens=12)]
-    for method in (vlm, vlm.using("pard", tree="dynamic"), vlm.using("pard", copied=4), vlm.using("chain")):
+    for method in (vlm, vlm.using("pard", tree="dynamic"), vlm.using("pard", lookup_tokens=4), vlm.using("chain")):
         outputs = method.generate(*asked, max_new_tokens=12)
         assert [output.tokens for output in outputs] == expected
         assert all(output.stats.drafted_tokens for output in outputs)

@@ -150,7 +150,7 @@ def engine(drafting: str) -> Engine:
         "small_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL - 1)), Chain(2)),
         "large_vocabulary": lambda: ModelDrafter(Target(small_model(2, vocab=SMALL + 3)), Chain(2), SMALL),
         "lookup": lambda: PromptLookup(gamma=2),
-        "suffix": lambda: SuffixDrafter(SuffixOptions(gamma=3, least=0.01, total=6)),
+        "suffix": lambda: SuffixDrafter(SuffixOptions(gamma=3, min_token_prob=0.01, total=6)),
         "merged": lambda: MergedDrafter(
             ModelDrafter(Target(small_model(2)), StaticTree([(0,), (1,), (0, 0)])), PromptLookup(3)
         ),

@@ -57,7 +57,7 @@ def test_a_video_s_share_stays_of_its_frames_too(name: str) -> None:
     prompt = processor.prompt("What?", images=images, videos=[film])
     left = {}
     for images_share, videos_share in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
-        pruning = Pruning(select="uniform", keep_images=images_share, keep_videos=videos_share)
+        pruning = Pruning(keep_by="uniform", keep_images=images_share, keep_videos=videos_share)
         dropped = set(pruning.dropped(processor.config, prompt))
         left[images_share, videos_share] = [
             sum(place not in dropped for place in places) for places in places_of(processor.config, prompt)
@@ -111,7 +111,7 @@ def test_every_medium_keeps_its_share_and_all_text_stays(name: str, kind: str) -
     config, whole = target(name).config, prompt(name, kind)
     columns = torch.rand(len(whole), generator=torch.Generator().manual_seed(0))
     for select in ("uniform", "attention", "specvlm"):
-        pruning = Pruning(select=select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
+        pruning = Pruning(keep_by=select, keep_images=0.5, keep_videos=0.25)  # type: ignore[arg-type]
         dropped = set(pruning.dropped(config, whole, whole, columns, config))
         for places, medium in zip(places_of(config, whole), whole.media, strict=True):
             assert sum(frames_of(config, medium)) == medium.n_tokens == len(places)
@@ -157,7 +157,7 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
     config = target("llava").config
     columns = torch.zeros(18)
     columns[1 + 5 : 1 + 7] = torch.tensor([1.0, 2.0])  # both middle tokens of the second row
-    pruning = Pruning(select="attention", keep_images=0.5)
+    pruning = Pruning(keep_by="attention", keep_images=0.5)
     dropped = pruning.dropped(config, prompt_of(image(4)), prompt_of(image(16)), columns, config)
     assert dropped == [3, 4]
 
@@ -165,11 +165,11 @@ def test_a_drafter_with_coarser_eyes_keeps_what_the_target_saw() -> None:
 @pytest.mark.parametrize("other", [prompt_of(image(4), image(4)), prompt_of(image(15))], ids=["count", "grid"])
 def test_attention_that_fits_nothing_is_noted_and_pruning_is_even(other: Prompt) -> None:
     config = target("llava").config
-    pruning, mine = Pruning(select="specvlm", keep_images=0.5), prompt_of(image(4))
+    pruning, mine = Pruning(keep_by="specvlm", keep_images=0.5), prompt_of(image(4))
     columns = torch.rand(len(other))
     with pytest.warns(SaccadeWarning, match="pruned evenly instead"):
         dropped = pruning.dropped(config, mine, other, columns, config)
-    assert dropped == Pruning(select="uniform", keep_images=0.5).dropped(config, mine)
+    assert dropped == Pruning(keep_by="uniform", keep_images=0.5).dropped(config, mine)
 
 
 def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
@@ -183,7 +183,7 @@ def test_a_prompt_of_words_loses_nothing_whatever_was_read_last() -> None:
 def test_media_of_unknown_families_stay_whole() -> None:
     config = SimpleNamespace(model_type="newest", vision_config=SimpleNamespace(), image_token_id=IMAGE)
     unknown = Prompt((1, 5, 6), (Medium("image", {}, 0, "x"),))
-    assert Pruning(0.2, select="uniform").dropped(config, unknown) == []
+    assert Pruning(0.2, keep_by="uniform").dropped(config, unknown) == []
 
 
 # --------------------------------------------------------------------------- pruned drafters
@@ -228,7 +228,7 @@ def proposals(session: DraftSession) -> list[DraftTree]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> None:
     whole = prompt(name)
-    drafter = pruned(draft(name), Chain(3), Pruning(select=select, keep_images=0.25))
+    drafter = pruned(draft(name), Chain(3), Pruning(keep_by=select, keep_images=0.25))
     words, _ = loaded(drafter, name, prompt(name, "text"))
     assert words.context.lengths == [len(prompt(name, "text"))]
     session, _ = loaded(drafter, name, whole)
@@ -243,7 +243,7 @@ def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> 
 
 def test_the_target_s_attention_is_read_only_where_it_is_needed() -> None:
     for select, expected in (("uniform", False), ("attention", True), ("specvlm", True)):
-        pruning = Pruning(select=select, keep_images=0.5)  # type: ignore[arg-type]
+        pruning = Pruning(keep_by=select, keep_images=0.5)  # type: ignore[arg-type]
         _, context = loaded(pruned(draft("llava"), Chain(2), pruning), "llava", prompt("llava"))
         assert (context.requirements.attention is not None) == expected
     _, context = loaded(pruned(draft("llava"), Chain(2), Pruning(0.5, layers=(-1,))), "llava", prompt("llava"))
@@ -261,7 +261,7 @@ def test_two_readers_of_the_same_attention_must_agree_on_its_layers() -> None:
 
 def test_it_keeps_what_the_target_looks_at() -> None:
     name, whole = "qwen2_5_vl", prompt("qwen2_5_vl")
-    pruning = Pruning(select="attention", keep_images=0.5)
+    pruning = Pruning(keep_by="attention", keep_images=0.5)
     session, context = loaded(pruned(draft(name), Chain(2), pruning), name, whole)
     columns = context.last.columns  # type: ignore[attr-defined]
     assert columns is not None
@@ -290,7 +290,7 @@ def test_another_question_about_the_same_picture_is_pruned_by_its_own_words() ->
     """What an earlier prompt's words had dropped would else stay dropped in what both have in common."""
     name, first = "qwen2_5_vl", prompt("qwen2_5_vl")
     other = Prompt((*first.ids[:-2], 91, 47, 60), first.media)
-    drafter = pruned(draft(name), Chain(2), Pruning(select="attention", keep_images=0.25))
+    drafter = pruned(draft(name), Chain(2), Pruning(keep_by="attention", keep_images=0.25))
     used, context = loaded(drafter, name, first)
     fresh, _ = loaded(drafter, name, other)
     before = list(used.context.dropped(0))

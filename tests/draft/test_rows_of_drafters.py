@@ -26,7 +26,7 @@ from saccade.inputs.families import split
 from saccade.inputs.families.family import Prompt
 
 NAME = "llava"
-EVEN = Pruning(select="uniform", keep_images=0.5)
+EVEN = Pruning(keep_by="uniform", keep_images=0.5)
 
 
 def drafter(kind: str, policy: Any) -> Any:

@@ -27,7 +27,7 @@ from saccade.options import SuffixOptions
 from saccade.tree import DraftTree
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # few tokens, so that n-grams come back
-EAGER = SuffixOptions(least=0.01)
+EAGER = SuffixOptions(min_token_prob=0.01)
 
 
 def opened(options: SuffixOptions = EAGER, store: AnswerStore | None = None, rows: int = 1) -> SuffixSession:
@@ -67,7 +67,7 @@ def test_places_are_those_of_a_naive_search_in_the_texts_that_are_left(
 
 
 def test_the_longest_match_is_followed_first_and_others_beside_it() -> None:
-    tree = drafted(opened(SuffixOptions(factor=8)), [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 8, 1, 2, 3, 4])
+    tree = drafted(opened(SuffixOptions(max_spec_factor=8)), [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 8, 1, 2, 3, 4])
     assert token_paths(tree, 0)[1] == (5,)
     assert (6,) in token_paths(tree, 0)
     assert_consistent(tree)

@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("self-spec", "specvlm"), CHAIN),
     "dynamic-tree": SMALL,
     **{method: {"gamma": 3} for method in ("chain", "pard")},
-    "lookup-merge": {"gamma": 2, "copied": 3},
+    "lookup-merge": {"gamma": 2, "lookup_tokens": 3},
     "grammar": {},
 }
 """Methods with options that keep them quick. Chains that end where the drafter is unsure (kangaroo) are not among them:

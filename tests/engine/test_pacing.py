@@ -382,7 +382,7 @@ def test_a_row_that_a_drafter_cannot_join_goes_on_without_it(monkeypatch: pytest
     assert refused
 
 
-@pytest.mark.parametrize("change", [{"rule": "fly"}, {"copied": 3}, {"views": "MT"}])
+@pytest.mark.parametrize("change", [{"rule": "fly"}, {"lookup_tokens": 3}, {"views": "MT"}])
 def test_only_a_lossless_chain_of_a_draft_model_is_paced(change: dict[str, object]) -> None:
     name = next(iter(change))
     with pytest.raises(MethodError, match=f"may skip drafting at any step, which needs {name}="):

@@ -182,7 +182,7 @@ def test_media_and_draft_prompts_of_little_time_need_no_steps_of_their_own(
 def test_half_a_prompt_whose_states_nobody_took_in_is_no_prefix_of_the_next() -> None:
     """A rule that reads the states of the whole prompt gets them all, also where the first row of it was cancelled."""
     chain, prompt = engine("chain", "llava"), prompts("image", "llava")[0]
-    reading = Engine(chain.target, chain.drafter, LVSpec(share=0.7))
+    reading = Engine(chain.target, chain.drafter, LVSpec(loose_share=0.7))
     expected = reading.generate([Request(prompt)], max_new_tokens=NEW)[0].tokens
     for under_test, reused in ((chain, True), (reading, False)):
         batch = under_test.open(1, prefill_chunk=len(prompt) - 3)

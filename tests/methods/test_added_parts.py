@@ -35,7 +35,7 @@ class Short(Chain):
 class Forgiving(RandomLoosening):
     """Forgives all."""
 
-    share: float = 1.0
+    loose_share: float = 1.0
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,12 @@ from saccade.draft.heads.registry import HEAD_KINDS
 from saccade.errors import SaccadeError
 from saccade.methods import METHODS, is_lossless, options
 from saccade.methods.compositions import Models, within_reach
-from saccade.methods.settings import GROUPS, TREES, about, table
+from saccade.methods.registry import check
+from saccade.methods.settings import GROUPS, RENAMED, TREES, about, known_options, table
 from saccade.options import check_whole
 
-GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "copied": 0}
-LIKELIEST = {"tree": "oneshot", "total": 25, "floor": 0.04, "max_depth": 16, "rule": "exact", "copied": 0}
+GROWN = {"tree": "dynamic", "top": 10, "max_depth": 6, "total": 60, "rule": "exact", "lookup_tokens": 0}
+LIKELIEST = {"tree": "oneshot", "total": 25, "floor": 0.04, "max_depth": 16, "rule": "exact", "lookup_tokens": 0}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle2": GROWN,
     "eagle3": GROWN,
@@ -26,9 +27,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "vispec": {**GROWN, "top": 8, "max_depth": 4, "total": 30},
     "hivis": GROWN,
     "dream": {**GROWN, "top": 4, "total": 32},
-    "medusa": {"tree": "static", "rule": "exact", "copied": 0},
-    "hydra": {"tree": "static", "rule": "exact", "copied": 0},
-    "kangaroo": {"tree": "confident", "gamma": 6, "confidence": 0.6, "rule": "exact", "copied": 0},
+    "medusa": {"tree": "static", "rule": "exact", "lookup_tokens": 0},
+    "hydra": {"tree": "static", "rule": "exact", "lookup_tokens": 0},
+    "kangaroo": {"tree": "confident", "gamma": 6, "confidence": 0.6, "rule": "exact", "lookup_tokens": 0},
     "dspark": LIKELIEST,
     "dflash": LIKELIEST,
     "dflash2": LIKELIEST,
@@ -58,7 +59,7 @@ def test_options_are_of_their_defaults_type() -> None:
     ("method", "chosen", "message"),
     [
         ("chain", {"width": 3}, "has the option width with tree=width only"),
-        ("chain", {"share": 0.5}, "has the option share with rule=lvspec or rule=random only"),
+        ("chain", {"loose_share": 0.5}, "has the option loose_share with rule=lvspec or rule=random only"),
         ("chain", {"tree": "oak"}, "tree of method chain must be one of chain, branches"),
         ("chain", {"gamma": 0}, "gamma of method chain must be at least 1, not 0"),
         ("chain", {"gamma": 2.5}, "gamma of method chain must be a whole number, not 2.5"),
@@ -71,6 +72,14 @@ def test_options_are_of_their_defaults_type() -> None:
 def test_an_option_that_nothing_would_read_is_refused(method: str, chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(MethodError, match=re.escape(message)):
         options(method, chosen)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_option_s_earlier_name_is_refused_with_its_name_now(name: str) -> None:
+    assert RENAMED[name] in known_options()
+    for method in ("chain", "suffix", "lvspec", None):
+        with pytest.raises(MethodError, match=f"^The option {name} is called {RENAMED[name]} now"):
+            check(method, {name: 1})
 
 
 def test_true_is_no_whole_number() -> None:

@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle2": {"tree": "dynamic", "top": 2, "max_depth": 2, "total": 4},
     "sage": {},
     "lvspec": {"gamma": 4},
-    "lookup-merge": {"gamma": 2, "copied": 3},
+    "lookup-merge": {"gamma": 2, "lookup_tokens": 3},
 }
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2")
 """A family of each kind of recurrent layer."""

@@ -107,14 +107,14 @@ class Still(Context):
 
 RULES = st.builds(
     LVSpec,
-    share=st.sampled_from([0.0, 0.4, 0.7, 1.0]),
+    loose_share=st.sampled_from([0.0, 0.4, 0.7, 1.0]),
     nearest=st.integers(1, 4),
     shift=st.booleans(),
     special_ids=st.just((EOS,)),
     position=st.sampled_from(["verifying", "own"]),
     entropy=st.sampled_from([0.0, 0.5, 0.8]),
-    odds=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
-    free=st.sampled_from([0.0, 0.3]),
+    min_probability_ratio=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+    loose_probability_ratio=st.sampled_from([0.0, 0.3]),
     relevance=st.sampled_from(["states", "tokens"]),
 )
 RELEVANCES["tokens"] = lambda tree: tree.tokens.float()
@@ -151,12 +151,12 @@ def test_lvspec_takes_the_longest_line_that_stands_by_the_rule_written_out(
             guarded = guarded or 0 < rule.entropy >= unsure[row.parents[node]]
             p = scores[index, row.parents[node]].softmax(-1)
             odds = float(p[row.tokens[node]] / p.max())
-            guarded = guarded or odds < rule.odds
-            least = sorted(line, key=relevance.__getitem__)[: int(rule.share * len(line) + 1e-6)]
+            guarded = guarded or odds < rule.min_probability_ratio
+            least = sorted(line, key=relevance.__getitem__)[: int(rule.loose_share * len(line) + 1e-6)]
             marked[node] = None
             if row.tokens[node] == wanted:
                 marked[node] = STRICT
-            elif (node in least or 0 < rule.free <= odds) and not guarded:
+            elif (node in least or 0 < rule.loose_probability_ratio <= odds) and not guarded:
                 marked[node] = LOOSE
             elif rule.shift and wanted in [row.tokens[n] for n in line] and not guarded:
                 marked[node] = SHIFTED
@@ -237,7 +237,7 @@ def test_lvspec_accepts_more_and_marks_what_it_loosened(space: Any, policy: Any)
 
 
 def test_lvspec_loosens_only_tokens_near_the_target_s_own_and_a_row_among_others_as_alone() -> None:
-    under_test, requests = engine("llava", LVSpec(1.0, shift=False, odds=0.4))
+    under_test, requests = engine("llava", LVSpec(1.0, shift=False, min_probability_ratio=0.4))
     together = under_test.generate(requests, max_new_tokens=24)
     alone = [under_test.generate([request], max_new_tokens=24)[0] for request in requests]
     assert [o.tokens for o in together] == [o.tokens for o in alone]
@@ -245,7 +245,7 @@ def test_lvspec_loosens_only_tokens_near_the_target_s_own_and_a_row_among_others
     without, _ = engine("llava", LVSpec(1.0, shift=False))
     most = [o.stats.loosened_tokens for o in without.generate(requests, max_new_tokens=24)]
     assert 0 < sum(loose) < sum(most)
-    at_one, _ = engine("llava", LVSpec(1.0, shift=False, odds=1.0))
+    at_one, _ = engine("llava", LVSpec(1.0, shift=False, min_probability_ratio=1.0))
     strict, _ = engine("llava", None)
     answers = [[o.tokens for o in under.generate(requests, max_new_tokens=24)] for under in (at_one, strict)]
     assert answers[0] == answers[1]

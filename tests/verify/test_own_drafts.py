@@ -60,7 +60,7 @@ TREES: dict[str, Any] = {
     "sage": SageTree(),
     "oneshot": OneShotTree(max_depth=7),
 }
-EVEN = Pruning(select="uniform", keep_images=0.5)
+EVEN = Pruning(keep_by="uniform", keep_images=0.5)
 
 
 class Planned(Pacer):

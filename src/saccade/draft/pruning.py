@@ -35,15 +35,15 @@ class Pruning(PruningOptions):
     @property
     def needs_attention(self) -> bool:
         """Whether the target's attention is needed."""
-        return self.select != "uniform" and self.prunes
+        return self.keep_by != "uniform" and self.prunes
 
     def retained(self, config: Any, medium: Medium, scores: Tensor | None) -> list[int]:
         """Ascending indices of the tokens of one medium that are retained, by their scores ``[n_tokens]``."""
         share = self.keep_videos if medium.is_of_video else self.keep_images
         budget = min(medium.n_tokens, max(1, math.floor(share * medium.n_tokens + 0.5)))
-        if self.select == "uniform" or scores is None:
+        if self.keep_by == "uniform" or scores is None:
             return spread(frames_of(config, medium), budget)
-        return two_stages(scores.tolist(), budget, self.mass if self.select == "specvlm" else 1.0)
+        return two_stages(scores.tolist(), budget, self.attention_mass if self.keep_by == "specvlm" else 1.0)
 
     def dropped(
         self,
@@ -57,7 +57,7 @@ class Pruning(PruningOptions):
         if not prompt.media:
             return []
         attention: list[Tensor | None] = [None] * len(prompt.media)
-        if self.select != "uniform" and target_prompt is not None and columns is not None:
+        if self.keep_by != "uniform" and target_prompt is not None and columns is not None:
             attention = _transfer_scores(config, prompt, target, target_prompt, columns.cpu())
         out: list[int] = []
         for places, medium, scores in zip(places_of(config, prompt), prompt.media, attention, strict=True):

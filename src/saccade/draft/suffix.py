@@ -60,7 +60,7 @@ class SuffixDrafter(PromptLookup):
     ) -> None:
         super().__init__(options.gamma, options.max_ngram, device, vocab_size)
         self.options, self.store = options, store or AnswerStore(2**25, options.max_ngram)
-        self.max_nodes, self.max_children = options.total + 1, min(options.total, int(1 / options.least))
+        self.max_nodes, self.max_children = options.total + 1, min(options.total, int(1 / options.min_token_prob))
         self._rates: OrderedDict[str, list[tuple[float, float]]] = OrderedDict()
 
     def rates(self, key: str) -> list[tuple[float, float]]:
@@ -110,7 +110,7 @@ class SuffixSession(LookupSession):
         rates = RATES if key is None else self._learned(row, self._by.rates(key))
         matches = self._matches(row)
         longest = max((match.length for match in matches), default=0)
-        most = min(options.total, int(options.factor * longest))
+        most = min(options.total, int(options.max_spec_factor * longest))
         guesses = _guesses(matches, 0)
         self._guesses[row] = len(self._texts[row]), guesses
 
@@ -119,7 +119,7 @@ class SuffixSession(LookupSession):
                 if guess.token < self._by.vocab_size:
                     yield guess.token, guess.share * rates[guess.bits], guess.matches
 
-        nodes = best_first(matches, follow, most, min(limit, options.gamma), options.least)
+        nodes = best_first(matches, follow, most, min(limit, options.gamma), options.min_token_prob)
         return [(token, parent) for token, parent, _ in nodes]
 
     def _learned(self, row: int, rates: list[tuple[float, float]]) -> list[float]:

@@ -60,7 +60,7 @@ def compose(parts: Models, values: Values) -> Engine:
 def _pacer(parts: Models, values: Values) -> Pacer | None:
     if values.get("tree") != "paced":
         return None
-    others = {"draft_with": ("model", *HEAD_KINDS), "rule": (LOSSLESS_RULE,), "copied": (0,), "views": ("",)}
+    others = {"draft_with": ("model", *HEAD_KINDS), "rule": (LOSSLESS_RULE,), "lookup_tokens": (0,), "views": ("",)}
     wrong = next((name for name, allowed in others.items() if values.get(name, allowed[0]) not in allowed), None)
     if wrong is not None:
         raise ValueError(
@@ -129,13 +129,13 @@ def _drafter(parts: Models, values: Values) -> Drafter:
     else:
         assert parts.head is not None
         drafter = HeadDrafter(parts.head, parts.target, policy)
-    if not values["copied"]:
+    if not values["lookup_tokens"]:
         return drafter
     from saccade.draft.merged import MergedDrafter
 
     if values.get("alpha_of") == "accepted":
         raise ValueError("alpha_of=accepted needs the drafter's own tree, so it does not go with copied tokens.")
-    copies = _lookup(values["copied"], values, parts, drafter.model or parts.target)
+    copies = _lookup(values["lookup_tokens"], values, parts, drafter.model or parts.target)
     return MergedDrafter(drafter, copies, values["merged_total"])
 
 
@@ -180,7 +180,7 @@ def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values
     )
     history = values["history"] or None
     weighting = make_weighting(values["weights"], len(views), distance=values["distance"], window=history)
-    return EnsembleDrafter(model, policy, views, weighting, vocab_size, values["carry"])
+    return EnsembleDrafter(model, policy, views, weighting, vocab_size, values["keep_history"])
 
 
 def _by_visual_model(model: Target, policy: TreePolicy, vocab_size: int, values: Values) -> Drafter:
@@ -237,7 +237,7 @@ def pruning_of(values: Values) -> Pruning:
     """Pruning of the drafter's visual tokens."""
     from saccade.draft.pruning import Pruning
 
-    return Pruning(values["keep_images"], values["keep_videos"], values["select"], values["mass"])
+    return Pruning(values["keep_images"], values["keep_videos"], values["keep_by"], values["attention_mass"])
 
 
 def captioner_of(chosen: Any, model: Target, processor: InputProcessor) -> Captioner | None:

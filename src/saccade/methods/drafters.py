@@ -164,7 +164,7 @@ def default(
     if drafter is None and kinds:
         return next(iter(kinds.values()))
     chosen = set(options)
-    copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "copied" not in chosen
+    copies = chosen & {"max_ngram", "max_matching_ngram_size"} and "lookup_tokens" not in chosen
     if drafter is None and config is not None and not copies and drafts_by_mtp(config, config.name_or_path):
         return "mtp"
     changes = {"draft_with", "views", *GROUPS["pruning"]}  # of what the draft model is and reads

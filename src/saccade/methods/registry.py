@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.draft.heads.registry import HEAD_KINDS, HeadKind
 from saccade.errors import MethodError, SaccadeError
-from saccade.methods.settings import ADDED, ALIASES, LOSSLESS_RULE, Needs, fit, known_options, needs, resolved
+from saccade.methods.settings import (
+    ADDED,
+    ALIASES,
+    LOSSLESS_RULE,
+    RENAMED,
+    Needs,
+    fit,
+    known_options,
+    needs,
+    renamed,
+    resolved,
+)
 from saccade.wording import meant, unknown_name
 
 if TYPE_CHECKING:
@@ -100,7 +111,7 @@ METHODS: dict[str, Method] = {
     "lookup-merge": Method(
         "one tree of a draft model's tokens and of tokens copied by prompt lookup",
         source="Saxena 2023 beside a draft model",
-        settings={"copied": 10},
+        settings={"lookup_tokens": 10},
     ),
     "spd": Method(
         "a draft model of the text alone: a language model, or a VLM with a line break per image",
@@ -163,7 +174,7 @@ def default(has_draft_model: bool, chosen: Iterable[str] = ()) -> str:
     """Return the default method; ``chosen``: names of options, some of which need a draft tree in every step."""
     if not has_draft_model:
         return "prompt-lookup"
-    return "chain" if {"draft_with", "tree", "rule", "copied", "views"} & set(chosen) else "auto"
+    return "chain" if {"draft_with", "tree", "rule", "lookup_tokens", "views"} & set(chosen) else "auto"
 
 
 def options(name: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +188,8 @@ def check(name: str | None, chosen: Mapping[str, Any]) -> None:
     if name is not None:
         options(name, chosen)
     elif wrong := next((option for option in chosen if option not in known_options()), None):
+        if wrong in RENAMED:
+            raise MethodError(renamed(wrong))
         hint = meant(wrong, known_options())
         raise MethodError(f"No method has an option {wrong}{hint}; `saccade methods NAME` lists a method's options.")
 

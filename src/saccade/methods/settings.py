@@ -57,7 +57,7 @@ CHOICES: dict[str, dict[str, Option]] = {
     },
     "tree": {"tree": Option("chain", "tree policy", choices=tuple(TREES))},
     "rule": {"rule": Option(LOSSLESS_RULE, "acceptance rule; all but exact are LOSSY", choices=tuple(RULES))},
-    "copies": {"copied": Option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)},
+    "copies": {"lookup_tokens": Option(0, "tokens that prompt lookup copies into the tree; 0: no prompt lookup", 0)},
     "merging": {
         "max_ngram": _MAX_NGRAM,
         "merged_total": Option(64, "nodes of the merged tree, without the root", 1),
@@ -72,7 +72,7 @@ CHOICES: dict[str, dict[str, Option]] = {
         ),
         "distance": Option("kl", "distance that the grid minimises", choices=("kl", "tv", "match")),
         "history": Option(0, "verified positions in the weights' history; 0: all", 0),
-        "carry": Option(True, "keep the history from one turn to the next"),
+        "keep_history": Option(True, "keep the history from one turn to the next"),
         "captioner": Option(
             "",
             "of view C: checkpoint of an image-to-text model or VLM; in Python also a function of a PIL image or "
@@ -98,10 +98,22 @@ ALIASES = {
     "assistant_confidence_threshold": "confidence",
     "max_matching_ngram_size": "max_ngram",
     "suffix_decoding_max_tree_depth": "gamma",
-    "suffix_decoding_max_spec_factor": "factor",
-    "suffix_decoding_min_token_prob": "least",
+    "suffix_decoding_max_spec_factor": "max_spec_factor",
+    "suffix_decoding_min_token_prob": "min_token_prob",
 }
 """Names of the same options in Hugging Face and vLLM -> names here."""
+RENAMED = {
+    "carry": "keep_history",
+    "copied": "lookup_tokens",
+    "factor": "max_spec_factor",
+    "free": "loose_probability_ratio",
+    "least": "min_token_prob",
+    "mass": "attention_mass",
+    "odds": "min_probability_ratio",
+    "select": "keep_by",
+    "share": "loose_share",
+}
+"""Names that options had in earlier releases, which are refused -> names now."""
 
 
 def in_force(values: Mapping[str, Any]) -> list[str]:
@@ -113,7 +125,7 @@ def in_force(values: Mapping[str, Any]) -> list[str]:
     if drafts in ALONE:
         return ["drafter", *([drafts] if drafts in CHOICES else []), *rule]
     groups = ["drafter", "tree", f"tree={values['tree']}", *rule, "copies"]
-    if values["copied"]:
+    if values["lookup_tokens"]:
         groups.append("merging")
     if drafts == "self" or (drafts == "model" and (not values["views"] or "R" in values["views"])):
         groups.append("pruning")
@@ -125,7 +137,7 @@ def in_force(values: Mapping[str, Any]) -> list[str]:
 
 
 _WITH = {
-    "merging": ("copied=10", "The tree of a drafter's tokens and of copies."),
+    "merging": ("lookup_tokens=10", "The tree of a drafter's tokens and of copies."),
     "pruning": ("draft_with=model or self (views: R among them)", groups.PruningOptions.__doc__ or ""),
     "views": ("draft_with=model", "The views of one draft model (TABED)."),
     "ensemble": ("views=MT", "The mixture of several views (TABED, Section 4)."),
@@ -165,20 +177,20 @@ def _default(settings: Mapping[str, Any], group: str, name: str, option: Option)
 
 def _chosen(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the options that decide which groups are in force."""
-    names = ("draft_with", "tree", "rule", "copied", "views")
+    names = ("draft_with", "tree", "rule", "lookup_tokens", "views")
     chosen = {name: option.default for group in CHOICES.values() for name, option in group.items() if name in names}
     return chosen | {name: value for source in sources for name, value in source.items() if name in names}
 
 
 def resolved(method: str, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return every option in force with its value."""
-    renamed: dict[str, Any] = {}
+    usual_names: dict[str, Any] = {}
     for name, value in chosen.items():
         usual = ALIASES.get(name, name)
-        if usual in renamed:
+        if usual in usual_names:
             raise MethodError(f"Option {usual} of method {method} is given twice; {name} is another name for it.")
-        renamed[usual] = value
-    chosen = renamed
+        usual_names[usual] = value
+    chosen = usual_names
     is_fixed = settings.get("draft_with") == "none"
     for name in () if is_fixed else set(_chosen()) & set(chosen):
         next(group[name] for group in CHOICES.values() if name in group).check(name, f"method {method}", chosen[name])
@@ -197,12 +209,19 @@ def resolved(method: str, settings: Mapping[str, Any], chosen: Mapping[str, Any]
 
 
 def _no_option(method: str, name: str, known: Mapping[str, Option]) -> str:
+    if name in RENAMED:
+        return renamed(name)
     needed = [group for group, options in GROUPS.items() if name in options and "=" in group]
     needed += [f"draft_with={group}" for group in ("lookup", "suffix") if name in GROUPS[group]]
     if known and needed:
         groups = " or ".join(needed)
         return f"Method {method} has the option {name} with {groups} only; give that too, or leave {name} out."
     return f"Method {method} has no option {name}{meant(name, known)}; its options are: {', '.join(known) or 'none'}."
+
+
+def renamed(name: str) -> str:
+    """Return the refusal of an option's earlier name."""
+    return f"The option {name} is called {RENAMED[name]} now; use that name."
 
 
 def known_options() -> set[str]:

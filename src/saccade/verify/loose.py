@@ -194,11 +194,11 @@ class LVSpecJudge:
         may_loosen = compared.may_loosen & has_visual
         if self._rule.entropy > 0:
             may_loosen &= compared.unsure(self._rule.entropy)
-        if self._rule.odds > 0:
-            may_loosen &= compared.likely(self._rule.odds)
-        loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.share)
-        if self._rule.free > 0:
-            loose |= compared.likely(self._rule.free)
+        if self._rule.min_probability_ratio > 0:
+            may_loosen &= compared.likely(self._rule.min_probability_ratio)
+        loose = compared.lowest_share(self.relevance(rows, tree, output), self._rule.loose_share)
+        if self._rule.loose_probability_ratio > 0:
+            loose |= compared.likely(self._rule.loose_probability_ratio)
         loose &= may_loosen
         if not self._rule.shift:
             return compared.longest_path(loose)
@@ -259,4 +259,4 @@ class RandomLoosening(RandomOptions, StatelessRule):
         compared = TreeComparison(tree, scores, self.special_ids)
         level = (tree.depth - 1).clamp(min=0).expand_as(compared.choice)
         drawn = uniforms[:, :, 0].gather(1, level)  # one per level
-        return compared.longest_path(compared.lowest_share(drawn, self.share) & compared.may_loosen)
+        return compared.longest_path(compared.lowest_share(drawn, self.loose_share) & compared.may_loosen)

@@ -46,7 +46,7 @@ class EnsembleDrafter(Drafter):
         views: Sequence[View],
         weighting: Weighting | None = None,
         vocab_size: int | None = None,
-        carry: bool = True,
+        keep_history: bool = True,
     ) -> None:
         if not views:
             raise ValueError("An ensemble needs at least one view.")
@@ -55,7 +55,7 @@ class EnsembleDrafter(Drafter):
         self.views, self.num_views = tuple(views), len(views)  # forms of the prompt
         self.weighting = weighting or make_weighting("auto", len(views))
         self.vocab_size = vocab_size  # as for `ModelDrafter`
-        self.carry = carry  # retain the views' history from one turn of a conversation to the next
+        self.keep_history = keep_history  # retain the views' history from one turn of a conversation to the next
         self.early = all(view.early for view in views)
 
     def open(self, rows: int, target: Context) -> EnsembleSession:
@@ -114,7 +114,7 @@ class EnsembleSession(DraftSession):
         if not continues:
             self._mixture.forget(row)
         block = self._pending.pop(row, None)
-        if not (continues and self._drafter.carry):
+        if not (continues and self._drafter.keep_history):
             self._weights.forget(row)
         elif block is not None:
             self._observe_last_block(row, block)
