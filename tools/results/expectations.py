@@ -15,7 +15,7 @@ from saccade.options import LVSpecOptions
 from tools.results.paper_tables import FEWEST_STEPS, correlation
 from tools.results.probe import GAMMA, Answer, Moments, steps
 
-LOOSE = LVSpecOptions().share
+LOOSE = LVSpecOptions().loose_share
 PAPERS = {
     "HiViS": (
         "a head that sees the visual tokens without norms on its inputs",
