@@ -1,15 +1,21 @@
 """Speculative decoding for vision-language models: faster, with the same answers.
 
 >>> import saccade
->>> vlm = saccade.load("path/to/target", drafter="path/to/drafter")
->>> print(vlm.generate("What is in this picture?", images=["photo.jpg"]).text)
+>>> from saccade.pocket import draw
+>>> vlm = saccade.load("pocket")  # the built-in pair; else saccade.load("your/target", drafter="your/drafter")
+>>> vlm.generate("What does this chart show?", images=[draw(1, "chart").image], max_new_tokens=9).text
+'Four bars. Orange comes first at six.'
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from saccade.errors import InputError, MethodError, ModelError, SaccadeError, SaccadeWarning
+from saccade.errors import InputError as InputError
+from saccade.errors import MethodError as MethodError
+from saccade.errors import ModelError as ModelError
+from saccade.errors import SaccadeError as SaccadeError
+from saccade.errors import SaccadeWarning as SaccadeWarning
 
 if TYPE_CHECKING:
     from saccade.chat import Chat
@@ -18,29 +24,10 @@ if TYPE_CHECKING:
     from saccade.vlm import VLM, load
 
 __version__ = "0.1.0"
-__all__ = [
-    "VLM",
-    "Chat",
-    "InputError",
-    "MethodError",
-    "ModelError",
-    "Output",
-    "SaccadeError",
-    "SaccadeWarning",
-    "Stats",
-    "Stream",
-    "load",
-]
+__all__ = ["VLM", "Chat", "Output", "Stats", "Stream", "load"]
 
-_HOME = {
-    "VLM": "vlm",
-    "Chat": "chat",
-    "Stream": "stream",
-    "load": "vlm",
-    "Output": "output",
-    "Stats": "output",
-}
-_MODULES = ("grammar", "processors")
+_HOME = {"VLM": "vlm", "Chat": "chat", "Stream": "stream", "load": "vlm", "Output": "output", "Stats": "output"}
+_MODULES = ("grammar", "hf", "pocket", "processors")
 
 
 def __getattr__(name: str) -> Any:
@@ -52,3 +39,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"saccade.{name}")
     raise AttributeError(f"module 'saccade' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_MODULES, "__version__", "__doc__"]

@@ -23,6 +23,12 @@ class Chat:
     Attributes:
         messages: all turns so far, in content-list form, images and videos decoded; may be cut or edited between
             turns.
+
+    >>> chat = saccade.load("pocket").chat()
+    >>> chat.send("How many bars are there?", images=[draw(1, "chart").image], max_new_tokens=8).stats.new_tokens
+    8
+    >>> [message["role"] for message in chat.messages]
+    ['user', 'assistant']
     """
 
     def __init__(self, stream: Callable[..., Stream], processor: InputProcessor, system: str | None = None) -> None:
@@ -44,7 +50,11 @@ class Chat:
         seed: int | None = None,
         **options: Unpack[PromptOptions],
     ) -> Output:
-        """Send a user message and return the answer; arguments as in `VLM.generate`."""
+        """Send a user message and return the answer; arguments as in `VLM.generate`.
+
+        >>> saccade.load("pocket").chat().send("Hello", max_new_tokens=4).finish_reason
+        'length'
+        """
         turn = self.stream(text, images, videos, prediction=prediction, seed=seed, **options)
         for _ in turn:
             pass
@@ -67,6 +77,10 @@ class Chat:
         Images and videos are decoded once: later turns reuse the frames that ``num_frames`` or ``fps`` select now.
         The turn becomes part of the conversation when its iteration ends, wherever that is; one that fails, is
         stopped before its first token, or is overtaken by another one, leaves the conversation unchanged.
+
+        >>> turn = saccade.load("pocket").chat().stream("Hello", max_new_tokens=4)
+        >>> sum(len(chunk.tokens[0]) for chunk in turn)
+        4
         """
         media, _ = split_options(options)
         films = [self._processor.load_video(video, media) for video in one_or_more(videos)]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class SaccadeError(ValueError):
-    """Something the user gave or configured cannot be used as it is."""
+    """Something the user gave or configured cannot be used as it is.
+
+    >>> try:
+    ...     saccade.load("pocket", method="chain", gama=7)
+    ... except saccade.SaccadeError as problem:
+    ...     print(problem)
+    Method chain has no option gama (did you mean gamma?); its options are: draft_with, tree, gamma, rule, ...
+    """
 
 
 class InputError(SaccadeError):

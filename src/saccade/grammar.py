@@ -423,6 +423,15 @@ def json_schema(
     Raises:
         InputError: the schema cannot be compiled or followed, a keyword of it cannot be enforced, or llguidance is not
             installed.
+
+    >>> vlm = saccade.load("pocket")
+    >>> form = saccade.grammar.json_schema(
+    ...     {"type": "object", "properties": {"bars": {"enum": [3, 4, 5]}}, "required": ["bars"]},
+    ...     vlm.processor.tokenizer,
+    ...     vlm.target.vocab_size,
+    ... )
+    >>> vlm.generate("How many?", images=[draw(1, "chart").image], logits_processor=[form]).text
+    '{"bars":4}'
     """
     text = json.dumps(enforceable(schema))
     pattern = rf"[ \n]{{0,{MOST_BLANKS}}}" if whitespace else None

@@ -39,7 +39,12 @@ class Times:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts of one row."""
+    """Counts of one row.
+
+    >>> stats = saccade.load("pocket", method="plain").generate("Hello", max_new_tokens=5).stats
+    >>> stats.new_tokens, stats.target_passes, stats.block_efficiency
+    (5, 4, 1.0)
+    """
 
     prompt_tokens: int = 0  # of the target's prompt
     reused_tokens: int = 0  # of them, taken from an earlier turn's KV cache
@@ -99,7 +104,12 @@ class Stats:
 
 @dataclass(slots=True)
 class Output:
-    """One row's answer."""
+    """One row's answer.
+
+    >>> output = saccade.load("pocket").generate("Hello", max_new_tokens=5)
+    >>> len(output.tokens), output.marks[0], output.finish_reason, output.lossless
+    (5, 'target', 'length', True)
+    """
 
     tokens: list[int] = field(default_factory=list)  # emitted ids, an end-of-sequence token included
     marks: list[Mark] = field(default_factory=list)  # one per token

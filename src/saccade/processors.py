@@ -57,6 +57,18 @@ class StatefulProcessor(Protocol):
 
     States are values: `advance` leaves its argument unchanged, because sibling nodes continue from it.
     Where copies are expensive, use one object with rollback, as `saccade.grammar.Rollback` does.
+
+    >>> class Alternate:  # tokens of even and odd ids in turn
+    ...     def start(self, prompt):
+    ...         return 0
+    ...     def advance(self, state, token):
+    ...         return 1 - state
+    ...     def scores(self, state, scores):
+    ...         scores[1 - state :: 2] = -float("inf")
+    ...         return scores
+    >>> output = saccade.load("pocket").generate("Hello", logits_processor=[Alternate()], max_new_tokens=4)
+    >>> [token % 2 for token in output.tokens]
+    [0, 1, 0, 1]
     """
 
     def start(self, prompt: Sequence[int]) -> Any:
@@ -84,6 +96,13 @@ def stateless(processor: _Any) -> _Any:
 
     Raises:
         InputError: the object takes no attributes.
+
+    >>> @saccade.processors.stateless
+    ... def never_42(ids, scores):
+    ...     scores[:, 42] = -float("inf")
+    ...     return scores
+    >>> 42 in saccade.load("pocket").generate("Hello", logits_processor=[never_42], max_new_tokens=9).tokens
+    False
     """
     try:
         processor.stateless = True  # type: ignore[attr-defined]

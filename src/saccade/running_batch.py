@@ -21,6 +21,11 @@ class Ticket:
 
     Iterating runs the batch's steps as far as this request needs them; other tickets buffer their chunks until they
     are read.
+
+    >>> batch = saccade.load("pocket").batch()
+    >>> ticket = batch.add("Hello", max_new_tokens=6)
+    >>> sum(len(chunk.tokens) for chunk in ticket), ticket.done
+    (6, True)
     """
 
     def __init__(self, batch: Batch, row: Row, tokenizer: Any) -> None:
@@ -87,6 +92,14 @@ class Batch:
         running: the engine's.
         request: makes the engine's request of a question and a seed.
         tokenizer: the target's.
+
+    >>> batch = saccade.load("pocket").batch(max_rows=2)
+    >>> tickets = [batch.add("Hello", max_new_tokens=count) for count in (2, 9, 4)]
+    >>> while not batch.is_idle:
+    ...     for ticket, chunk in batch.step():
+    ...         pass  # send chunk.text to whoever waits for the ticket
+    >>> [len(ticket.output.tokens) for ticket in tickets]
+    [2, 9, 4]
     """
 
     def __init__(self, running: RunningBatch, request: Callable[[RowInput, int], Request], tokenizer: Any) -> None:

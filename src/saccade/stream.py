@@ -23,6 +23,10 @@ class GenerationOptions(TypedDict, total=False):
 
     The checkpoint's ``generation_config`` fills those that are left out. Processors and criteria are called per row
     and draft token; `saccade.processors` has the protocol.
+
+    >>> output = saccade.load("pocket").generate("Hello", do_sample=True, temperature=0.7, seed=1, max_new_tokens=4)
+    >>> len(output.tokens)
+    4
     """
 
     generation_config: GenerationConfig | None
@@ -69,6 +73,12 @@ class PromptOptions(GenerationOptions, total=False):
     of frames that are no file, otherwise all are used. ``limits`` are the accepted places, formats and sizes of images
     and videos. With ``text_as_text``, control tokens and placeholders in the text of messages are encoded as text.
     ``template_options`` are variables of the chat template, such as ``tools`` or ``enable_thinking``.
+
+    >>> film = draw(1, "video").video
+    >>> vlm = saccade.load("pocket")
+    >>> few, more = (vlm.generate("Hello", videos=[film], num_frames=n, max_new_tokens=1) for n in (2, 4))
+    >>> few.stats.prompt_tokens < more.stats.prompt_tokens
+    True
     """
 
     num_frames: int | None
@@ -86,7 +96,12 @@ def split_options(options: PromptOptions) -> tuple[MediaOptions, GenerationOptio
 
 
 class Stream:
-    """A generation in progress; iteration may stop at any chunk, `outputs` holds the tokens so far."""
+    """A generation in progress; iteration may stop at any chunk, `outputs` holds the tokens so far.
+
+    >>> stream = saccade.load("pocket").stream(["Hello", "Bye"], max_new_tokens=4)
+    >>> [len(output.tokens) for output in stream.finish()]
+    [4, 4]
+    """
 
     def __init__(self, run: Run, tokenizer: Any, is_batch: bool, streamer: Any, requests: Sequence[Request]) -> None:
         self.is_batch = is_batch

@@ -18,7 +18,7 @@ from saccade.engine import Request, RunningBatch
 from saccade.engine.batch import PREFILL_CHUNK
 from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE
-from saccade.errors import InputError
+from saccade.errors import InputError, MethodError
 from saccade.files import is_profile
 from saccade.inputs.families import vision_signature
 from saccade.inputs.families.family import Prompt
@@ -64,7 +64,7 @@ from saccade.target_model.int8 import check_weights
 from saccade.target_model.linear import StepThreads
 from saccade.target_model.media_cache import MEDIA_BYTES
 from saccade.target_model.sharding import SHARDED, TENSOR_PARALLEL, check_processes
-from saccade.wording import unknown_name
+from saccade.wording import meant, unknown_name
 
 OneQuestion = TypeVar("OneQuestion", bound=str | Messages | Prompt)
 Adapters = Mapping[str, str | Path]
@@ -127,7 +127,14 @@ def load(
         ModelError: a checkpoint is missing, incomplete or unsupported, or cannot be exact, or the tokenizers differ.
         MethodError: unknown method or option, or a drafter that does not fit the method.
         InputError: fewer than one thread.
+
+    >>> vlm = saccade.load("pocket", method="chain", gamma=7)
+    >>> vlm.method, vlm.lossless, vlm.options["gamma"]
+    ('chain', True, 7)
     """
+    for name in options.keys() - methods.known_options():
+        if hint := meant(name, load.__annotations__, 0.8):
+            raise MethodError(f"saccade.load has no argument {name}{hint}.")
     drafter = drafters.only(drafter, assistant_model)
     placing = {"dtype": dtype, "draft_dtype": draft_dtype, "device_map": device_map, "threads": threads}
     parts: dict[str, Any] = {"heads": heads, "head": head, "adapters": adapters}
@@ -247,6 +254,9 @@ class VLM:
         options: every option of the method with its value.
         drafts_from_prompts: whether the draft model reads prompts, which an assistant does not.
         lossless: whether outputs are the target's own; the rule decides, whatever the method is called.
+
+    >>> sorted(saccade.load("pocket").heads)
+    ['dream', 'eagle2', 'hivis']
     """
 
     def __init__(
@@ -353,13 +363,27 @@ class VLM:
                 a list. None: drawn from torch's global generator.
             session: KV caches of an earlier turn, whose common prefix is not prefilled again.
             streamer: a Hugging Face `BaseStreamer` (one row only).
-            options: of reading and of Hugging Face's `GenerationConfig`; see `PromptOptions`.
+            options: of reading (`PromptOptions`): ``num_frames``, ``fps``, ``limits``, ``text_as_text``,
+                ``template_options``; and Hugging Face's (`GenerationOptions`): ``generation_config``,
+                ``logits_processor``, ``stopping_criteria``, ``prefix_allowed_tokens_fn``, ``max_new_tokens``,
+                ``max_length``, ``min_new_tokens``, ``min_length``, ``max_time``, ``stop_strings``, ``do_sample``,
+                ``temperature``, ``top_k``, ``top_p``, ``top_h``, ``min_p``, ``typical_p``, ``epsilon_cutoff``,
+                ``eta_cutoff``, ``repetition_penalty``, ``encoder_repetition_penalty``, ``no_repeat_ngram_size``,
+                ``encoder_no_repeat_ngram_size``, ``bad_words_ids``, ``sequence_bias``, ``suppress_tokens``,
+                ``begin_suppress_tokens``, ``forced_bos_token_id``, ``forced_eos_token_id``,
+                ``exponential_decay_length_penalty``, ``renormalize_logits``, ``remove_invalid_values``,
+                ``bos_token_id``, ``eos_token_id``, ``pad_token_id``.
 
         Returns:
             An `Output`, or a list of them for a batch.
 
         Raises:
             InputError: a prompt, a medium or an option cannot be used as it is.
+
+        >>> vlm, picture = saccade.load("pocket"), draw(1, "chart").image
+        >>> output = vlm.generate("What does this chart show?", images=[picture], stop_strings=".")
+        >>> output.text, output.finish_reason
+        ('Four bars.', 'stop')
         """
         rest: dict[str, Any] = {"session": session, "streamer": streamer, **options}
         stream = self.stream(prompt, images, videos, prediction=prediction, seed=seed, **rest)
@@ -384,6 +408,11 @@ class VLM:
         Args:
             trace: attach the verified trees to every chunk.
             prompt, images, videos, prediction, seed, session, streamer, options: as of `generate`.
+
+        >>> vlm, picture = saccade.load("pocket"), draw(1, "chart").image
+        >>> stream = vlm.stream("What does this chart show?", images=[picture], max_new_tokens=9)
+        >>> "".join(chunk.text for chunk in stream), stream.output.stats.new_tokens
+        ('Four bars. Orange comes first at six.', 9)
         """
         media, generation = split_options(options)
         batch = is_batch(prompt)
@@ -418,6 +447,12 @@ class VLM:
             prefill_chunk: prompt tokens prefilled per step next to the other rows; images are never cut.
             media_cache: bytes of image and video features that are cached by digest.
             trace: attach the verified tree to every chunk.
+
+        >>> with saccade.load("pocket").batch(max_rows=2) as batch:
+        ...     tickets = [batch.add("How many shapes?", images=[draw(seed, "scene").image]) for seed in (1, 2, 3)]
+        ...     lengths = [len(ticket.result().text) > 0 for ticket in tickets]
+        >>> lengths
+        [True, True, True]
         """
         if kv_memory is None:
             kv_memory = int(KV_MEMORY_SHARE * self.engine.free_memory())
@@ -441,6 +476,10 @@ class VLM:
         Raises:
             MethodError: unknown method, option or head, or a method whose draft model or head is not loaded.
             InputError: unknown adapter.
+
+        >>> vlm = saccade.load("pocket")
+        >>> vlm.using("hivis").method, vlm.using("chain", gamma=3).options["gamma"]
+        ('hivis', 3)
         """
         other = copy.copy(self)
         if adapter != PRESENT:
@@ -456,7 +495,16 @@ class VLM:
         return other
 
     def chat(self, system: str | None = None) -> Chat:
-        """Open a conversation whose turns reuse the KV cache of the earlier ones."""
+        """Open a conversation whose turns reuse the KV cache of the earlier ones.
+
+        Args:
+            system: system message; None for none.
+
+        >>> chat = saccade.load("pocket").chat()
+        >>> answer = chat.send("How many bars are there?", images=[draw(1, "chart").image], max_new_tokens=8)
+        >>> chat.send("And shapes?", max_new_tokens=8).stats.reused_tokens > 0
+        True
+        """
         return Chat(partial(self.stream, session=self.engine.open(1)), self.processor, system)
 
     def request(self, row: RowInput, seed: int) -> Request:

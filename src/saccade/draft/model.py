@@ -98,7 +98,7 @@ class ModelDraftSession(DraftSession):
         return prefill.num_computed - begun
 
     def load_pruned(self, row: int, prompt: Prompt, dropped: Sequence[int] = ()) -> None:
-        """Prefill a row; ``dropped`` as in `Context.read`. The policy retains its history from turn to turn."""
+        """Prefill a row; ``dropped`` as in `Context.load`. The policy retains its history from turn to turn."""
         self._parts.pop(row, None)
         self.context.load(row, self._own(prompt), dropped)
         self._begin(row, prompt)

@@ -21,11 +21,12 @@ from saccade.draft.prediction import Prediction
 from saccade.engine.costs import Trials
 from saccade.errors import InputError
 from saccade.inputs.families.family import Prompt
+from saccade.inputs.processor import MediaOptions
 from saccade.output import FinishReason, Mark, Output, Stats, TicketChunk, Times
 from saccade.processors import criterion_of_row, of_row
 from saccade.target_model.adapter import Target
 from saccade.verify.rule import RowProcessing
-from saccade.wording import first_line
+from saccade.wording import first_line, meant
 
 DEFAULT_NEW_TOKENS = 256
 """Limit when neither the caller nor the checkpoint sets one."""
@@ -100,9 +101,11 @@ def plan(
         if name in ELSEWHERE:
             raise InputError(f"The option {name} is called {ELSEWHERE[name]} here, as in `generate`; give that.")
     if unknown:
+        known = [*vars(config), *MediaOptions.__dataclass_fields__]
+        names = ", ".join(f"{name}{meant(name, known)}" for name in sorted(unknown))
         raise InputError(
-            f"Unknown generation option{'s' if len(unknown) > 1 else ''} {', '.join(sorted(unknown))}; "
-            "expected options of Hugging Face's GenerationConfig."
+            f"Unknown generation option{'s' if len(unknown) > 1 else ''} {names}; expected options of Hugging Face's "
+            "GenerationConfig. (Options of the method belong to saccade.load or VLM.using.)"
         )
     check_options(config)
     sources = (options.get("max_length"), getattr(generation_config, "max_length", None))

@@ -49,6 +49,12 @@ def speculate(
     Raises:
         MethodError: the method does not exist, does not go with that drafter or with `generate`, or has no such option.
         ModelError: the folder holds a head of a kind that does not exist, or its configuration was changed.
+
+    >>> model, drafter = (load_model(path) for path in (target_path(), draft_path()))
+    >>> ids = torch.tensor([[55, 66, 77]])
+    >>> faster = model.generate(ids, custom_generate=saccade.hf.speculate(drafter), max_new_tokens=8)
+    >>> torch.equal(faster, model.generate(ids, max_new_tokens=8, do_sample=False))
+    True
     """
     return Speculation(drafters.only(drafter, assistant_model), method, **options)
 
@@ -238,6 +244,8 @@ def unpatch() -> None:
 
     Raises:
         SaccadeError: another library has patched the same method since.
+
+    >>> saccade.hf.unpatch()
     """
     global _stock
     if _stock is None:
@@ -252,7 +260,11 @@ def unpatch() -> None:
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Patch `GenerationMixin` within a block, then restore its state before the block."""
+    """Patch `GenerationMixin` within a block, then restore its state before the block.
+
+    >>> with saccade.hf.patched():
+    ...     pass  # model.generate(**inputs, custom_generate=...)
+    """
     was_patched = _stock is not None
     patch()
     try:

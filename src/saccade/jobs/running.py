@@ -113,6 +113,11 @@ def batch_file(
     Raises:
         SaccadeError: no usable item, an output of another job, wrong options, or ``max_failures`` items failed. A
             bad item is no error: it gets a record with its sentence.
+
+    >>> write_text("rows.jsonl", '{"prompt": "Hello"}\\n{"prompt": "How many bars?"}\\n')
+    >>> report = batch_file(saccade.load("pocket"), "rows.jsonl", "answers.jsonl", max_new_tokens=4)
+    >>> report.answered, read_text("answers.jsonl").count("finish_reason")
+    (2, 2)
     """
     root, path = None if media_root is None else Path(media_root).expanduser(), Path(out).expanduser()
     names = [str(each) for each in ([inputs] if isinstance(inputs, (str, Path)) else inputs)]

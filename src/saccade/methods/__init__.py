@@ -2,7 +2,7 @@
 
 from saccade.methods.added import add_head, add_rule, add_tree
 from saccade.methods.registry import METHODS, Method, build, check, default, get, is_lossless, options, special_ids
-from saccade.methods.settings import Needs, fit, needs
+from saccade.methods.settings import Needs, fit, known_options, needs
 
 __all__ = [
     "METHODS",
@@ -17,6 +17,7 @@ __all__ = [
     "fit",
     "get",
     "is_lossless",
+    "known_options",
     "needs",
     "options",
     "special_ids",

@@ -165,7 +165,7 @@ class _Row:
     """A row's confidence and history."""
 
     lengths: deque[int]  # accepted lengths of the last steps
-    deepest: int  # the current `D_max`
+    deepest: int  # the current ``D_max``
     confidence: float = START  # alpha, measured at the last step
     starting: bool = True  # whether the next tree is the static first one
     top: tuple[_Transfer, int] | None = None  # pending transfer of k largest probabilities, and the row's line in it

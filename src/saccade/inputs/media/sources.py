@@ -42,7 +42,12 @@ _DOMAIN = re.compile(r"(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)(:[0-9]{1,5})?")
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits of the reader of images and videos; the defaults are those for untrusted input (`SERVER`)."""
+    """Limits of the reader of images and videos; the defaults are those for untrusted input (`SERVER`).
+
+    >>> saccade.load("pocket").generate("Hello", images=["photo.png"], limits=MediaLimits())
+    Traceback (most recent call last):
+    saccade.errors.InputError: ...
+    """
 
     paths: bool = False  # whether paths and `file://` addresses are read
     domains: tuple[str, ...] = ()  # hosts that http(s) addresses may name
