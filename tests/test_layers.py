@@ -81,14 +81,14 @@ PARTS = {
     "serve": (("serve",), 6_038),
     "training": (("train", "distill"), 5_066),
     "measuring": (("bench", "theory", "memory_plan"), 4_198),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_450),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_455),
     "checkpoints": (("checkpoints", "evaluators"), 1_243),
     "pocket": (("pocket",), 1_460),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 28_814
+CORE = 29_000
 """Most lines of everything else, which imports none of the parts."""
-TESTS, TOOLS = 54_953, 11_516
+TESTS, TOOLS = 55_200, 11_516
 """Most lines of the tests, and of tools and benchmarks together."""
 TOKENS = 11.04
 """Most tokens of an average line of code outside of the command line, so that lines are not saved by dense writing."""

@@ -119,7 +119,7 @@ class Exchange(Response):
         return Form(isinstance(body, ChatRequest), model, body.stream_options or StreamOptions())
 
     async def _submit(self, body: AnyRequest, sharing: str | None, began: float) -> None:
-        """Prepare the jobs outside of the event loop, and queue them; ``sharing`` is the client of `ServedModel.jobs`."""
+        """Prepare the jobs outside of the event loop, and queue them; ``sharing`` is the client of their prefixes."""
         service = self._service
         model = service.model(body.model)
         count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
