@@ -93,14 +93,12 @@ class Figures:
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, other: Figures) -> None:
-        """Take in another turn's."""
         self.tokens += other.tokens
         self.wall += other.wall
         self.processor += other.processor
         self.answers += other.answers
 
     def row(self) -> list[str]:
-        """Cells of a table."""
         first = sorted(answer.times[0] for answer in self.answers)
         gaps = [b - a for answer in self.answers for a, b in zip(answer.times, answer.times[1:], strict=False)]
         gaps = sorted(gaps) or [0.0]

@@ -54,7 +54,6 @@ class Watching(LVSpecJudge):
 
 
 def main(task: str, count: int) -> None:
-    """Print two tables."""
     vlm = saccade.load("pocket", dtype="float32", threads=1)
     strict = Engine(vlm.target, ModelDrafter(vlm.draft_model, Chain(10)))
     found: list[dict[str, float]] = []

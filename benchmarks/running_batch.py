@@ -55,7 +55,6 @@ class Clock:
         return self._read() - self._zero
 
     def jump(self, to: float) -> None:
-        """Leave out idle time."""
         self._zero -= max(to - self(), 0.0)
 
 

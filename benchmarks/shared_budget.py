@@ -88,7 +88,6 @@ def contestants(target: Target, draft: Target) -> dict[str, Contestant]:
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> Counts:
-    """Answer a batch of requests."""
     counts, batch = Counts(), engine.open(ROWS, prefill_chunk=4096, longest_step=inf)
     forwards = _counted(batch.drafting)
     plans = plan(engine.target, [request.prompt for request in requests], max_new_tokens=256)
@@ -126,7 +125,6 @@ def _counted(session: DraftSession | None) -> list[int]:
 
 
 def table(running: dict[str, Contestant]) -> Iterator[str]:
-    """Markdown lines."""
     rates = {name: [c.tokens / c.seconds for c in one.rounds] for name, one in running.items()}
     decoding = {name: [c.decoded / c.decoding for c in one.rounds] for name, one in running.items()}
     fixed = [name for name in running if name.startswith("chain")]
@@ -148,7 +146,6 @@ def table(running: dict[str, Contestant]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure and print both tables."""
     parser = pocket_pair.parser(__doc__)
     parser.set_defaults(target_dtype="float32", threads=1)
     parser.add_argument("--rounds", type=int, default=8, help="(default: 8)")

@@ -210,7 +210,6 @@ def table(results: dict[str, Measured], repeats: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure and print the table."""
     parser = pocket_pair.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=24, help="prompts that count (default: 24)")
     parser.add_argument("--repeats", type=int, default=1, help="answers per prompt and method (default: 1)")

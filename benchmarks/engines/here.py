@@ -22,7 +22,6 @@ from saccade.pocket import draft_path, draw
 
 
 def stock(target: Path, questions: list[Any]) -> Answer:
-    """Answers of `generate`."""
     processor, model = InputProcessor.load(str(target)), load(target, "float32", "cpu")
     inputs = [stock_inputs(model, [processor.prompt(question.messages())]) for question in questions]
 
@@ -35,7 +34,6 @@ def stock(target: Path, questions: list[Any]) -> Answer:
 
 
 def ours(target: Path, questions: list[Any], threads: int, options: dict[str, Any]) -> Answer:
-    """Answers of Saccade."""
     loaded = saccade.load(target, draft_path(), threads=threads, **options)
     if (name := loaded.target.executor.name) != options["executor"] != "auto":
         raise SystemExit(f"The target runs on {name}, not on {options['executor']}.")

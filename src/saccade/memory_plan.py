@@ -81,12 +81,10 @@ def _table() -> Mapping[str, Any]:
 
 
 def names() -> list[str]:
-    """Names of all presets."""
     return list(_table())
 
 
 def preset(name: str) -> Preset:
-    """Return a preset."""
     if name not in _table():
         raise InputError(f"There is no preset {unknown_name(name, names())}.")
     return make(Preset, {"name": name, **_table()[name]}, "memory_plan.toml", error=InputError)
@@ -197,8 +195,8 @@ class PairSize:
             config = HeadConfig.from_values(values, drafter)
         else:
             nested = {**values, **(values.get("transformer_layer_config") or {})}
-            said = {"own_vocabulary": nested.get(DRAFT_VOCAB), "blocks": nested.get("num_hidden_layers")}
-            options = {name: n for name, n in said.items() if n and name in head_class(kind).defaults}
+            stated = {"own_vocabulary": nested.get(DRAFT_VOCAB), "blocks": nested.get("num_hidden_layers")}
+            options = {name: n for name, n in stated.items() if n and name in head_class(kind).defaults}
             config = HeadConfig.from_target(size.target, kind, mlp=nested.get("intermediate_size"), **options)
             config = replace(config, hidden_size=nested.get("hidden_size") or config.hidden_size)
         check_fit(config, TargetShape.of(size.target))
@@ -208,7 +206,7 @@ class PairSize:
         if not head.has_lm_head:
             read += size.lm_head
         step = float(read * size.each)
-        if kind == "kangaroo":  # which drafts behind the target's first layers
+        if kind == "kangaroo":  # which drafts after the target's first layers
             share = head.layers[0] / len(size.target.layers)
             step += share * (size.step() - size.lm_head * size.each)
         return cls(size, sum(weights.values()), step, head.drafts_in_one_pass, head.reach or 32)
@@ -266,10 +264,9 @@ ASSUMED = (640, 480, 60, 200, 64_000)
 """Without data: width and height of a picture, tokens of a question and of an answer, and number of samples."""
 
 
-def assumed(size: ModelSize, missing: str, *, samples: int | None = None, answer: int | None = None) -> Lengths:
+def assumed(size: ModelSize, missing: str) -> Lengths:
     """Return lengths where there are no data yet."""
-    width, height, text, usual, many = ASSUMED
-    samples, answer = many if samples is None else samples, usual if answer is None else answer
+    width, height, text, answer, samples = ASSUMED
     visual, patches = size.picture(width, height)
     origin = f"assumed, with one {width}x{height} picture each: {missing} is not there yet"
     return Lengths(samples, text, visual, answer, (text, visual, patches, answer), origin, is_assumed=True)

@@ -10,6 +10,7 @@ import pytest
 from prompt_lines import asks, talks
 
 from saccade.data.conversations import parse_conversation, resolve, resolve_media
+from saccade.distill import planning
 from saccade.distill.planning import Duplicates
 from saccade.errors import InputError
 
@@ -124,14 +125,17 @@ def test_paths_are_relative_to_the_folder_of_the_media(source: str, place: str) 
     ]
 
 
-def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(pictures: Path) -> None:
+def test_duplicates_are_the_same_text_and_bytes_and_only_likely_ones_are_read(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
 
     def digest(path: str) -> str:
         read.append(Path(path).name)
         return Path(path).read_bytes().hex()
 
-    seen = Duplicates(pictures, digest)
+    monkeypatch.setattr(planning, "_file_digest", digest)
+    seen = Duplicates(pictures)
 
     def first(name: str, words: str, *images: str) -> str:
         return seen.first(name, parsed(asks(words, *images)))

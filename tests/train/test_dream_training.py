@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_kit import head, listed, lm_head, samples, target
+from train_kit import fed, head, listed, lm_head, samples, target
 
 sys.path.append(str(Path(__file__).parents[1] / "draft" / "heads"))
 
@@ -38,7 +38,7 @@ def feeder(batch: Dream, name: str = "llava", count: int = 3, layer: str = "entr
 
 
 def entries(batch: Dream, name: str = "llava", count: int = 3, **more: Any) -> DreamEntries:
-    batch = feeder(batch, name, count, **more).entries(range(count))
+    batch = fed(feeder(batch, name, count, **more), range(count))
     assert isinstance(batch, DreamEntries)
     return batch
 
@@ -192,7 +192,7 @@ def teacher_forced_difference(name: str, **options: Any) -> float:
     [output], steps = recorded(name, made, POLICIES["dynamic"], [prompt], len(answer))
     assert output.tokens == answer
     source = Listed([(prompt, answer)])
-    batch = DreamFeeder(target(name), made, source, objective=DreamObjective(layer="none")).entries([0])
+    batch = fed(DreamFeeder(target(name), made, source, objective=DreamObjective(layer="none")), [0])
     assert isinstance(batch, DreamEntries)
     with torch.no_grad():
         at = Placement(batch.positions, batch.attention_mask)

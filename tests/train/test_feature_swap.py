@@ -130,15 +130,15 @@ def agreement(head: Head, target: Recurrent, swapped: bool) -> float:
         given = replace(given, features=given.features.roll(1, 0))
     window = Window.of(given.supervised)
     if isinstance(head, StackedHead):
-        path = window.take(given.embeddings)[:, :, None] if head.follows else None
-        out = head(window.take(given.features), path, step=0)
+        path = window.gather(given.embeddings)[:, :, None] if head.follows else None
+        out = head(window.gather(given.features), path, step=0)
     elif isinstance(head, Dream):
         assert isinstance(given, DreamEntries)
         begun = head.begin(given.embeddings, Placement(given.positions, given.attention_mask))
         out = next(drafts(head, given, window, begun, 1, "guess"))
     else:
         out = next(unroll(head, given, window, 1))
-    right = head.logits(out, target.lm_head).argmax(-1) == window.take(given.following)
+    right = head.logits(out, target.lm_head).argmax(-1) == window.gather(given.following)
     return float(right[window.supervised].float().mean())
 
 

@@ -99,7 +99,7 @@ def test_all_weights_learn_and_recomputing_changes_no_gradient() -> None:
 def agreement(own: PEagle, batch: Entries, window: Window) -> list[float]:
     """By level, the share of places at which head and target find the same token likeliest."""
     chosen = sample(window.supervised, STEPS, 1.0, 1.0, [0] * len(window.places))
-    teacher = lm_head(window.take(batch.states)).argmax(-1)
+    teacher = lm_head(window.gather(batch.states)).argmax(-1)
     levels = zip(parallel(own, batch, window, chosen), chosen, strict=True)
     return [float((own.logits(out, lm_head).argmax(-1) == teacher)[at].float().mean()) for out, at in levels]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_kit import head, listed, lm_head, prompt, samples, target
+from train_kit import fed, head, listed, lm_head, prompt, samples, target
 
 from families import FAMILIES
 from saccade.draft.heads.dream import Dream
@@ -141,7 +141,7 @@ def feeder(own: Head, name: str = "llava") -> Feeder:
 
 
 def judged(own: Head, given: Feeder, lm_head: Any, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
-    entries = given.entries(range(3))
+    entries = fed(given, range(3))
     assert entries is not None
     loss = objective_of(own.kind)()(own, entries, lm_head, steps).loss
     own.zero_grad()
@@ -166,7 +166,7 @@ def test_what_a_cache_leaves_out_is_never_read(kind: str, where: str, tmp_path: 
     given = feeder(own)
     plain = judged(own, given, lm_head, steps_of(kind))
     given.cache = FeatureCache(target("llava"), 1e9, tmp_path if where == "disk" else None, "x", needed=given.needed)
-    given.entries(range(3))
+    fed(given, range(3))
     given.cache.flush()
     cached = judged(own, given, lm_head, steps_of(kind))
     torch.testing.assert_close(cached[0], plain[0], rtol=1e-5, atol=1e-6)
@@ -179,7 +179,7 @@ def test_a_state_that_is_read_and_not_kept_is_noticed() -> None:
     plain = judged(own, given, lm_head, 2)
     hivis = feeder(head("llava", "hivis"))
     given.cache = FeatureCache(target("llava"), 1e9, needed=hivis.needed)
-    given.entries(range(3))
+    fed(given, range(3))
     assert not torch.allclose(judged(own, given, lm_head, 2)[0], plain[0], rtol=1e-4)
 
 

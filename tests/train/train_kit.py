@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Listed, TrainingSample
 from saccade.train.features import read_features
-from saccade.train.objectives.entries import Entries, entries_of
+from saccade.train.objectives.entries import Entries, Feeder, entries_of
 
 
 def write_answers(folder: Path) -> Path:
@@ -76,6 +77,11 @@ def head(name: str, kind: str, **options: Any) -> Head:
 
 def entries(own: Head, name: str = "llava") -> Entries:
     return entries_of(own, read_features(target(name), samples(name, 3), own.layers))
+
+
+def fed(feeder: Feeder, indices: Sequence[int]) -> Any:
+    """The entries of some samples, as a training step gets them."""
+    return feeder.entries_of(feeder.features(indices))
 
 
 def lm_head(states: Tensor) -> Tensor:

@@ -68,7 +68,6 @@ class HeadPlan:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the kind with these settings."""
         return read_recipe(self.kind).with_settings(self.settings)
 
     @property
@@ -88,8 +87,8 @@ class HeadPlan:
         """Name of the target's states that it reads: heads of the same name share a cache of them."""
         recipe = self.recipe
         config = HeadConfig.from_target(target, recipe.kind, **recipe.head)
-        read = part_of(recipe.kind, "feeder").reading(config, recipe.objective)
-        return "-".join(map(str, [self.data, recipe.min_words, recipe.max_tokens, *read]))
+        made_of = part_of(recipe.kind, "feeder").dependencies(config, recipe.objective)
+        return "-".join(map(str, [self.data, recipe.min_words, recipe.max_tokens, *made_of]))
 
     def command(self, folder: str, target: str, dtype: str) -> str:
         """`saccade train` command that trains the head alone, in a folder of answers and heads."""

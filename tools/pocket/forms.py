@@ -115,7 +115,6 @@ def table(drafts: Mapping[str, PocketModel], tokenizer: Any, rows: Mapping[str, 
 
 
 def main() -> None:
-    """Answer, train, and write the folder `draft`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--answers", type=int, default=300)

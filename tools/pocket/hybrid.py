@@ -123,7 +123,6 @@ class Distiller:
 
 
 def main() -> None:
-    """Train, and write the hybrid's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, nargs=2, default=(40, 225), metavar=("ALIGN", "DISTIL"))

@@ -53,7 +53,6 @@ class Schedule:
 
     @property
     def lessons(self) -> tuple[float, float, float]:
-        """Weights of the three lessons."""
         return self.relating, self.searching, self.watching
 
     def tiled_at(self, batch: int) -> bool:

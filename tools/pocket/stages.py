@@ -74,7 +74,6 @@ class Answered:
     ids: list[int]
 
     def sample(self) -> Sample:
-        """Draw the sample."""
         return draw(self.seed, self.task, self.grammar)
 
 

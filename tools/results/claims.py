@@ -41,7 +41,6 @@ class Claim:
 
     @classmethod
     def of(cls, item: Mapping[str, Any], where: str) -> Claim:
-        """Read an entry of ``claims``."""
         claim = make(cls, item, where)
         return replace(claim, order=[[level] if isinstance(level, str) else [*level] for level in claim.order])
 
@@ -103,7 +102,6 @@ class Verdict:
 
     @property
     def judgement(self) -> Judgement:
-        """That of the worst comparison."""
         return self.worst.judgement if self.worst else "not measured"
 
     def __str__(self) -> str:

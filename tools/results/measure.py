@@ -212,7 +212,6 @@ class Session:
         return [name for name in measurement.heads if name not in found]
 
     def _digests(self, measurement: Measurement) -> dict[str, str]:
-        """Digest of the weights of every head."""
         return {name: _digest(path) for name, path in self.heads(measurement).items()}
 
     def _advice(self, lacking: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Timed answers and their records; the questions' pictures saved beside them."""
+"""Timed answers and their records; the questions' pictures saved with them."""
 
 from __future__ import annotations
 

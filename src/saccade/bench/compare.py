@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs side by side, or one run's methods beside its yardstick."""
+    """Two runs side by side, or one run's methods and its yardstick."""
 
     changes: list[Change]  # by method, for those in both runs
     relative: bool  # whether methods are judged relative to the yardstick
@@ -53,7 +53,6 @@ class Comparison:
 
     @property
     def slower(self) -> list[str]:
-        """Methods that became slower."""
         return [change.method for change in self.changes if change.verdict == "slower"]
 
     @property
@@ -205,7 +204,7 @@ def headline(run: RecordedRun) -> str:
     """Name the fastest lossless method and its speed-up; empty for runs where none was timed beside plain decoding.
 
     Methods that it does not beat by an interval, prompt by prompt, are named as level with it. A lossy method that is
-    faster is named behind it, with the share of plain decoding's score that it kept.
+    faster is named after it, with the share of plain decoding's score that it kept.
     """
     results = metrics.by_method(run.records).values()
     timed = [(r, r.speedup) for r in results if r.method != BASELINE and r.speedup is not None]

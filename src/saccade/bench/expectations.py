@@ -23,7 +23,7 @@ class Expectation:
 
     of: str | None = None  # `plain` or `reference`
     text: str | None = None  # the same for every answer
-    wrong: float = 0.0  # share of the words that are replaced, misspelt, dropped, or have another one behind them
+    wrong: float = 0.0  # share of the words that are replaced, misspelt, dropped, or are followed by another one
 
     def __post_init__(self) -> None:
         if (self.of is None) == (self.text is None) or self.of not in (None, PLAIN, REFERENCE):
@@ -44,7 +44,6 @@ class Expectation:
 
 
 def parse(table: Mapping[str, Any], where: str) -> Expectation:
-    """Make a prediction of the table of a suite."""
     return make(Expectation, table, f"{where}, prediction")
 
 

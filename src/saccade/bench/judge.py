@@ -1,4 +1,4 @@
-"""A language or vision-language model that grades answers, behind any OpenAI-compatible endpoint."""
+"""A language or vision-language model that grades answers, at any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class JudgeModel:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether its prompt names the right answer."""
         return "reference" in Template(self.template).names
 
     def messages(self, fields: Mapping[str, Any], pictures: Sequence[Path]) -> list[dict[str, Any]]:
@@ -71,7 +70,6 @@ class JudgeModel:
         return openai.OpenAI(base_url=self.url, api_key=key, timeout=self.timeout, max_retries=self.retries)
 
     def ask(self, client: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the reply."""
         import openai
 
         try:
@@ -101,7 +99,7 @@ class JudgeModel:
     def score(self, reply: str) -> float | None:
         """Place of the reply's number in the range, 0 to 1; None where it has none in the range.
 
-        A number behind the word score, rating or grade counts first; thoughts in ``<think>`` and mentions of the range
+        A number after the word score, rating or grade counts first; thoughts in ``<think>`` and mentions of the range
         itself ("from 0 to 10", "out of 10") do not.
         """
         low, high = (re.escape(f"{end:g}") for end in (self.low, self.high))
@@ -113,7 +111,6 @@ class JudgeModel:
 
 
 def parse(table: Mapping[str, Any], where: str) -> JudgeModel:
-    """Make a judge of a table."""
     judge = make(JudgeModel, table, where)
     Template(judge.template)
     if urlsplit(judge.url).scheme not in ("http", "https"):

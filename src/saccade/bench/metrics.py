@@ -21,7 +21,7 @@ FEWEST = next(n for n in range(2, 100) if 1 - 2 * 0.5**n >= LEVEL)
 """Prompts below which no interval between prompts covers a median with probability `LEVEL`: smallest to largest value
 covers it with 1 - 2 / 2^n."""
 _NOT_STAGES = ("total", "decode", "inputs")
-"""Entries of ``stats["seconds"]`` beside the stages of the total: sums, and the time of input preparation."""
+"""Entries of ``stats["seconds"]`` besides the stages of the total: sums, and the time of input preparation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Estimate:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def bootstrap(statistic: Callable[[Array], Array], count: int, seed: int = 0, level: float = LEVEL) -> Estimate:
+def bootstrap(statistic: Callable[[Array], Array], count: int, level: float = LEVEL) -> Estimate:
     """Estimate by resampling prompts (Efron 1979, percentile interval); ``statistic`` takes indices ``[R, count]``."""
     value = float(statistic(np.arange(count)[None])[0])
     if count < 2:
         return Estimate(value)
     resamples = min(round(100 / (1 - level)), 5000)  # more where the interval reaches far into the tails
-    drawn = np.random.default_rng(seed).integers(0, count, (resamples, count))
+    drawn = np.random.default_rng(0).integers(0, count, (resamples, count))
     low, high = np.nanquantile(statistic(drawn), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(value, float(low), float(high), count)
 
@@ -133,7 +133,6 @@ def decode_rate(record: Record) -> float | None:
 
 
 def passes(record: Record) -> int:
-    """Verification passes."""
     return sum(record.stats["accepted_histogram"])
 
 

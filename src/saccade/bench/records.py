@@ -140,11 +140,9 @@ class LineFile:
             os.fsync(self._file.fileno())
 
     def begin(self, header: Header) -> None:
-        """Append the header of a new run."""
         self.add({"kind": "run", **asdict(header)})
 
     def add_record(self, record: Record) -> None:
-        """Append a record."""
         self.add({"kind": "record", **asdict(record)})
 
 
@@ -208,7 +206,7 @@ def stored_scores(folder: Path) -> dict[Key, dict[str, float]]:
 
 
 def scored(folder: Path, records: Sequence[Record]) -> list[Record]:
-    """Records with the scores that are stored beside them."""
+    """Records with the scores that are stored with them."""
     stored = stored_scores(folder)
     names = sorted({by for by, _, _ in stored})
     return [

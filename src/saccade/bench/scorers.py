@@ -22,7 +22,6 @@ from 0 to 1, a truth, or several by name."""
 
 
 def is_users(name: str | None) -> bool:
-    """Whether a scorer is the user's own."""
     return name is not None and ":" in name
 
 

@@ -86,11 +86,9 @@ class Suite:
     judge: dict[str, Any] = field(default_factory=dict)  # table of `saccade.bench.judge.JudgeModel`
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
         return asdict(self)
 
     def with_(self, **changes: Any) -> Suite:
-        """Return the suite with some fields replaced."""
         changed = replace(self, **changes)
         changed.check_sizes("The command line")
         return changed

@@ -45,7 +45,7 @@ class AnswerFile(Sequence[Answered]):
     def __init__(self, path: Path, media_root: Path, header: dict[str, Any]) -> None:
         self.header = header  # content of `distill.json`
         self._path, self._root = path, media_root
-        self._starts = array("q", [0])  # of lines, and behind the last whole one
+        self._starts = array("q", [0])  # of lines, and after the last whole one
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
@@ -78,14 +78,14 @@ class AnswerFile(Sequence[Answered]):
             ) from None
 
 
-def read_answers(path: str | Path, media_root: str | Path | None = None) -> AnswerFile:
+def read_answers(path: str | Path) -> AnswerFile:
     """The answers of a run, finished or not; a last line that is still being written is left out."""
     folder = Path(path).expanduser()
     folder = folder.parent if folder.name == ANSWERS else folder
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-        root = folder / header["source"]["media_root"] if media_root is None else Path(media_root)
-        return AnswerFile(folder / ANSWERS, root.expanduser(), header)
+        root = folder / Path(header["source"]["media_root"]).expanduser()
+        return AnswerFile(folder / ANSWERS, root, header)
     except (OSError, ValueError, KeyError, TypeError):
         raise SaccadeError(
             f"There are no answers in {folder}; expected a folder with {HEADER} and {ANSWERS}, made by "

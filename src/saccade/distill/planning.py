@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -99,9 +99,9 @@ class Duplicates:
     the texts and the sizes of all files agree.
     """
 
-    def __init__(self, root: Path, digest: Callable[[str], str] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._digest = lru_cache(maxsize=4096)(digest or _file_digest)
+        self._digest = lru_cache(maxsize=4096)(_file_digest)
         self._alike: dict[bytes, tuple[str, list[str]] | None] = {}
         self._same: dict[bytes, str] = {}
 
@@ -175,7 +175,6 @@ class QuestionPlan:
 
     @property
     def questions(self) -> list[PlannedQuestion]:
-        """All questions, in their order of generation."""
         return [question for batch in self.batches for question in batch]
 
 
@@ -193,7 +192,6 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """Digest of the file."""
         try:
             with self.path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()

@@ -92,7 +92,6 @@ class _Saccade(lmms):
         return answers
 
     def generate_until(self, requests: list[Any]) -> list[Any]:
-        """Answer requests."""
         results = []
         for answer in self._answers([self._question(request.args) for request in requests], "Answering"):
             tokens = TokenCounts(answer.prompt_tokens, answer.new_tokens)
@@ -127,7 +126,6 @@ class SaccadeChat(_Saccade):
     is_simple = False
 
     def loglikelihood(self, requests: list[Any]) -> Scores:
-        """Refuse: lmms-eval scores continuations with simple models only."""
         raise InputError("lmms-eval scores continuations with simple models only; give --force_simple as well.")
 
     def _question(self, arguments: Arguments) -> TaskQuestion:
@@ -149,7 +147,6 @@ class SaccadeSimple(_Saccade):
     is_simple = True
 
     def loglikelihood(self, requests: list[Any]) -> Scores:
-        """Score continuations."""
         scores = []
         for request in tqdm(requests, disable=self.rank != 0, desc="Scoring"):
             _, continuation, _, doc_id, task, split = request.args

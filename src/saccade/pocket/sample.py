@@ -38,7 +38,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Sample:
-    """One question about 96 x 96 pictures or a video, with the true answer and the facts behind it."""
+    """One question about 96 x 96 pictures or a video, with the true answer and its facts."""
 
     task: str
     images: tuple[Image.Image, ...] = field(compare=False)  # pictures in order

@@ -93,7 +93,6 @@ class Prefetch:
         self._work, self._pool = work, ThreadPoolExecutor(1, "saccade-prefetch")
 
     def take(self, work: Work) -> Any:
-        """Return the next batch."""
         if self._pool is None:
             return self._prepare(*work)
         self._fill(self._pool)

@@ -21,6 +21,7 @@ from saccade.target_model.sharding import whole
 from saccade.wording import differences
 
 _VALUES = 64
+_KEPT = 2  # newest checkpoints that stay
 
 
 def identity(target: Target) -> dict[str, Any]:
@@ -85,8 +86,8 @@ def trained(place: str | Path | None) -> tuple[dict[str, Any], dict[str, Any]] |
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], keep: int = 2) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+        self._folder = folder
         self._about = json.loads(json.dumps(about))
 
     def save(self, step: int, state: Mapping[str, Any], sound: int) -> None:
@@ -105,7 +106,7 @@ class Checkpoints:
 
         write_folder(self._folder / f"step-{step:08d}", write, error=TrainingError)
         found = _found(self._folder)
-        kept = {*found[-self._keep :], *_until(found, sound)[-1:]}
+        kept = {*found[-_KEPT:], *_until(found, sound)[-1:]}
         for old in (place for place in found if place not in kept):
             shutil.rmtree(old)
 

@@ -29,7 +29,7 @@ from saccade.target_model.adapter import Target
 
 
 def end_token(processor: InputProcessor) -> int | None:
-    """Return the id that ends an answer: of several, the one that the chat template puts behind an assistant's turn.
+    """Return the id that ends an answer: of several, the one that the chat template puts after an assistant's turn.
 
     Gemma 3 has ids 1 and 106 and ends turns with 106; Llama 3 names 128001 first and ends them with 128009.
     """
@@ -274,7 +274,6 @@ class TrainingSample:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The whole sequence."""
         return (*self.prompt.ids, *self.answer)
 
 

@@ -104,7 +104,6 @@ class DraftVlmLearner:
         return self._batches(found, blind) if found else None
 
     def batch(self, prepared: list[DraftBatch]) -> list[DraftBatch]:
-        """Return the prepared batches unchanged."""
         return prepared
 
     def loss(self, batch: Sequence[DraftBatch], stage: Stage) -> Tally:
@@ -119,7 +118,6 @@ class DraftVlmLearner:
         }
 
     def cache_bytes(self, indices: Sequence[int]) -> float:
-        """Return 0: a draft VLM caches no features."""
         return 0.0
 
     def state(self) -> dict[str, Tensor]:
@@ -128,7 +126,6 @@ class DraftVlmLearner:
         return {name: weights[name] for name in self._parts.trained}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load weights as returned by `state`."""
         wanted = set(self._parts.trained)
         for name in sorted(wanted ^ state.keys()):
             raise TrainingError(

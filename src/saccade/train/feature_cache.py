@@ -69,7 +69,6 @@ class FeatureCache:
 
     @property
     def samples(self) -> int:
-        """Number of samples cached now."""
         return len(self._shards.keys() | self._memory.keys())
 
     def get(self, index: int) -> Features | None:
@@ -95,7 +94,6 @@ class FeatureCache:
             self.flush()
 
     def bytes_of(self, features: Features) -> int:
-        """Return the bytes that a sample takes."""
         return _size(self._pack(features))
 
     def flush(self) -> None:

@@ -152,7 +152,7 @@ def answer_mask(prompt: int, length: int) -> Tensor:
 class Finding:
     """Calibration of one prompt."""
 
-    # index of the state behind the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
+    # index of the state after the decoder layer whose attention has the least entropy (DREAM, Eq. 2), as in
     # `saccade.target_model.forward.Requirements`
     layer: int
     dropped: tuple[int, ...]  # ascending positions of visual tokens that have no entry

@@ -146,9 +146,9 @@ class HeadLearner:
             "from": None if begin is None else weights_digest(self.module),
         }
         self.feeder: Feeder = part_of(recipe.kind, "feeder")(target, self.module, source, objective=self._objective)
-        read = [self.about[name] for name in (MARK, "layers", "options")] + [self.feeder.layer]
+        made_of = [self.about[name] for name in (MARK, "layers", "options")] + [self.feeder.layer]
         if features is not None:
-            read = self.feeder.reading(self.module.config, self._objective)
+            made_of = self.feeder.dependencies(self.module.config, self._objective)
         self._needed = self.feeder.needed if features is None else None
         if recipe.feature_cache != "none":
             on_disk = recipe.feature_cache == "disk"
@@ -156,7 +156,7 @@ class HeadLearner:
                 target,
                 recipe.cache_gb * 1e9 * (count if on_disk else 1),
                 (features or out / "features") if on_disk else None,
-                json.dumps([identity(target), source.fingerprint, dict(source.inputs), recipe.max_tokens, *read]),
+                json.dumps([identity(target), source.fingerprint, dict(source.inputs), recipe.max_tokens, *made_of]),
                 say,
                 self._needed,
                 shared=features is not None,

@@ -41,7 +41,6 @@ class Log:
         self._wandb = None if wandb is None else _wandb_run(wandb, folder, about or {})
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Record numbers after a step."""
         with writing(self._path, TrainingError), self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         numbers = {}
@@ -63,7 +62,6 @@ class Log:
         self._say(f"step {step} of {self._steps}, {words}, {duration(left)} left")
 
     def close(self) -> None:
-        """Flush to disk."""
         if self._events is not None:
             self._events.close()
         if self._wandb is not None:

@@ -195,8 +195,8 @@ class Health:
     loss: float = 0.0  # of the first step; 0 before it
     largest: float = 0.0  # weight before the first step
 
-    def judge(self, step: int, loss: float, weights: Sequence[Tensor]) -> bool:
-        """Judge weights after the update of a step with a finite mean loss; False if they are not finite."""
+    def observe(self, step: int, loss: float, weights: Sequence[Tensor]) -> bool:
+        """Note loss and weights after the update of a step; False if the weights are not finite."""
         self.loss = self.loss or loss
         largest = largest_of(weights)
         if loss > FAR * self.loss:  # of the weights before this update

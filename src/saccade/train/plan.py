@@ -132,7 +132,6 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training."""
         recipe, samples = self.recipe, self.lengths.samples
         seen = recipe.steps * recipe.batch_size
         if self.throughput is not None:
@@ -163,7 +162,6 @@ class Forecast:
 
     @property
     def features(self) -> float:
-        """Bytes of the feature cache."""
         if self.recipe.feature_cache == "none":
             return 0.0
         return min(self.work.cache * self.lengths.samples, self.recipe.cache_gb * 1e9)
@@ -253,14 +251,14 @@ def head_work(recipe: Recipe, size: ModelSize, lengths: Lengths) -> Work:
     if recipe.kind == "dream":
         read = lengths.tokens + lengths.answer
     embedded = keep * lengths.visual if head.is_shown_visual and head.blocks else 0.0
-    own = sum(weight.numel() for name, weight in head.named_parameters() if name.startswith("lm_head"))
+    lm_head = sum(weight.numel() for name, weight in head.named_parameters() if name.startswith("lm_head"))
 
     def flops(steps: int) -> float:
         seen = lengths.answer
         if head.blocks:
             seen = lengths.text + shown * lengths.visual + steps * lengths.answer
-        every = (trained - own) * seen
-        every += (own or size.lm_head) * steps * lengths.answer
+        every = (trained - lm_head) * seen
+        every += (lm_head or size.lm_head) * steps * lengths.answer
         return (8 if recipe.recompute else 6) * every + 2 * size.lm_head * lengths.answer
 
     return Work(

@@ -60,7 +60,6 @@ class Processes:
             ) from problem
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes."""
         out: Tensor = reduce(values, "sum") if self.count > 1 else values
         return out
 
@@ -75,7 +74,6 @@ class Processes:
                 weight.grad = gradient.view_as(weight)
 
     def wait(self) -> None:
-        """Wait until all processes arrive."""
         if self.count > 1:
             self._state.wait_for_everyone()
 

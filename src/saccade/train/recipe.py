@@ -145,7 +145,6 @@ class Recipe:
 
     @property
     def objective(self) -> Objective:
-        """Loss of the head."""
         made: Objective = objective_of(self.kind)(**self.loss)
         return made
 
@@ -155,10 +154,9 @@ class Recipe:
             if step < stage.steps:
                 return number, stage, step
             step -= stage.steps
-        raise IndexError("The step lies behind the end of the recipe.")
+        raise IndexError("The step lies after the end of the recipe.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all settings as JSON values."""
         return {**asdict(self), "stages": [asdict(s) for s in self.stages], "betas": list(self.betas)}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:

@@ -114,7 +114,6 @@ class Trainer:
         self._batches = Prefetch(lambda step, indices: self.learner.prepare(indices, step))
 
     def run(self) -> Outcome:
-        """Train to the end."""
         if self.processes.leads:
             make_folder(self._out, TrainingError, _OTHER_OUT)
         self._restore()
@@ -180,7 +179,7 @@ class Trainer:
         loss, *numbers = self.processes.sum(sums).tolist()
         self.processes.sum_gradients(self._optimiser.weights)
         counts = [int(number) for number in numbers[len(names) :]]
-        kept, judged, right = (counts[start : start + steps] for start in range(0, 3 * steps, steps))
+        kept, tested, right = (counts[start : start + steps] for start in range(0, 3 * steps, steps))
         if not math.isfinite(loss):
             rank = "" if self.processes.count == 1 else "-RANK"
             raise TrainingError(
@@ -201,7 +200,7 @@ class Trainer:
                 + self._advice(number)
             )
         mean = max(examples, 1)
-        if examples and tried is None and not self._health.judge(step, loss / mean, self._optimiser.weights):
+        if examples and tried is None and not self._health.observe(step, loss / mean, self._optimiser.weights):
             raise TrainingError(
                 f"The update of step {step + 1} leaves weights that are not finite, at a rate of {rate:g}; nothing "
                 f"was written of them. {self._advice(number)}"
@@ -213,7 +212,7 @@ class Trainer:
             "rate": rate,
             "gradient": norm,
             "examples": kept,
-            "agreement": [r / t if t else 0.0 for r, t in zip(right, judged, strict=True)],
+            "agreement": [r / t if t else 0.0 for r, t in zip(right, tested, strict=True)],
         }
 
     def _advice(self, number: int) -> str:

@@ -68,15 +68,15 @@ class DFlashObjective(FormedObjective):
             raise TrainingError(f"loss.blocks is {self.blocks}; it must be at least 1.")
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        """Judge the first ``draft_steps`` slots that predict a token."""
+        """Score the first ``draft_steps`` slots that predict a token."""
         assert isinstance(head, DFlash)
         assert isinstance(entries, BlockEntries)
         window = Window.of(entries.supervised)
-        states, following = window.take(entries.states), window.take(entries.following)
+        states, following = window.gather(entries.states), window.gather(entries.following)
         count, device = window.places.shape[1], states.device
         starts = torch.linspace(0, count - 1, min(count, self.blocks), device=device).round().long()  # [N]
         slots = _denoised(head, entries, window.places[:, starts])[:, :, head.first :]  # [B, N, D, d]
-        before = entries.following.gather(1, (window.places - 1).clamp(min=0))  # the entries' own tokens
+        before = entries.following.gather(1, (window.places - 1).clamp(min=0))  # the entries' tokens
         drafted = Steps(self.form, window.supervised[:, starts], self.decay, moves=0)
         sums = LossSums(terms_of(self), drafted, draft_steps, self.decay)
 
@@ -132,7 +132,7 @@ class DFlash2Objective(DFlashObjective):
 
 
 def _denoised(head: DFlash, entries: BlockEntries, anchors: Tensor) -> Tensor:
-    """States ``[B, N, K, d]`` of the blocks that start at the own tokens of entries ``anchors`` ``[B, N]``."""
+    """States ``[B, N, K, d]`` of the blocks that start at the tokens of entries ``anchors`` ``[B, N]``."""
     batch, starts = anchors.shape
     size, count, device = head.config.options["block"], entries.supervised.shape[1], anchors.device
     first = entries.embeddings.gather(1, anchors[..., None].expand(-1, -1, entries.embeddings.shape[2]))

@@ -18,7 +18,6 @@ from saccade.errors import TrainingError
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.train.data import Source, TrainingSample
-from saccade.train.feature_cache import FeatureCache
 from saccade.train.features import Features, Finding, Needed, calibrate, read_features
 from saccade.train.objectives.entries import Entries, Feeder, LMHead
 from saccade.train.objectives.losses import (
@@ -48,8 +47,8 @@ class DreamEntries(Entries):
     """
 
     tokens: Tensor  # `[B, E]` the token of every entry; 0 where there is none
-    middle: Tensor  # `[B, E, d]` an inner state of the target at the own token; `[B, E, 0]` without that loss term
-    own: Tensor  # `[B, E]` bool; entries whose own token is part of the answer
+    middle: Tensor  # `[B, E, d]` an inner state of the target at the entry's token; `[B, E, 0]` without that term
+    answered: Tensor  # `[B, E]` bool; entries whose token is part of the answer
 
     @property
     def positions(self) -> Tensor:
@@ -69,7 +68,7 @@ class DreamEntries(Entries):
 
     @property
     def reach(self) -> Tensor:
-        """``[B, E, S]`` bool: the features of the tokens before the own one."""
+        """``[B, E, S]`` bool: the features of the tokens before the entry's."""
         return self.places < self.tokens.clamp(min=1)[..., None]
 
 
@@ -100,22 +99,14 @@ def dream_entries(samples: Sequence[Features], middle: bool) -> DreamEntries:
 class DreamFeeder(Feeder):
     """Makes entries of samples as a DREAM head drafts: without the visual tokens that its compression drops."""
 
-    def __init__(
-        self,
-        target: Target,
-        head: Dream,
-        source: Source,
-        cache: FeatureCache | None = None,
-        *,
-        objective: DreamObjective,
-    ) -> None:
-        super().__init__(target, head, source, cache)
+    def __init__(self, target: Target, head: Dream, source: Source, *, objective: DreamObjective) -> None:
+        super().__init__(target, head, source)
         self.layer: str = objective.layer
         self._pruning = head.pruning
         self._findings: dict[str, Finding] = {}  # of prompts, by their content
 
     @staticmethod
-    def reading(config: HeadConfig, objective: DreamObjective) -> list[Any]:
+    def dependencies(config: HeadConfig, objective: DreamObjective) -> list[Any]:
         return [config.kind, objective.layer, config.options["keep"]]
 
     def _read(self, samples: Sequence[TrainingSample]) -> list[Features]:
@@ -154,7 +145,7 @@ class DreamFeeder(Feeder):
 
 
 def inner_layer(layer: str, count: int) -> int:
-    """Index of the state behind the layer at a per cent of a decoder's depth; the last for any other word."""
+    """Index of the state after the layer at a per cent of a decoder's depth; the last for any other word."""
     return min(count, max(1, round(int(layer) * count / 100))) if layer.isdigit() else count
 
 
@@ -202,7 +193,7 @@ class DreamObjective(FormedObjective):
         divergence_of = lk if self.form == "lk" else divergence
         window = Window.of(entries.supervised)
         sums = LossSums(terms_of(self), Steps(self.form, window.supervised), draft_steps)
-        following, states = window.take(entries.following), window.take(entries.states)
+        following, states = window.gather(entries.following), window.gather(entries.states)
         at = Placement(entries.positions, entries.attention_mask)
         begun = recomputed(lambda _: head.begin(entries.embeddings, at))
         supervised = window.supervised
@@ -215,8 +206,8 @@ class DreamObjective(FormedObjective):
             if step == 0:
                 terms["states"] = smooth_l1(out[supervised], states[supervised])
                 if entries.middle.shape[-1] and head.first is not None:
-                    inner = window.take(entries.middle)
-                    terms["middle"] = smooth_l1(window.take(begun)[supervised], inner[supervised])
+                    inner = window.gather(entries.middle)
+                    terms["middle"] = smooth_l1(window.gather(begun)[supervised], inner[supervised])
             rows = out[supervised], states[supervised], following[supervised]
             terms["distribution"], right, sure = in_chunks(measure, head.config.vocab_size, *rows)
             sums.add(step, supervised, terms, sure, right)
@@ -247,19 +238,19 @@ def drafts(
         features = entries.features
         for _ in range(steps):
             out = recomputed(partial(drafted, features, at, over))
-            yield window.take(out)
+            yield window.gather(out)
             features = self_fed(entries, out)
         return
     held = Kept(head.blocks), Kept(len(head.cross))
     out = recomputed(partial(drafted, entries.features, at, over), held)
-    guess = window.take(out)
+    guess = window.gather(out)
     yield guess
-    begun_here, own = window.take(begun), window.take(entries.tokens)
-    order = torch.arange(entries.tokens.shape[1], device=own.device)
+    begun_here, tokens = window.gather(begun), window.gather(entries.tokens)
+    order = torch.arange(entries.tokens.shape[1], device=tokens.device)
     for step in range(1, steps):
         seen = with_guesses(order <= (window.places - step)[:, :, None], step)
-        reach = with_guesses(over.positions < (own - step).clamp(min=1)[:, :, None], step)
-        at = Placement(own - 1, seen)
+        reach = with_guesses(over.positions < (tokens - step).clamp(min=1)[:, :, None], step)
+        at = Placement(tokens - 1, seen)
         draft = partial(drafted, shifted(guess), at, replace(at, attention_mask=reach), begun=begun_here)
         guess = recomputed(draft, held)
         yield guess
@@ -267,6 +258,6 @@ def drafts(
 
 def self_fed(entries: DreamEntries, out: Tensor) -> Tensor:
     """The features ``[B, S, d]`` with the head's outputs ``[B, E, d]`` in place of the target's in the answer."""
-    rows, places = entries.own.nonzero(as_tuple=True)
-    own = out[rows, places].to(entries.features.dtype)
-    return entries.features.index_put((rows, entries.tokens[rows, places]), own)
+    rows, places = entries.answered.nonzero(as_tuple=True)
+    outputs = out[rows, places].to(entries.features.dtype)
+    return entries.features.index_put((rows, entries.tokens[rows, places]), outputs)

@@ -22,15 +22,14 @@ from saccade.train.features import Features, Needed, read_features
 class Entries:
     """E entries of B samples, padded on the right; see `saccade.draft.heads.head.Head` for what an entry is."""
 
-    features: Tensor  # `[B, E, k * d]` the target's states at the token before each entry's own
-    embeddings: Tensor  # `[B, E, d]` of the entry's own token
-    states: Tensor  # `[B, E, d]` the target's last state at the own token, after the final norm: the teacher
-    following: Tensor  # `[B, E]` the token behind the own one
+    features: Tensor  # `[B, E, k * d]` the target's states at the token before each entry's
+    embeddings: Tensor  # `[B, E, d]` of the entry's token
+    states: Tensor  # `[B, E, d]` the target's last state at the entry's token, after the final norm: the teacher
+    following: Tensor  # `[B, E]` the token after the entry's
     supervised: Tensor  # `[B, E]` bool; entries whose following token is part of the answer, consecutive
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors."""
         return tuple(field.name for field in fields(self))
 
 
@@ -41,37 +40,19 @@ def entries_of(head: Head, samples: Sequence[Features]) -> Entries:
     """
     rows = []
     for sample in samples:
-        own, before = head.entries(sample.visual, sample.stops)
+        tokens, before = head.entries(sample.visual, sample.stops)
         states = torch.cat([sample.states[layer] for layer in head.layers], -1)
         following = sample.ids.roll(-1)  # wrong for the last token, which is not supervised
         rows.append(
             (
                 read_at(states, before).float(),
                 head.embed(sample.embeddings, sample.visual, sample.stops).float(),
-                sample.states[max(sample.states)][own].float(),
-                following[own],
-                sample.answer[own],
+                sample.states[max(sample.states)][tokens].float(),
+                following[tokens],
+                sample.answer[tokens],
             )
         )
     return Entries(*(pad_sequence(list(column), batch_first=True) for column in zip(*rows, strict=True)))
-
-
-def needed_of(head: Head, sample: Features) -> Needed:
-    """Return what `entries_of` and a loss read of a sample: features of entries, teacher states of supervised ones."""
-    own, before = head.entries(sample.visual, sample.stops)
-    supervised = sample.answer[own]
-    # Without attention between entries, only supervised ones matter.
-    before = before[supervised] if head.blocks == 0 else before
-    taught, fed = torch.zeros_like(sample.visual), torch.zeros_like(sample.visual)
-    taught[own[supervised]] = True
-    fed[before[before >= 0]] = True
-    nothing, last = torch.zeros_like(fed), max(sample.states)
-    states = {
-        layer: (fed if layer in head.layers else nothing) | (taught if layer == last else nothing)
-        for layer in sample.states
-    }
-    shown = sample.visual if head.blocks else sample.visual & taught
-    return Needed(states, shown if head.is_shown_visual else nothing)
 
 
 LMHead = Callable[[Tensor], Tensor]
@@ -86,21 +67,10 @@ class Feeder:
 
     layer: str | None = None  # setting of the objective that features depend on, where there is one
 
-    def __init__(
-        self,
-        target: Target,
-        head: Head,
-        source: Source,
-        cache: FeatureCache | None = None,
-        *,
-        objective: Any = None,
-    ) -> None:
-        self._target, self._head, self._source, self.cache = target, head, source, cache
+    cache: FeatureCache | None = None
 
-    def entries(self, indices: Sequence[int]) -> Entries | None:
-        """The entries of samples, without those that cannot be used; None if none can."""
-        features = self.features(indices)
-        return self.entries_of(features) if features else None
+    def __init__(self, target: Target, head: Head, source: Source, *, objective: Any = None) -> None:
+        self._target, self._head, self._source = target, head, source
 
     def features(self, indices: Sequence[int]) -> list[Features]:
         """Return the features of usable samples, which do not depend on the head's weights."""
@@ -110,7 +80,7 @@ class Feeder:
         return [f for f in (self._cached(self.cache, i) for i in indices) if f is not None]
 
     @staticmethod
-    def reading(config: HeadConfig, objective: Any) -> list[Any]:
+    def dependencies(config: HeadConfig, objective: Any) -> list[Any]:
         """Return what unabridged features depend on besides target and samples, as JSON values."""
         return list(config.layers)
 
@@ -125,12 +95,25 @@ class Feeder:
         return read_features(self._target, samples, self._head.layers)
 
     def entries_of(self, features: Sequence[Features]) -> Entries:
-        """Return the entries of samples from their features."""
         return entries_of(self._head, features)
 
     def needed(self, sample: Features) -> Needed:
-        """Return the part of a sample's features that entries and loss read."""
-        return needed_of(self._head, sample)
+        """Return what entries and a loss read of a sample: features of entries, teacher states of supervised ones."""
+        head = self._head
+        tokens, before = head.entries(sample.visual, sample.stops)
+        supervised = sample.answer[tokens]
+        # Without attention between entries, only supervised ones matter.
+        before = before[supervised] if head.blocks == 0 else before
+        taught, fed = torch.zeros_like(sample.visual), torch.zeros_like(sample.visual)
+        taught[tokens[supervised]] = True
+        fed[before[before >= 0]] = True
+        nothing, last = torch.zeros_like(fed), max(sample.states)
+        states = {
+            layer: (fed if layer in head.layers else nothing) | (taught if layer == last else nothing)
+            for layer in sample.states
+        }
+        shown = sample.visual if head.blocks else sample.visual & taught
+        return Needed(states, shown if head.is_shown_visual else nothing)
 
 
 def lm_head_of(target: Target) -> LMHead:

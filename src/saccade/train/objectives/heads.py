@@ -112,7 +112,6 @@ class KangarooObjective(FormedObjective):
     distribution: float = 1.0  # weight of the cross entropy
 
     def __call__(self, head: Head, entries: Entries, lm_head: LMHead, draft_steps: int) -> Tally:
-        """Judge the one step."""
         if draft_steps != 1:
             raise TrainingError(
                 f"A kangaroo head never drafts from its own states, so draft_steps must be 1, not {draft_steps}."
@@ -136,8 +135,8 @@ class AheadObjective(FormedObjective):
         """The first ``draft_steps`` stacks; stack s at an entry predicts the token s + 1 after the entry's."""
         assert isinstance(head, StackedHead)
         window = Window.of(entries.supervised)
-        features, embeddings = window.take(entries.features), window.take(entries.embeddings)
-        following, states = window.take(entries.following), window.take(entries.states)
+        features, embeddings = window.gather(entries.features), window.gather(entries.embeddings)
+        following, states = window.gather(entries.following), window.gather(entries.states)
         sums = LossSums(terms_of(self), Steps(self.form, window.supervised, self.decay), draft_steps)
         order = torch.arange(window.places.shape[1], device=features.device)
 
@@ -194,7 +193,7 @@ class DraftVlmObjective:
         return self.blind_every > 0 and (step + 1) % self.blind_every == 0
 
     def __call__(self, logits: Tensor, answer: Tensor, teacher: Tensor | None) -> Tally:
-        """Judge M tokens.
+        """Score M tokens.
 
         Shapes: logits ``[M, V]``; answer ``[M]``; teacher ``[M, W]``.
         """

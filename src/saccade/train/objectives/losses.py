@@ -99,7 +99,7 @@ def draft_loss(
     and places where its likeliest token is another have no such term, as released for EAGLE-3.
     """
     window, known = Window.of(entries.supervised), head.token_ids
-    states, following = window.take(entries.states), window.take(entries.following)
+    states, following = window.gather(entries.states), window.gather(entries.following)
     sums = LossSums(weights, Steps(form, window.supervised, decay), draft_steps, decay)
     divergence_of = lk if form == "lk" else cross_entropy
 
@@ -220,7 +220,7 @@ class Window:
         places = (first + steps).clamp(max=supervised.shape[1] - 1)
         return cls(places, steps < count)
 
-    def take(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """``[B, E]`` or ``[B, E, d]`` at the places."""
         if values.dim() == 2:
             return values.gather(1, self.places)
@@ -237,7 +237,7 @@ class Steps:
     """
 
     def __init__(self, form: str, grid: Tensor, decay: float = 1.0, moves: int = 1) -> None:
-        """A step of a draft is ``moves`` columns behind the one before in ``grid`` ``[B, A]``."""
+        """A step of a draft is ``moves`` columns after the one before in ``grid`` ``[B, A]``."""
         self._by_prefix = form == "dpace"
         self._scale, self._decay, self._shift = 1.0, decay, (moves, -moves)
         self.device = grid.device
@@ -302,9 +302,9 @@ def unroll(head: Head, entries: Entries, window: Window, steps: int) -> Iterator
     batch = len(entries.supervised)
     features = head.fuse(entries.features)
     at = Placement(positions[None], causal.expand(batch, -1, -1), kept)
-    guess = window.take(step_of(head, features, entries.embeddings, at))
+    guess = window.gather(step_of(head, features, entries.embeddings, at))
     yield guess
-    embeddings = window.take(entries.embeddings)
+    embeddings = window.gather(entries.embeddings)
     for step in range(1, steps):
         true = positions <= (window.places - step)[:, :, None]  # [B, A, E]
         at = Placement(window.places, with_guesses(true, step), kept)
@@ -318,7 +318,7 @@ def step_of(head: Head, features: Tensor, embeddings: Tensor, at: Placement, ste
 
 
 def shifted(guess: Tensor) -> Tensor:
-    """``[B, A, d]`` of a step, at the place behind each; zeros at the first."""
+    """``[B, A, d]`` of a step, at the place after each; zeros at the first."""
     return F.pad(guess, (0, 0, 1, -1))
 
 
@@ -327,9 +327,8 @@ def with_guesses(true: Tensor, step: int) -> Tensor:
 
     Shapes: true ``[B, A, K]``.
     """
-    own = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
-    behind = reversed(range(step))  # a place sees itself, and those so far before it
-    drafted = torch.cat([own.roll(-distance, 1).tril() for distance in behind], -1)
+    itself = torch.eye(true.shape[1], dtype=torch.bool, device=true.device)
+    drafted = torch.cat([itself.roll(-before, 1).tril() for before in reversed(range(step))], -1)
     return torch.cat([true, drafted.expand(len(true), -1, -1)], -1)
 
 

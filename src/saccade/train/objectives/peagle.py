@@ -43,7 +43,7 @@ class PEagleObjective(FormedObjective):
         assert isinstance(head, PEagle)
         window = Window.of(entries.supervised)
         weights = hash(float(head.mask_hidden.detach().double().sum()))
-        texts = (window.take(entries.following) * window.supervised).sum(1)
+        texts = (window.gather(entries.following) * window.supervised).sum(1)
         seeds = [weights ^ text for text in texts.tolist()]
         sampled = sample(window.supervised, draft_steps, self.share, self.least, seeds)
         return draft_loss(
@@ -88,7 +88,7 @@ def parallel(head: PEagle, entries: Entries, window: Window, sampled: Sequence[T
     positions = torch.arange(count, device=features.device)
     causal = (positions <= positions[:, None]).expand(batch, -1, -1)
     at = Placement(positions[None], causal, kept)
-    yield window.take(step_of(head, features, entries.embeddings, at))
+    yield window.gather(step_of(head, features, entries.embeddings, at))
     starts: list[Tensor] = []  # per step `[B, n]` entries at which the drafts start; -1 for none
     for step, chosen in enumerate(sampled[1:], 1):
         if not chosen.any():
