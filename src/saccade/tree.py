@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class DraftTree:
     q: Tensor | None = None
     # [B, N] nodes of the drafter's own tree, in one that has others between its nodes (-1); None where all are its own
     sources: Tensor | None = None
+    # per row token and parent of every node without padding, where the host knows them; `replace` leaves them out
+    nodes: Sequence[Sequence[tuple[int, int]]] | None = field(default=None, init=False)
 
     @classmethod
     def root_only(cls, roots: Tensor) -> DraftTree:
@@ -58,7 +60,11 @@ class DraftTree:
 
     def rows(self, start: int, stop: int) -> DraftTree:
         """Return the trees of rows ``start`` to ``stop``; what all rows share remains shared."""
-        return self if stop - start == self.tokens.shape[0] else self._of(slice(start, stop))
+        if stop - start == self.tokens.shape[0]:
+            return self
+        part = self._of(slice(start, stop))
+        part.nodes = None if self.nodes is None else self.nodes[start:stop]
+        return part
 
     def chosen(self, places: Tensor) -> DraftTree:
         """Return the trees of rows ``[b]``; what all rows share remains shared."""
@@ -103,7 +109,29 @@ class DraftTree:
         moved: dict[str, Any] = {
             f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
         }
-        return replace(self, **moved)
+        tree = replace(self, **moved)
+        tree.nodes = self.nodes
+        return tree
+
+    @property
+    def children(self) -> list[list[list[tuple[int, int]]]]:
+        """Children of every row's nodes as (node, token), read from the device where the host does not know them."""
+        batch, size = self.tokens.shape
+        children: list[list[list[tuple[int, int]]]] = [[[] for _ in range(size)] for _ in range(batch)]
+        if size == 1:
+            return children
+        if self.nodes is not None:
+            for row, draft in enumerate(self.nodes):
+                for node, (token, parent) in enumerate(draft[1:], 1):
+                    children[row][parent].append((node, token))
+            return children
+        columns = [column.expand(batch, -1) for column in (self.parents, self.valid, self.tokens)]
+        parents, valid, tokens = torch.stack(columns).tolist()
+        for row in range(batch):
+            for node in range(1, size):
+                if valid[row][node]:
+                    children[row][parents[row][node]].append((node, tokens[row][node]))
+        return children
 
 
 def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:

@@ -235,14 +235,19 @@ class Lines(Rollback):
 def test_rows_with_forms_upload_nothing_that_blocks_and_wait_a_few_times(
     device: PretendDevice, method: str, sampled: bool
 ) -> None:
-    """For the verdict, and for the drafter's tokens: at every level that forms mask, to join them, to mask scores."""
+    """For the verdict, and for the drafter's tokens: at every level that forms mask, and to join them.
+
+    The joined trees, by which scores are masked, are known on the host.
+    """
     options: dict[str, Any] = {"logits_processor": [Lines()], "new": 60}
     ran = run(engine(method, NAME), sampled, device, **options)
     assert ran.tokens == run(engine(method, "cpu"), sampled, **options).tokens
     assert 1 < len(ran.steps) < 20
     for counts in ran.steps:
         assert not counts.blocking
-        assert sum(counts.waits.values()) <= 3 + 2 * 5, counts.waits
+        most = 1 if method == "grammar" else 2 if method == "prompt-lookup" else 2 + 2 * 5
+        assert sum(counts.waits.values()) <= most, counts.waits
+        assert not any("tree.py" in place for place in counts.waits), counts.waits
 
 
 @pytest.mark.parametrize(

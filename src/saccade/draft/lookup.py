@@ -157,10 +157,13 @@ def tree_of(drafts: Sequence[Draft], device: torch.device) -> DraftTree:
     valid = torch.arange(count, device=device) < numbers[:, :1]
     depths = [depths_of(draft) for draft in drafts]
     if all(depth == list(range(len(depth))) for depth in depths):
-        return DraftTree.chains(tokens, valid)
-    children = [max(Counter(parent for _, parent in draft[1:]).values(), default=0) for draft in drafts]
-    order = torch.arange(count, device=device).expand_as(tokens)
-    return DraftTree.of_nodes(tokens, parents, order, valid, max(map(max, depths)), max(children))
+        tree = DraftTree.chains(tokens, valid)
+    else:
+        children = [max(Counter(parent for _, parent in draft[1:]).values(), default=0) for draft in drafts]
+        order = torch.arange(count, device=device).expand_as(tokens)
+        tree = DraftTree.of_nodes(tokens, parents, order, valid, max(map(max, depths)), max(children))
+    tree.nodes = drafts
+    return tree
 
 
 def depths_of(draft: Draft) -> list[int]:

@@ -181,7 +181,7 @@ class Ranks:
         parts = tree.tokens, tree.parents, tree.depth, tree.ancestors, tree.valid
         bounds, (tokens, parents, depth, ancestors, valid) = self.tensors([tree.max_depth, tree.max_children], parts)
         q = tree.q if tree.tokens.shape == tokens.shape else None
-        shape = {"parents": parents, "depth": depth, "ancestors": ancestors, "valid": valid}
+        shape: dict[str, Any] = {"parents": parents, "depth": depth, "ancestors": ancestors, "valid": valid}
         return replace(tree, tokens=tokens, **shape, max_depth=bounds[0], max_children=bounds[1], q=q)
 
 

@@ -470,7 +470,7 @@ class Processing:
         if not self.needs_prefix:
             return self.warp(logits.flatten(0, 1)).view_as(logits)
         scores = logits.to(torch.float32, copy=True)  # written to below; the logits stay the caller's
-        children = _children(tree)
+        children = tree.children
         for index, row in enumerate(self._rows):
             limit = tree.max_depth + 1 if room is None else room[index]
             if not row.needs_prefix:
@@ -551,18 +551,3 @@ def _settings(processor: Any) -> tuple[Any, ...]:
     values = vars(processor).items()
     attributes = sorted((name, v.tolist() if isinstance(v, Tensor) else v) for name, v in values)
     return type(processor), repr(attributes)
-
-
-def _children(tree: DraftTree) -> list[list[list[tuple[int, int]]]]:
-    """Children of every row's nodes as (node, token), on the host, padding nodes left out."""
-    batch, size = tree.tokens.shape
-    columns = [column.expand(batch, -1) for column in (tree.parents, tree.valid, tree.tokens)]
-    parents, valid, tokens = torch.stack(columns).tolist()
-    children: list[list[list[tuple[int, int]]]] = []
-    for row in range(batch):
-        of_row: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        for node in range(1, size):
-            if valid[row][node]:
-                of_row[parents[row][node]].append((node, tokens[row][node]))
-        children.append(of_row)
-    return children
