@@ -262,7 +262,7 @@ def test_a_single_interrupted_step_or_prefill_is_not_believed() -> None:
     pacer = Pacer(8, 0.1)
     for tokens, seconds in ((1, 0.01), (1, 0.01), (3, 0.2), (1, 0.01)):
         pacer.observe_step(tokens, seconds, 1, 1)
-    assert pacer.extra(2) < pacer.plain(1)
+    assert pacer.extra[2] < pacer.plain[1]
     assert pacer.admits(0, 150, 100)
     pacer.observe_prefill(150, 4.0)
     for _ in range(400):
@@ -357,8 +357,8 @@ def test_what_neighbours_take_of_the_processor_shortens_no_drafts(
         return forward(model, cache, blocks, *more)
 
     monkeypatch.setattr(Target, "forward", timed)
-    monkeypatch.setattr("saccade.engine.costs.time.perf_counter", lambda: seconds["wall"])
-    monkeypatch.setattr("saccade.engine.costs.time.thread_time", lambda: seconds["processor"])
+    monkeypatch.setattr("saccade.engine.slots.time.perf_counter", lambda: seconds["wall"])
+    monkeypatch.setattr("saccade.engine.slots.time.thread_time", lambda: seconds["processor"])
     outputs = vlm.generate(["What is it?", "Why is it so?", "How many of them are there?", "Who?"], max_new_tokens=100)
     # 13 with eight draft tokens in every one; two steps are measured without drafts, and every row's rate is learned.
     assert max(output.stats.target_passes for output in outputs) < 16

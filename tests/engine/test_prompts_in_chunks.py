@@ -13,7 +13,7 @@ from kit import Forwards, add, alone, drain, engine, prompts
 
 from families import FAMILIES
 from saccade.engine import Engine, Request
-from saccade.engine.costs import ChunkSizes
+from saccade.engine.prefill import ChunkSizes
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache
@@ -130,7 +130,7 @@ def test_a_step_with_a_part_of_a_prompt_stays_below_three_without(
         return forward(target, cache, blocks, *more)
 
     batch = engine(method).open(2)
-    monkeypatch.setattr("saccade.engine.costs.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr("saccade.engine.slots.time.thread_time", lambda: clock[0])
     monkeypatch.setattr(Target, "forward", timed)
     first, steps = add(batch, prompts()[0], n=300), list[float]()
     while len(first.output) < 30:
@@ -164,7 +164,7 @@ def test_media_and_draft_prompts_of_little_time_need_no_steps_of_their_own(
 
     *_, new, known = sorted(prompts("image", "llava"), key=len)
     batch = engine(method, "llava").open(4, prefill_chunk=len(known))
-    monkeypatch.setattr("saccade.engine.costs.time.thread_time", lambda: clock[0])
+    monkeypatch.setattr("saccade.engine.slots.time.thread_time", lambda: clock[0])
     monkeypatch.setattr(Target, "forward", timed)
     add(batch, prompts("text", "llava")[0], n=200)
     for _ in range(5):

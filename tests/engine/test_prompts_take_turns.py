@@ -11,7 +11,7 @@ from kit import add, alone, drain, engine, prompts
 from test_memory import needed
 
 from saccade.engine import Row, RunningBatch
-from saccade.engine.slots import PATIENCE, PrefillChunk, PromptRunner
+from saccade.engine.prefill import PATIENCE, PrefillChunk, PromptRunner
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Prefill
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_cannot_be_divided_is_read_in_spite_of_shorter_ones_that_k
 def test_media_and_draft_prompts_of_a_long_prompt_let_short_ones_go_ahead(
     method: str, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("saccade.engine.costs.DRAFT_CHUNK", 3)
+    monkeypatch.setattr("saccade.engine.prefill.DRAFT_CHUNK", 3)
     *_, picture = sorted(prompts("image", "llava"), key=len)
     batch = engine(method, "llava").open(4, prefill_chunk=len(picture))
     long = add(batch, picture, n=4)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from saccade.draft.drafter import Drafter, DraftSession
-from saccade.engine.costs import LONGEST_STEP, Pacer, StepSizes
+from saccade.engine.costs import Pacer
+from saccade.engine.prefill import LONGEST_STEP, PATIENCE, StepSizes
 from saccade.engine.row import Request, Row, RowPlan, plan
-from saccade.engine.slots import PATIENCE, BatchState, free_memory
+from saccade.engine.slots import BatchState, free_memory
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
 from saccade.inputs.families import family_of

@@ -1,122 +1,45 @@
-"""Measured times of a step's stages, and draft lengths and chunks of prompts paced by them."""
+"""How many tokens to draft in a step, by measured times and by the acceptance of earlier draft tokens.
+
+Times are in units: a unit is about the time of a forward of one token at present, so that a machine which becomes
+slower changes no decision. A step of R rows that verifies n draft tokens, drafted in D levels for r of them, takes
+
+    plain[R] + extra[n] + D * draft[r]
+
+and emits R tokens and, on average, the sum of the draft tokens' chances. A token's chance is the product of the
+acceptance rates down to it. The same tokens take plain[R] / R each without drafts.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, sqrt
-from operator import mul
+from operator import attrgetter, mul
 from statistics import median, median_low
-from typing import Any
 
-import torch
-
-LONGEST_STEP = 3.0
-"""Default length of a step with a part of a prompt, over one without."""
-_SAFE = 0.75
-"""Share of it that is aimed at."""
-FEWEST = 16
-"""Tokens of a chunk however long they take: on a CPU half of them take hardly less."""
-
-MARGIN = 1.03
-"""Estimated speedup over plain decoding below which nothing is drafted."""
-START, MOST = 3.0, 10.0
-"""Credit at first, and the most that gains save, in forwards of plain decoding."""
-EXPLORED = 0.004
-"""Share of plain decoding's time that is added to the credit."""
-EARLY, REFRESH = (1, 2, 8, 32), 128
-"""First undrafted steps, which are measured, and the number of steps after which another one is."""
-PRIOR, PRIOR_TRIALS, MEMORY = 0.75, 2.0, 0.97
-"""Acceptance rate before any trial, how many trials it counts for, and how much less a trial counts after the next."""
-RECENT = 0.1
-"""Share of a step in the speed of the last ones."""
-ROW_TRIALS = 4.0
-"""How many of a row's trials the rate of all rows counts for, and of a depth's the one's before it."""
-SLOPE, PREFILL, ANSWER = 0.05, 0.05, 100
-"""Until they are measured: time of a forward's further tokens and of a prompt's over one token's, length of answers."""
-GROUP = 1.5e-4
-"""Seconds that a group of rows of its own takes per layer of the target, whatever its size."""
-CAUTION = 0.7
-"""Share of the expected gain that counts when a drafter is to be prefilled."""
-DRAFT_CHUNK = 2048
-"""Most tokens of media, and of a draft model's prompt, in a step."""
-SAMPLED, SAMPLED_RATE = 5, 0.3
-"""Draft tokens of rows that sample, and the acceptance rate below which there are none."""
-
-
-Span = tuple[str, int, Any, Any]
-"""A stage, 1 for its time or -1 for another one's within it, and that time's begin and end."""
-
-
-class Clock:
-    """Seconds per named stage of a step: wall time on the CPU, CUDA events on a GPU.
-
-    Next to them the stages' costs, by which drafts are paced. On the CPU they are processor time of this thread, which
-    has its share of every product and does not run on while other programs and threads have the processor.
-    """
-
-    def __init__(self, device: torch.device, waits: bool = False) -> None:
-        self._device = device
-        self.timer = time.perf_counter if waits or device.type != "cpu" else time.thread_time
-        self.costs: defaultdict[str, float] = defaultdict(float)  # so far, by stage, as of the last `read`
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._open: list[tuple[str, Any]] = []  # stages under way with their begin, each within the one before
-        self.spans: list[Span] = []  # since the last `read`
-
-    def stage(self, name: str) -> Clock:
-        """A context whose time is added to stage ``name``, and to no stage around it."""
-        self._open.append((name, self._now()))
-        return self
-
-    def __enter__(self) -> None:
-        """The stage has begun."""
-
-    def __exit__(self, *_: object) -> None:
-        name, start = self._open.pop()
-        stop = self._now()
-        self.spans.append((name, 1, start, stop))
-        if self._open:
-            self.spans.append((self._open[-1][0], -1, start, stop))
-
-    def _now(self) -> Any:
-        """An event on a GPU, else the wall time and the cost so far."""
-        if self._device.type != "cuda":
-            return time.perf_counter(), self.timer()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds measured elsewhere."""
-        self._seconds[name] += seconds
-
-    def read(self) -> dict[str, float]:
-        """Return seconds per stage, once the step's results are on the host."""
-        for name, sign, start, stop in self.spans:
-            if self._device.type == "cuda":
-                stop.synchronize()  # returns at once: the transfer of the results ran behind it
-                self._seconds[name] += sign * start.elapsed_time(stop) / 1000
-            else:
-                self._seconds[name] += sign * (stop[0] - start[0])
-                self.costs[name] += sign * (stop[1] - start[1])
-        self.spans.clear()
-        if self._device.type == "cuda":
-            self.costs = self._seconds
-        return dict(self._seconds)
-
-
-# -- draft lengths -------------------------------------------------------------------------------------------
+MARGIN = 1.03  # estimated speed over plain decoding's below which nothing is drafted
+START, MOST = 3.0, 10.0  # credit at first, and the most that gains add up to, in steps of plain decoding
+EXPLORED = 0.004  # share of plain decoding's time that is added to the credit
+EARLY, REFRESH = (1, 2, 8, 32), 128  # steps that are measured without drafts: these, and every one of so many
+PRIOR, PRIOR_TRIALS = 0.75, 2.0  # acceptance rate before any trial, and the number of trials that it counts for
+MEMORY = 0.97  # weight of a trial after the next one
+ROW_TRIALS = 4.0  # trials of a row that the rate of all rows counts for, and of a depth that the one above counts for
+RECENT = 0.1  # weight of the last step in the speed of recent steps
+SLOPE, PREFILL = 0.05, 0.05  # until measured: time of a forward's further token and of a prompt's, over one token's
+ANSWER = 100  # until measured: length of answers
+GROUP = 1.5e-4  # seconds per layer of the target that a separate group of rows takes, whatever its size
+CAUTION = 0.7  # share of the expected gain that counts when a drafter is to be prefilled
+SAMPLED, SAMPLED_RATE = 5, 0.3  # draft tokens of rows that sample, and the acceptance rate below which there are none
 
 
 class Typical:
-    """Lower median of the last values; the first is an expected one, so that one that is far off counts for nothing."""
+    """Lower median of the last values, beginning with a guess, so that a single outlier counts for nothing."""
 
-    def __init__(self, expected: float) -> None:
-        self.values = deque([expected], maxlen=15)
-        self.value = expected
+    def __init__(self, guess: float) -> None:
+        self.values = deque([guess], maxlen=15)
+        self.value = guess
 
     def add(self, value: float) -> None:
         """Add a value."""
@@ -124,42 +47,43 @@ class Typical:
         self.value = median_low(self.values)
 
 
-class CostsByTokens:
-    """Typical costs by number of tokens; of a number that was not measured by the nearest one's."""
+class CostsByTokens(dict[int, float]):
+    """Typical costs by number of tokens; of a number that was not measured by the nearest one that was."""
 
     def __init__(self, guess: Callable[[int], float]) -> None:
+        super().__init__()
         self._guess = guess
         self._measured: dict[int, Typical] = {}
-        self._costs: dict[int, float] = {}
 
     def add(self, tokens: int, cost: float) -> None:
-        """Record a cost, joined with those of about as many tokens: else numbers that were lucky once are chosen."""
+        """Record a cost under the number rounded to three binary digits: one number's luck is not mistaken for gain."""
         step = 1 << max(0, tokens.bit_length() - 3)
-        near = (tokens + step // 2) // step * step
-        expected, known = self(near), self(tokens)
-        self._measured.setdefault(near, Typical(expected)).add(cost + expected - known)
-        self._costs.clear()
+        rounded = (tokens + step // 2) // step * step
+        expected, known = self[rounded], self[tokens]
+        self._measured.setdefault(rounded, Typical(expected)).add(cost + expected - known)
+        self.clear()
 
-    def __call__(self, tokens: int) -> float:
-        if tokens not in self._costs:
-            near, distance = 0, inf
-            for number in self._measured:
-                if abs(number - tokens) < distance:
-                    near, distance = number, abs(number - tokens)
-            scale = self._measured[near].value / self._guess(near) if near else 1.0
-            # More tokens take no less, once measured values outnumber the expected one.
-            more = [each.value for n, each in self._measured.items() if n > tokens and len(each.values) > 2]
-            self._costs[tokens] = min([scale * self._guess(tokens), *more])
-        return self._costs[tokens]
+    def __missing__(self, tokens: int) -> float:
+        nearest, distance = 0, inf
+        for number in self._measured:
+            if abs(number - tokens) < distance:
+                nearest, distance = number, abs(number - tokens)
+        scale = self._measured[nearest].value / self._guess(nearest) if nearest else 1.0
+        cost = scale * self._guess(tokens)
+        for number, typical in self._measured.items():
+            if number > tokens and len(typical.values) > 2:  # measured more often than guessed
+                cost = min(cost, typical.value)  # fewer tokens take no more
+        self[tokens] = cost
+        return cost
 
 
 @dataclass(slots=True)
 class Trials:
-    """Acceptance of draft tokens, recent ones counted most, and the drafter's confidence in them."""
+    """Draft tokens that were verified, recent ones counted most, and the drafter's confidence in them."""
 
     accepted: float = 0.0
     count: float = 0.0
-    surplus: float = 0.0  # accepted ones less the confidences in all
+    surplus: float = 0.0  # accepted tokens less the sum of the confidences
     steps: int = 0  # drafts that were verified
     last: list[float] = field(default_factory=list)  # confidences in the tokens of a draft that is not verified yet
 
@@ -170,13 +94,13 @@ class Trials:
         self.surplus = self.surplus * MEMORY + (accepted - confidence)
 
     def fade(self) -> None:
-        """Count earlier tokens for less: what they say about the next ones is getting old."""
+        """Count earlier tokens for less, since the text moves on."""
         self.accepted *= MEMORY
         self.count *= MEMORY
         self.surplus *= MEMORY
 
     def rate(self, prior: float = PRIOR, trials: float = PRIOR_TRIALS) -> float:
-        """The rate, shrunk towards ``prior``, which counts for so many trials."""
+        """Acceptance rate, where ``prior`` counts for so many trials."""
         return (self.accepted + prior * trials) / (self.count + trials)
 
 
@@ -187,33 +111,30 @@ def sampled_length(row: Trials) -> int:
 
 @dataclass(slots=True)
 class Drafts:
-    """One step's drafts of some rows: whether another level is drafted, and how much of them is verified.
+    """Drafts of one step, one chain per row: whether to draft another level, and how many tokens to verify.
 
-    A token's chance is the product of the drafter's confidences down to it, each moved by what the row's acceptance
-    rate is above them. Tokens are verified, and levels drafted, that bring more than their time does elsewhere.
+    A token is verified, and a level is drafted, if its chances exceed the tokens that its time brings elsewhere.
     """
 
     rows: Sequence[Trials]
-    rates: Sequence[float]  # acceptance by depth of the levels that are left
-    token: float  # what the time of a token's verification brings elsewhere, in tokens
-    level: float  # the same of a level
+    rates: Sequence[float]  # acceptance by depth, of the levels that are left
+    token: float  # tokens that the time of a token's verification brings elsewhere
+    level: float  # tokens that the time of a level's draft brings elsewhere
     surplus: float  # of all rows, as of `Trials`
-    count: float
+    count: float  # of all rows, likewise
     lengths: list[int]  # tokens of each row that are verified
     chances: list[float]  # of every row's last token
 
     @property
     def expected(self) -> list[float]:
-        """Rates at which the next level's tokens are accepted behind accepted ones."""
-        return [row.rate(self.rates[0], ROW_TRIALS) for row in self.rows]
+        """Rate at which each row's next token is accepted after an accepted one."""
+        prior = self.rates[0] * ROW_TRIALS
+        return [(row.accepted + prior) / (row.count + ROW_TRIALS) for row in self.rows]
 
-    @property
-    def go_on(self) -> bool:
-        """Whether another level is worth drafting."""
-        if not self.rates:
-            return False
+    def pays(self, rates: Sequence[float]) -> bool:
+        """Whether a level with these rates is worth its draft and verification."""
         gained = 0.0
-        for chance, rate in zip(self.chances, self.expected, strict=True):
+        for chance, rate in zip(self.chances, rates, strict=True):
             gained += max(chance * rate - self.token, 0.0)
         return gained > self.level
 
@@ -224,61 +145,61 @@ class Drafts:
         self.rates = self.rates[1:]
 
     def add(self, confidences: Sequence[float]) -> bool:
-        """Add a level by the drafter's confidences in every row's token; return whether to draft another one."""
+        """Add a level by the drafter's confidence in each row's token; return whether to draft another one.
+
+        A row's rate is the confidence, corrected by how much the acceptance of its earlier tokens, and of all rows'
+        tokens, differed from the confidence in them.
+        """
         expected = PRIOR_TRIALS * (self.rates[0] - sum(confidences) / len(confidences))
-        change = (self.surplus + expected) / (self.count + PRIOR_TRIALS)
+        prior = ROW_TRIALS * (self.surplus + expected) / (self.count + PRIOR_TRIALS)
         rates = []
         for row, confidence in zip(self.rows, confidences, strict=True):
             row.last.append(confidence)
-            moved = confidence + (row.surplus + ROW_TRIALS * change) / (row.count + ROW_TRIALS)
-            rates.append(min(max(moved, 0.0), 1.0))
+            correction = (row.surplus + prior) / (row.count + ROW_TRIALS)
+            rates.append(min(max(confidence + correction, 0.0), 1.0))
         self.take(rates)
-        if not any(self.lengths):  # something is verified, once it is drafted
+        if not any(self.lengths):  # a draft that was made is verified, its likeliest token at least
             self.lengths[self.chances.index(max(self.chances))] = 1
-        return self.go_on
+        return bool(self.rates) and self.pays(self.expected)
 
 
 class Pacer:
-    """Draft lengths of every step's rows, and whether a new row's drafter is prefilled at all.
+    """Draft lengths of every step's rows, and whether the drafter of a new row is prefilled at all.
 
-    A step that verifies n draft tokens of R rows emits R tokens and each draft token's chance: the product of the rates
-    at which it and those before it are accepted. It takes T(R + n) of the target's forward and d(r) for every level
-    that r of the rows draft, or once with ``one_pass``. Chains of the best chances with the largest quotient of both
-    are drafted (Leviathan et al. 2023, Section 3.3, over the rows of a step), so that rows whose drafts are accepted
-    draw the tokens to them. A rate is a row's and a depth's so far; what is drafted is judged by the drafter's
-    confidence (`Drafts`). Times are in units, about the time of a forward of one token at that moment: a machine that
-    gets slower changes none.
+    Chains are as long as they are fastest over the rows of a step (Leviathan et al. 2023, Section 3.3), so that rows
+    whose drafts are accepted get more tokens. Rates are expected before a draft, and corrected by the drafter's
+    confidence while it drafts (`Drafts`).
 
-    A credit limits losses: it gets a share of plain decoding's time and what drafting gains, and pays what it loses. A
-    step may risk half of it. Where nothing pays, a single token is drafted as soon as the credit has its cost, for a
-    row of which little is known.
+    A credit limits losses: it receives a small share of plain decoding's time and what drafting gains, and pays what
+    drafting loses. A step may risk half of it. Where nothing is expected to pay, a single token is drafted on trial as
+    soon as the credit covers its cost, for the row that has the fewest trials.
     """
 
     def __init__(self, max_length: int, draft_cost: float, *, one_pass: bool = False) -> None:
         self.max_length = max_length  # most draft tokens of a row and step
         self.draft_cost = draft_cost  # guess of the time of a drafter's forward in units
-        self._passes = 1 if one_pass else max_length  # most of them in a step; one drafts all levels, or each its own
+        self._passes = 1 if one_pass else max_length  # most drafter forwards in a step
         self.credit = START
-        self.plain = CostsByTokens(lambda rows: 1 + SLOPE * (rows - 1))  # units of a step without drafts by rows
-        self.extra = CostsByTokens(lambda tokens: SLOPE * tokens)  # that draft tokens add
-        self.draft = CostsByTokens(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # of one level by rows
-        self._plain: deque[tuple[int, float]] = deque(maxlen=9)  # rows and seconds of the last of these steps
+        self.plain = CostsByTokens(lambda rows: 1 + SLOPE * (rows - 1))  # units of a step without drafts, by rows
+        self.extra = CostsByTokens(lambda tokens: SLOPE * tokens)  # units that draft tokens add to it
+        self.draft = CostsByTokens(lambda rows: draft_cost * (1 + SLOPE * (rows - 1)))  # units of a level, by rows
+        self._plain: deque[tuple[int, float]] = deque(maxlen=9)  # rows and seconds of the last steps without drafts
         self._unit = 0.0  # seconds of a unit, by these
         self._depths = [Trials() for _ in range(max_length)]
-        self._steps: defaultdict[int, int] = defaultdict(int)
-        self._speed = 1.0  # of the last steps over plain decoding's, and by rows
-        self._speeds: dict[int, float] = {}
-        self._goal = 0.0  # cost of a trial that is saved for
-        self.measures = True  # whether the next step is to be without any drafts, and measured
+        self._steps: defaultdict[int, int] = defaultdict(int)  # by rows
+        self._speed = 1.0  # of recent steps over plain decoding's
+        self._speeds: dict[int, float] = {}  # by rows
+        self._goal = 0.0  # credit that is saved for a trial
+        self.measures = True  # whether the next step is measured without drafts
         self._answers = Typical(ANSWER)
         self._prefill = Typical(PREFILL * draft_cost)  # units of a prompt's token in the drafter
 
     def lengths(self, rows: Sequence[Trials], others: int = 0) -> list[int]:
-        """Return the number of tokens to draft for each of some rows in this step, next to others without a draft."""
+        """Number of tokens to draft for each of some rows in this step, next to others without a draft."""
         together = len(rows) + others
         self._steps[together] += 1
         self.measures = self._steps[together] in EARLY or self._steps[together] % REFRESH == 0
-        if self.measures:  # what drafting has to beat
+        if self.measures:
             return [0] * len(rows)
         lengths, _ = self._plan(rows, others, self.credit / 2)
         if not any(lengths) and self._may_pay(together) and self._trial_cost() <= self.credit:
@@ -290,17 +211,23 @@ class Pacer:
         return lengths
 
     def _plan(self, rows: Sequence[Trials], others: int, risk: float) -> tuple[list[int], float]:
-        """The best lengths that lose no more than ``risk`` with bad luck, and their speed over plain decoding's."""
-        drafts, whole, lengths = self.begin(rows, others), self.plain(len(rows) + others), [0] * len(rows)
-        plain, speed = whole / (len(rows) + others), 1.0
+        """The lengths of the highest speed that lose at most ``risk`` with bad luck, and that speed.
+
+        speed = (plain[R] + plain[R] / R * gained) / (plain[R] + cost)        gained = sum(chances)
+        loss  = cost - plain[R] / R * (gained - 2 * sqrt(spread))             spread = sum(chance * (1 - chance))
+        """
+        drafts = self.begin(rows, others)
+        whole, level = self.plain[len(rows) + others], self.draft[len(rows)]
+        plain, lengths, speed = whole / (len(rows) + others), [0] * len(rows), 1.0
         gained = spread = 0.0
-        while drafts.go_on:
-            drafts.take(drafts.expected)
+        while drafts.rates and drafts.pays(rates := drafts.expected):
+            drafts.take(rates)
             taken = [chance for chance in drafts.chances if chance > drafts.token]
             gained += sum(taken)
-            spread += sum([chance * (1 - chance) for chance in taken])
-            cost = self.extra(sum(drafts.lengths)) + min(max(drafts.lengths), self._passes) * self.draft(len(rows))
-            if cost - plain * max(0.0, gained - 2 * sqrt(spread)) <= risk:
+            spread += sum(taken) - sum(map(mul, taken, taken))
+            cost = self.extra[sum(drafts.lengths)] + min(max(drafts.lengths), self._passes) * level
+            loss = cost - plain * max(0.0, gained - 2 * sqrt(spread))
+            if loss <= risk:
                 lengths, speed = drafts.lengths, (whole + plain * gained) / (whole + cost)
         return (lengths, speed) if speed > MARGIN else ([0] * len(rows), 1.0)
 
@@ -308,36 +235,44 @@ class Pacer:
         """Start the drafts of some rows, next to others without, of at most some levels."""
         count, together = len(rows) * self.max_length, len(rows) + others
         speed = max(MARGIN, self._speeds.get(together, self._speed))
-        worth = speed * together / self.plain(together)  # tokens per unit
+        worth = speed * together / self.plain[together]  # tokens that a unit of time brings elsewhere
         for row in rows:
             row.last.clear()
-        token, level = worth * self.extra(count) / count, worth * self.draft(len(rows)) * (self._passes > 1)
-        known = sum([trials.surplus for trials in self._depths]), sum([trials.count for trials in self._depths])
-        return Drafts(rows, self._by_depth()[:levels], token, level, *known, [0] * len(rows), [1.0] * len(rows))
+        token = worth * self.extra[count] / count
+        level = worth * self.draft[len(rows)] if self._passes > 1 else 0.0  # of one pass, the further ones are free
+        surplus = sum(map(attrgetter("surplus"), self._depths))
+        trials = sum(map(attrgetter("count"), self._depths))
+        rates = self._rates_by_depth()[:levels]
+        return Drafts(rows, rates, token, level, surplus, trials, [0] * len(rows), [1.0] * len(rows))
 
     def joined(self, lengths: Sequence[int], layers: int) -> list[int]:
-        """Drafts' lengths in fewer groups: shorter ones are longer where that costs less than a group of their own."""
+        """Lengths in fewer groups: rows of a shorter draft get a longer one if a separate group would cost more."""
         made, tokens = list(lengths), sum(lengths)
-        spare = 0.0
+        spare = 0.0  # tokens whose verification takes the time of a group
         if self._plain:
-            spare = GROUP * layers * tokens / max(self.extra(tokens) * self._unit, GROUP)
+            spare = GROUP * layers * tokens / max(self.extra[tokens] * self._unit, GROUP)
         for length, longer in pairwise(sorted(set(made))):
-            places = [place for place, own in enumerate(made) if own == length]
+            places = [place for place, each in enumerate(made) if each == length]
             if len(places) * (longer - length) <= spare:
                 for place in places:
                     made[place] = longer
         return made
 
     def admits(self, others: int, prompt: int, remaining: float) -> bool:
-        """Whether a row's drafter is to be prefilled: its expected gain exceeds the time that takes."""
+        """Whether to prefill the drafter for a row with so many prompt tokens and tokens to come, next to others.
+
+        It pays if the time saved until the row's end exceeds the time of the prefill. Where it is not known to pay, it
+        is tried once the credit covers prefill and two trials.
+        """
         rows = others + 1
         cost = prompt * self._prefill.value
         risk = min(cost, START)
         _, expected = self._plan([Trials() for _ in range(rows)], 0, inf)
-        saved = (1 - 1 / max(expected, self._speeds.get(rows, self._speed))) * self.plain(rows) / rows
+        speed = max(expected, self._speeds.get(rows, self._speed))
+        saved = (1 - 1 / speed) * self.plain[rows] / rows  # per token
         gained = CAUTION * (min(remaining, self._answers.value) - 1) * saved
         if self.is_proven and gained > cost and risk + 2 * self._trial_cost() <= self.credit:
-            if not others:  # rows that begin together join together
+            if not others:  # rows that begin together are admitted together, and pay once
                 self.credit -= risk
             return True
         self._goal = cost + 2 * self._trial_cost()
@@ -352,26 +287,23 @@ class Pacer:
         """Whether the acceptance rate rests on verified draft tokens."""
         return self._depths[0].count > PRIOR_TRIALS
 
-    def _by_depth(self) -> list[float]:
-        """Rates at which tokens of each depth are accepted behind accepted ones."""
-        rates, deeper = [self._depths[0].rate()], PRIOR
-        for trials in self._depths[1:]:  # these are of better rows
-            deeper = (trials.accepted + deeper * ROW_TRIALS) / (trials.count + ROW_TRIALS)
-            rates.append(deeper)
+    def _rates_by_depth(self) -> list[float]:
+        """Rate at which tokens of each depth are accepted after accepted ones; a deeper one begins at the one above."""
+        rates, rate = [self._depths[0].rate()], PRIOR  # not at the first: deeper trials are of better rows
+        for trials in self._depths[1:]:
+            rate = (trials.accepted + rate * ROW_TRIALS) / (trials.count + ROW_TRIALS)
+            rates.append(rate)
         return rates
 
     def _may_pay(self, rows: int) -> bool:
         """Whether drafting pays if every token is accepted."""
-        tokens, plain = self.max_length, self.plain(rows)
-        units = plain + self.extra(rows * tokens) + self._passes * self.draft(rows)
-        return (tokens + 1) * plain > MARGIN * units
+        tokens, plain = self.max_length, self.plain[rows]
+        drafted = plain + self.extra[rows * tokens] + self._passes * self.draft[rows]
+        return (tokens + 1) * plain > MARGIN * drafted
 
     def _trial_cost(self) -> float:
         """Units that a single draft token of one row loses if it is rejected."""
-        return self.extra(1) + self.draft(1)
-
-    def _earn(self, units: float, rows: int) -> None:
-        self.credit = min(self.credit + units, max(MOST * self.plain(rows), self._goal))
+        return self.extra[1] + self.draft[1]
 
     def observe_step(
         self,
@@ -384,29 +316,31 @@ class Pacer:
         draft: float = 0,
         own: int = 0,
     ) -> None:
-        """Record a step without prefill: seconds of the target's part and of the draft, and its emitted tokens.
+        """Record a step without prefill, of ``forward`` seconds and ``draft`` seconds of the drafter.
 
-        ``own``: of ``tokens``, rows' own drafts, which would be verified without a drafter as well; those of them that
-        were emitted are not in ``emitted``.
+        Of ``tokens``, roots included, ``own`` are the rows' own drafts, which plain decoding verifies as well; accepted
+        ones are not in ``emitted``. The drafter ran ``length`` levels for ``drafting`` rows.
         """
-        whole, drafts = self.plain(rows), tokens - rows
-        gain = EXPLORED * emitted * whole / rows
+        whole, drafts = self.plain[rows], tokens - rows
+        saved = emitted * whole / rows  # units that plain decoding takes for these tokens
         if not drafts:
-            others = [spent / self.plain(n) for n, spent in self._plain if n != rows]
-            if others or not self._plain:  # the first one's units are as guessed
+            others = [seconds / self.plain[number] for number, seconds in self._plain if number != rows]
+            if others or not self._plain:  # the first step defines the unit
                 self.plain.add(rows, forward / median(others) if others else whole)
             self._plain.append((rows, forward))
-            self._unit = median_low([spent / self.plain(n) for n, spent in self._plain])
+            self._unit = median_low([seconds / self.plain[number] for number, seconds in self._plain])
             self.measures = False
         elif self._plain:
             self.extra.add(drafts, max(0.0, forward / self._unit - whole))
+        gain, speed = EXPLORED * saved, 1.0
         if length:
             passes = min(length, self._passes)
             if self._plain:
                 self.draft.add(drafting, draft / passes / self._unit)
-            cost = whole + self.extra(drafts - own) + passes * self.draft(drafting)
-            gain += emitted * whole / rows - cost
-        speed, before = emitted * whole / rows / cost if length else 1.0, self._speeds.get(rows, self._speed)
+            cost = whole + self.extra[drafts - own] + passes * self.draft[drafting]
+            gain += saved - cost
+            speed = saved / cost
+        before = self._speeds.get(rows, self._speed)
         self._speed = self._speeds[rows] = before + RECENT * (speed - before)
         self._earn(gain, rows)
 
@@ -415,15 +349,18 @@ class Pacer:
         if self._plain:
             self._earn(EXPLORED * seconds / self._unit, rows)
 
+    def _earn(self, units: float, rows: int) -> None:
+        self.credit = min(self.credit + units, max(MOST * self.plain[rows], self._goal))
+
     def observe_acceptance(self, row: Trials, drafted: int, accepted: int) -> None:
-        """Record the outcome of a row's chain, whose tokens are tried behind accepted ones only."""
+        """Record the outcome of a row's chain, whose tokens are only tried after accepted ones."""
         row.steps += 1
-        is_new = row.steps <= ROW_TRIALS  # rows count alike, however long a useless drafter makes them
+        is_new = row.steps <= ROW_TRIALS  # rows count alike, however many steps a useless drafter makes them take
         for depth in range(min(accepted + 1, drafted)):
-            outcome = depth < accepted, row.last[depth] if depth < len(row.last) else PRIOR
-            row.add(*outcome)
+            confidence = row.last[depth] if depth < len(row.last) else PRIOR
+            row.add(depth < accepted, confidence)
             if depth or is_new:
-                self._depths[depth].add(*outcome)
+                self._depths[depth].add(depth < accepted, confidence)
         row.last.clear()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
@@ -434,66 +371,3 @@ class Pacer:
     def observe_end(self, tokens: int) -> None:
         """Record the length of an answer that has ended."""
         self._answers.add(tokens)
-
-
-# -- chunks of prompts ---------------------------------------------------------------------------------------
-
-
-class ChunkSizes:
-    """Sizes of chunks by the measured times of steps; every size gives the same tokens.
-
-    A chunk that is too small costs more per token than the right one, so that the next one is larger, and none on the
-    way is too large.
-    """
-
-    def __init__(self, most: int, longest: float = LONGEST_STEP) -> None:
-        self.most = most  # tokens of a chunk, where nobody waits for it or it takes no time
-        self._extra = longest * _SAFE - 1
-        self.steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))  # seconds by rows
-        self._costs: deque[float] = deque(maxlen=3)  # they grow with the position in the prompt
-        self._last = self._offered = 0
-
-    def size(self, rows: int, waiting: int = 1) -> int:
-        """Return the tokens of a chunk next to some decoding rows; 0 where a step without one is measured first.
-
-        Where more prompts wait than rows decode, as much more is spent on them.
-        """
-        if not rows or self._extra == inf:
-            return self.most
-        step = self._step(rows)
-        if step is None:
-            return 0
-        extra = self._extra * max(1.0, waiting / rows)
-        tokens = int(extra * step / median(self._costs)) if self._last else 0
-        self._offered = min(max(FEWEST, min(tokens, 2 * self._last)), self.most)
-        return self._offered
-
-    def observe_step(self, rows: int, seconds: float) -> None:
-        """Record a step of decoding rows alone."""
-        self.steps[rows].append(seconds)
-
-    def observe_chunk(self, tokens: int, seconds: float, rows: int = 0) -> None:
-        """Record a chunk; ``seconds`` are those of the whole step where it had decoding rows.
-
-        The short end of a prompt tells little.
-        """
-        if 2 * tokens < self._offered or (self._last and tokens < FEWEST):
-            return
-        alone = seconds - (self._step(rows) or 0.0)
-        self._costs.append(max(alone, 0.01 * seconds, 1e-9) / tokens)
-        self._last = tokens
-
-    def _step(self, rows: int) -> float | None:
-        """Seconds of a step of so many rows, or of the most that were measured; None where only more were."""
-        known = max((n for n in self.steps if n <= rows), default=None)
-        return None if known is None else median(self.steps[known])
-
-
-class StepSizes:
-    """Sizes of what may lengthen a step: chunks of prompts, media, and chunks of draft prompts."""
-
-    def __init__(self, prefill_chunk: int, longest: float) -> None:
-        self.prompts = ChunkSizes(prefill_chunk, longest)
-        self.media = ChunkSizes(DRAFT_CHUNK, longest)
-        self.drafts = ChunkSizes(DRAFT_CHUNK, longest)
-        self.media.steps = self.drafts.steps = self.prompts.steps

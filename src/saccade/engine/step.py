@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 from saccade.draft.drafter import DraftSession
 from saccade.draft.own import MOST, WIDEST, GrammarGuide, OwnTree, alike, join, tree_on
 from saccade.draft.trees.policy import DrawProposer, PacedProposer, Proposer, TopProposer
-from saccade.engine.costs import Clock, Span, StepSizes, sampled_length
+from saccade.engine.costs import sampled_length
+from saccade.engine.prefill import PrefillChunk, PromptRunner, StepSizes
 from saccade.engine.row import Row
-from saccade.engine.slots import BatchState, PrefillChunk, PromptRunner
+from saccade.engine.slots import BatchState, Clock, Span
 from saccade.errors import InputError, ModelError
 from saccade.output import DRAFTED, TicketChunk, TreeTrace
 from saccade.processors import name_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade import methods
 from saccade.engine.batch import PREFILL_CHUNK
-from saccade.engine.costs import LONGEST_STEP
+from saccade.engine.prefill import LONGEST_STEP
 from saccade.errors import SaccadeError
 from saccade.inputs.media import SERVER, MediaLimits
 from saccade.options import STORED, check_keys, make
