@@ -16,20 +16,13 @@ from saccade.inputs.families import visual_ids
 from saccade.target_model.context import Prefill, PrefillResult
 from saccade.target_model.forward import ContextError, TokenBlock
 
-LONGEST_STEP = 3.0
-"""Default length of a step with a part of a prompt, over one without."""
-_SAFE = 0.75
-"""Share of it that is aimed at."""
-FEWEST = 16
-"""Tokens of a chunk however long they take: on a CPU half of them take hardly less."""
-DRAFT_CHUNK = 2048
-"""Most tokens of media, and of a draft model's prompt, in a step."""
-_LATE = 8
-"""Tokens after which it is considered again whether the drafter is to join a row."""
-SHARE = 8
-"""Part of a step's tokens, as a divisor, that shorter prompts leave to a longer one."""
-PATIENCE = 8
-"""How often others may go ahead of a row before it is the next."""
+LONGEST_STEP = 3.0  # default length of a step with a part of a prompt, over one without
+_SAFE = 0.75  # share of it that is aimed at
+FEWEST = 16  # tokens of a chunk however long they take: on a CPU half of them take hardly less
+DRAFT_CHUNK = 2048  # most tokens of media, and of a draft model's prompt, in a step
+_LATE = 8  # tokens after which it is considered again whether the drafter is to join a row
+SHARE = 8  # part of a step's tokens, as a divisor, that shorter prompts leave to a longer one
+PATIENCE = 8  # how often others may go ahead of a row before it is the next
 
 
 class ChunkSizes:

@@ -22,8 +22,7 @@ from saccade.target_model.context import Context, Prefill
 from saccade.target_model.media_cache import MediaCache
 from saccade.verify.rule import Judge, Rule
 
-KV_MEMORY_SHARE = 0.5
-"""Default share of the free memory for the caches."""
+KV_MEMORY_SHARE = 0.5  # default share of the free memory for the caches
 MIN_SHARED_PREFIX = 16
 """Shared tokens for which a slot with content is preferred to an empty one; chat templates alone share a few."""
 Span = tuple[str, int, Any, Any]

@@ -498,8 +498,7 @@ DEVICES = ("cpu", "cuda")
 """Kinds of devices with float64. The conformance tests run on CPUs."""
 _CONTEXT = 2**17  # longest sequence of models whose configuration names none
 _BEYOND = 1024  # most tokens of a tree that may exceed the context before they are cut
-_PROMPT, _DEPTH, _WIDTH = 9, 5, 3
-"""Prompt tokens, levels and tokens per level of the trees that are tried at load."""
+_PROMPT, _DEPTH, _WIDTH = 9, 5, 3  # prompt tokens, levels and tokens per level of the trees that are tried at load
 
 
 def caveat(target: Any, lossless: bool) -> str:

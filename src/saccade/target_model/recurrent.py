@@ -32,14 +32,10 @@ from saccade.errors import ModelError
 
 RECURRENT_TYPES = {"linear_attention", "conv"}
 """Kinds of layers, as configurations name them, that have a recurrent state."""
-STATELESS_TYPES = {"moe", "mlp"}
-"""Kinds of layers without attention or state."""
-UNMASKED_TYPES = RECURRENT_TYPES | STATELESS_TYPES
-"""Kinds of layers that take no attention mask."""
-CHECKPOINTS = 4
-"""Earlier states of a row that later prompts can start from."""
-UNLIMITED = (0.0, float("inf"))
-"""Limits of Mamba-2's steps that change none of them."""
+STATELESS_TYPES = {"moe", "mlp"}  # kinds of layers without attention or state
+UNMASKED_TYPES = RECURRENT_TYPES | STATELESS_TYPES  # kinds of layers that take no attention mask
+CHECKPOINTS = 4  # earlier states of a row that later prompts can start from
+UNLIMITED = (0.0, float("inf"))  # limits of Mamba-2's steps that change none of them
 
 
 EMPTY = torch.empty(0)
@@ -144,8 +140,7 @@ class PendingTokens:
         return into * at_root + (between * product) @ self.values
 
 
-HELD = ("inputs", "windows", "keys", "values", "decay", "gates")
-"""Fields of `PendingTokens` that wait for a commit."""
+HELD = ("inputs", "windows", "keys", "values", "decay", "gates")  # fields of `PendingTokens` that wait for a commit
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):

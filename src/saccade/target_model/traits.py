@@ -180,8 +180,7 @@ _NOT_LENGTH_NAME = re.compile(
     r"window_layers|window_pattern|use_|num_local|mamba_chunk|^chunk_size$|^(n|max)_positions"
 )
 """Similar names of layer counts, switches and numbers of experts."""
-WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale")
-"""Names of lengths that count tokens."""
+WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale")  # names of lengths that count tokens
 _POSITIONS = "original_max_position_embeddings"
 
 

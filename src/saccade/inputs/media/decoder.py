@@ -34,8 +34,7 @@ _STARTS = {
     b"\0\0\x01\xba": "mpeg",
     bytes.fromhex("3026b2758e66cf11"): "asf",
 }
-_FULL_NAMES = {"mov": "mov,mp4,m4a,3gp,3g2,mj2", "matroska": "matroska,webm"}
-"""Names of demuxers of several containers."""
+_FULL_NAMES = {"mov": "mov,mp4,m4a,3gp,3g2,mj2", "matroska": "matroska,webm"}  # names of demuxers of several containers
 _NO_TIMESCALE = re.compile(rb"mdhd(\0.{11}|\x01.{19})\0{4}", re.DOTALL)
 """An MP4 track's header without ticks per second, for which FFmpeg takes one."""
 

@@ -24,8 +24,7 @@ from saccade.errors import InputError
 from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
 
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of TIFF
-_JPEG_PIXELS = 512
-"""Most pixels of a JPEG by a byte of the file: 64 by every bit."""
+_JPEG_PIXELS = 512  # most pixels of a JPEG by a byte of the file: 64 by every bit
 _OTHER_BITS = bytes.fromhex("5a3c91b7e4260f68") * 8
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -180,13 +179,10 @@ def _pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array if array.shape[2] == 4 else np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
 
 
-PIECES = 1 << 16
-"""Markers, chunks or strips of a file; larger files may have one per 256 bytes."""
-SCANS = 64
-"""Scans of a JPEG; encoders write about ten."""
+PIECES = 1 << 16  # markers, chunks or strips of a file; larger files may have one per 256 bytes
+SCANS = 64  # scans of a JPEG; encoders write about ten
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])", re.DOTALL)
-_STRIPS = (273, 279, 324, 325)
-"""TIFF tags with one value per strip or tile."""
+_STRIPS = (273, 279, 324, 325)  # TIFF tags with one value per strip or tile
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _ADAM7 = (
     (0, 0, 8, 8),

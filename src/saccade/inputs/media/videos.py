@@ -23,8 +23,7 @@ from saccade.inputs.media.decoder import Decoder, Refused, Timeline, accepted_co
 from saccade.inputs.media.images import load_image, to_uint8
 from saccade.inputs.media.sources import LOCAL, MediaLimits, read_source
 
-ASSUMED_FPS = 24.0
-"""Frames per second where nothing says the rate (the value that transformers assumes)."""
+ASSUMED_FPS = 24.0  # frames per second where nothing says the rate (the value that transformers assumes)
 
 _SIGXCPU = getattr(signal, "SIGXCPU", 0)  # not on Windows
 
