@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
 from saccade.cpu import suitable_dtype
-from saccade.inputs.families import join, type_ids
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.pocket import draft_path, target_path
 
@@ -62,8 +62,8 @@ def stock_inputs(model: Any, prompts: Sequence[Prompt]) -> dict[str, torch.Tenso
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p.ids) for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    media = join(model.config, [m for p in prompts for m in p.media])
-    made = {"input_ids": ids, "attention_mask": mask, **media, **type_ids(model.config, ids)}
+    media = family_of(model.config).join([m for p in prompts for m in p.media])
+    made = {"input_ids": ids, "attention_mask": mask, **media, **family_of(model.config).type_ids(ids)}
     return {
         name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
         for name, tensor in made.items()

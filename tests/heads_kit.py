@@ -21,7 +21,7 @@ from saccade.draft.trees.policy import Chain, Frontier, StaticTree
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request, RunningBatch
 from saccade.engine.row import plan
-from saccade.inputs.families import split, visual_mask
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.output import Output
 from saccade.target_model.adapter import Target
@@ -189,7 +189,7 @@ class Text:
             handle.remove()
         ids = inputs["input_ids"][0]
         entering = tuple(streams[i][0] for i in range(len(decoder.layers)))
-        visual = visual_mask(model.config, ids)
+        visual = family_of(model.config).visual_mask(ids)
         return cls(ids, visual, states[0], (*entering, states[0]), given["embeddings"][0], prompt)
 
 
@@ -318,7 +318,7 @@ def dropped_of(name: str, inputs: Inputs, head: Head, start: int = 0) -> set[int
     weights = model(**inputs, use_cache=False, output_attentions=True).attentions[-1][0]  # [H, S, S]
     reset_rope_deltas(model)
     scores = weights.mean(0)[start:].sum(0)
-    visual = visual_mask(model.config, inputs["input_ids"][0]).tolist()
+    visual = family_of(model.config).visual_mask(inputs["input_ids"][0]).tolist()
     dropped: set[int] = set()
     for is_visual, group in groupby(range(len(visual)), key=visual.__getitem__):
         places = list(group)

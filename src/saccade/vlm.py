@@ -20,7 +20,6 @@ from saccade.engine.row import plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.errors import InputError, MethodError
 from saccade.files import is_profile
-from saccade.inputs.families import vision_signature
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.media import load_image
 from saccade.inputs.processor import (
@@ -521,9 +520,9 @@ class VLM:
             return None
         if not prompt.media:
             return prompt
-        signature = vision_signature(self.draft_model.config)
+        signature = self.draft_model.family.signature
         is_made = isinstance(row.question, Prompt)
-        if signature is None or (is_made and signature != vision_signature(self.target.config)):
+        if signature is None or (is_made and signature != self.target.family.signature):
             return self.processor.text_only(prompt)
         return prompt if is_made else row.prompt(self.draft_processor)
 

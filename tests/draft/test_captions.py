@@ -25,7 +25,7 @@ from numerals import NEWLINE, Numerals
 from saccade.draft.ensemble import views
 from saccade.draft.ensemble.views import Caption, OwnCaptions, PromptMedium, TextOnly, from_checkpoint, picture
 from saccade.errors import MethodError, ModelError
-from saccade.inputs.families import split, visual_mask
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import load_model
@@ -39,7 +39,7 @@ WORDS = Numerals()
 
 
 def visuals(name: str, prompt: Prompt) -> int:
-    return int(visual_mask(target(name).config, prompt.ids).sum())
+    return int(family_of(target(name).config).visual_mask(prompt.ids).sum())
 
 
 @pytest.mark.parametrize("name", VISUAL_FAMILIES)
@@ -174,7 +174,7 @@ def test_a_drafter_s_own_caption_is_its_greedy_answer(name: str, monkeypatch: py
     (medium,) = question.media
     inputs: dict[str, Any] = {**medium.tensors, "input_ids": torch.tensor([question.ids])}
     if name == "qwen":
-        inputs["mm_token_type_ids"] = visual_mask(processor.config, question.ids)[None].long()
+        inputs["mm_token_type_ids"] = family_of(processor.config).visual_mask(question.ids)[None].long()
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     answer = model.model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, len(question.ids) :].tolist()
     assert own(seen[0]) == processor.decode(answer)

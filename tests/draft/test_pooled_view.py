@@ -17,7 +17,7 @@ from saccade.draft.model import ModelDrafter, ModelDraftSession
 from saccade.draft.trees.policy import Chain, TopProposer
 from saccade.errors import MethodError
 from saccade.inputs.families import FAMILIES as REGISTRY
-from saccade.inputs.families import join, split, visual_mask
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
@@ -37,7 +37,7 @@ def load(view: View, opened: ModelDraftSession, prompt: Prompt, row: int = 0) ->
 
 
 def visuals(name: str, prompt: Prompt) -> int:
-    return int(visual_mask(target(name).config, prompt.ids).sum())
+    return int(target(name).family.visual_mask(prompt.ids).sum())
 
 
 def media_kinds(names: list[str]) -> list[tuple[str, str]]:
@@ -111,7 +111,7 @@ def _by_hand(name: str, prompt: Prompt, answer: list[int]) -> Tensor:
     media = [dict(m.tensors) for m in (seen if name in RESIZED else prompt).media]
     if name not in RESIZED:
         _average_by_hand(name, stock)
-    joined = join(stock.config, [Medium("image", tensors, 0, "") for tensors in media])
+    joined = family_of(stock.config).join([Medium("image", tensors, 0, "") for tensors in media])
     inputs = {"input_ids": torch.tensor([[*seen.ids, *answer]]), **joined}
     types = (inputs["input_ids"] == IMAGE).long() + 2 * (inputs["input_ids"] == VIDEO).long()
     if FAMILIES[name].types:

@@ -24,7 +24,7 @@ from saccade.draft.pruning import Pruning, frames_of, places_of, resample, sprea
 from saccade.draft.trees.policy import Chain, TopProposer, TreePolicy
 from saccade.engine import Engine, Request
 from saccade.errors import ModelError, SaccadeWarning
-from saccade.inputs.families import family_of, split, visual_mask
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM
@@ -232,7 +232,7 @@ def test_the_drafter_reads_text_and_kept_tokens_only(name: str, select: Any) -> 
     words, _ = loaded(drafter, name, prompt(name, "text"))
     assert words.context.lengths == [len(prompt(name, "text"))]
     session, _ = loaded(drafter, name, whole)
-    visual = int(visual_mask(target(name).config, whole.ids).sum())
+    visual = int(family_of(target(name).config).visual_mask(whole.ids).sum())
     kept = max(1, int(0.25 * visual + 0.5))
     assert session.context.lengths == [len(whole) - visual + kept]
     room = session.context.cache.capacity(0)
@@ -265,7 +265,7 @@ def test_it_keeps_what_the_target_looks_at() -> None:
     session, context = loaded(pruned(draft(name), Chain(2), pruning), name, whole)
     columns = context.last.columns  # type: ignore[attr-defined]
     assert columns is not None
-    places = visual_mask(target(name).config, whole.ids).nonzero()[:, 0]
+    places = family_of(target(name).config).visual_mask(whole.ids).nonzero()[:, 0]
     best = places[columns[places].topk(len(places) // 2).indices].tolist()
     dropped = session.context.dropped(0)
     assert sorted([*best, *dropped]) == places.tolist()

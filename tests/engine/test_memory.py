@@ -23,7 +23,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, RunningBatch
 from saccade.errors import InputError
-from saccade.inputs.families import media_spans, split
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import QUANTUM, round_to_segment
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_cancelled_inside_a_video_never_leaks_into_another_ones
     if [m.digest for m in first.media] == [m.digest for m in other.media]:
         pytest.fail("the two videos are the same, so nothing could leak")
     expected = alone("plain", swapped, "qwen2_5_vl")
-    (span,) = media_spans(engine("plain", "qwen2_5_vl").target.config, first)
+    (span,) = family_of(engine("plain", "qwen2_5_vl").target.config).media_spans(first)
     batch = engine(method, "qwen2_5_vl").open(1, prefill_chunk=span[0] + 2)
     row = add(batch, first)
     for _ in range(steps):
@@ -166,7 +166,7 @@ def test_nothing_is_shared_inside_a_medium_of_another_size() -> None:
     first, other = prompts("image", "qwen2_5_vl")[:2]
     batch = engine("chain", "qwen2_5_vl").open(1)
     config = batch.target.config
-    ((begin, end),), ((start, stop),) = media_spans(config, first), media_spans(config, other)
+    ((begin, end),), ((start, stop),) = family_of(config).media_spans(first), family_of(config).media_spans(other)
     assert end - begin != stop - start
     mixed = Prompt((*first.ids[:begin], *other.ids[start:]), other.media)
     add(batch, first, n=5)

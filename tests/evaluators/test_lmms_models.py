@@ -17,7 +17,7 @@ from PIL import Image
 
 import saccade.evaluators.evaluated_model as core
 from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.inputs.families import join
+from saccade.inputs.families import family_of
 from saccade.pocket import Sample, draw
 from saccade.vlm import VLM, load
 
@@ -204,7 +204,7 @@ def reference(vlm: VLM, messages: Any, answer: str) -> tuple[float, bool]:
     """Loss and greediness by one forward of the stock model."""
     prompt = vlm.processor.prompt(messages)
     ids = vlm.processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    given = {"input_ids": torch.tensor([[*prompt.ids, *ids]]), **join(vlm.target.config, prompt.media)}
+    given = {"input_ids": torch.tensor([[*prompt.ids, *ids]]), **family_of(vlm.target.config).join(prompt.media)}
     with torch.inference_mode():
         logits = vlm.target.model(**given).logits[0, len(prompt.ids) - 1 : -1].float()
     wanted = torch.tensor(ids)

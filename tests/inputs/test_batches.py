@@ -12,7 +12,7 @@ from test_same_as_transformers import clip
 
 from families import FAMILIES, FamilyCase
 from saccade.errors import InputError
-from saccade.inputs.families import join, media_spans, split, visual_ids
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.inputs.families.gemma import counts_frames
 
@@ -67,7 +67,7 @@ def test_videos_of_two_lengths_cannot_share_a_onevision_row() -> None:
     k = kit("llava_onevision")
     prompt = k.ours.prompt("?", videos=[clip(4, 60, 45, 24.0), clip(5, 60, 45, 24.0)])
     with pytest.raises(InputError, match="do not fit together"):
-        join(k.config, prompt.media)
+        family_of(k.config).join(prompt.media)
 
 
 def test_the_frames_of_two_films_stay_apart() -> None:
@@ -76,7 +76,7 @@ def test_the_frames_of_two_films_stay_apart() -> None:
     prompt = k.ours.prompt("?", videos=[clip(3, 60, 45, 2.0), clip(2, 60, 45, 2.0)])
 
     def films(media: Sequence[Medium]) -> list[int]:
-        made = join(k.config, media)
+        made = family_of(k.config).join(media)
         return made["num_frames_per_video"].tolist() if counts_frames() else [*made["pixel_values_videos"].shape[:2]]
 
     assert films(prompt.media) == ([3, 2] if counts_frames() else [5, 1])
@@ -85,19 +85,19 @@ def test_the_frames_of_two_films_stay_apart() -> None:
 
 def test_media_that_do_not_fill_their_placeholders_have_no_spans() -> None:
     config = config_of(FAMILIES["llava"])
-    image = visual_ids(config)["image"]
+    image = family_of(config).visual_ids["image"]
     medium = Medium("image", {}, 3, "")
     for count in (2, 4):
         with pytest.raises(InputError, match=f"has {count} image placeholders"):
-            media_spans(config, Prompt((1, *[image] * count, 2), (medium,)))
+            family_of(config).media_spans(Prompt((1, *[image] * count, 2), (medium,)))
 
 
 @pytest.mark.parametrize(("case", "kind"), [(c, k) for c in VISUAL_CASES for k in c.kinds if k != "text"], ids=by_name)
 def test_a_medium_alone_gives_the_features_that_it_gives_among_others(case: FamilyCase, kind: str) -> None:
     model = case.model()
     (prompt,) = split(model.config, case.row_inputs(kind, 1))
-    alone = torch.cat([_features(model, join(model.config, [m])) for m in prompt.media])
-    together = _features(model, join(model.config, prompt.media))
+    alone = torch.cat([_features(model, family_of(model.config).join([m])) for m in prompt.media])
+    together = _features(model, family_of(model.config).join(prompt.media))
     behind = len(prompt.media) if (case.name, kind) == ("llava_onevision", "video") else 0  # may be added later
     assert sum(m.n_tokens for m in prompt.media) - len(alone) in (0, behind)
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-5)  # sums in another order

@@ -11,7 +11,7 @@ from test_same_as_transformers import assert_same_prompt, clip, picture, user
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import family_of, join, media_spans, split
+from saccade.inputs.families import family_of, split
 from saccade.inputs.processor import InputProcessor
 
 
@@ -113,11 +113,11 @@ def test_an_unknown_family_goes_through_its_own_processor(tmp_path: Path) -> Non
     text = theirs.apply_chat_template(user({"type": "image"}, {"type": "image"}, "Which?"), add_generation_prompt=True)
     batch = theirs(text=text, images=pictures, return_tensors="pt")
     assert list(prompt.ids) == batch["input_ids"][0].tolist()
-    made = join(config, prompt.media)
+    made = family_of(config).join(prompt.media)
     assert made.keys() == {"pixel_values"}
     assert made["pixel_values"].equal(batch["pixel_values"])
     assert_same_prompt(split(config, batch)[0], prompt)
-    assert len(media_spans(config, prompt)) == 1
+    assert len(family_of(config).media_spans(prompt)) == 1
     assert loaded.text_only(prompt).media == ()
     with pytest.raises(InputError, match=r"The processor of vipllava refuses the prompt"):
         loaded.prompt("Which <image>?", pictures)

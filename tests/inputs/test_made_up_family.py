@@ -20,16 +20,7 @@ from saccade.draft.ensemble.views import pooled
 from saccade.draft.lookup import PromptLookup
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.families import (
-    FAMILIES,
-    family_of,
-    join,
-    media_spans,
-    register,
-    split,
-    vision_signature,
-    visual_mask,
-)
+from saccade.inputs.families import FAMILIES, family_of, register, split
 from saccade.inputs.families.family import Family, Features, Kind, Medium, PoolPoint, Prompt, Tensors
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import adapt
@@ -131,7 +122,7 @@ def prompt() -> Prompt:
 @torch.no_grad()
 def answer(given: Prompt, count: int) -> list[int]:
     """Greedy tokens of the stock model, every one from a forward pass over everything before it."""
-    ids, media = list(given.ids), join(config(), given.media)
+    ids, media = list(given.ids), family_of(config()).join(given.media)
     for _ in range(count):
         logits = target().model(input_ids=torch.tensor([ids]), **media).logits
         ids.append(int(logits[0, -1].argmax()))
@@ -141,8 +132,8 @@ def answer(given: Prompt, count: int) -> list[int]:
 def test_a_picture_fills_the_placeholders_that_the_class_counts() -> None:
     made = prompt()
     assert [m.n_tokens for m in made.media] == [2 * TOKENS] * 2
-    assert int(visual_mask(config(), made.ids).sum()) == 4 * TOKENS
-    assert [last - first for first, last in media_spans(config(), made)] == [2 * TOKENS + 1] * 2
+    assert int(family_of(config()).visual_mask(made.ids).sum()) == 4 * TOKENS
+    assert [last - first for first, last in family_of(config()).media_spans(made)] == [2 * TOKENS + 1] * 2
     tags = [words().convert_tokens_to_ids(tag) for tag in Glimpses.openers]
     assert [token for token in made.ids if token in tags] == tags * 2
 
@@ -154,7 +145,7 @@ def test_text_only_prompts_lose_the_tags_of_its_pictures() -> None:
 
 def test_media_join_to_a_batch_and_split_again() -> None:
     made = prompt()
-    batch = {"input_ids": torch.tensor([made.ids]), **join(config(), made.media)}
+    batch = {"input_ids": torch.tensor([made.ids]), **family_of(config()).join(made.media)}
     assert batch["glimpses"].shape == (2, 2, 3, SIDE, SIDE)
     (again,) = split(config(), batch)
     assert again == made
@@ -168,7 +159,7 @@ def test_media_join_to_a_batch_and_split_again() -> None:
 def test_generation_is_that_of_the_stock_model(drafter: Any) -> None:
     made = prompt()
     expected = answer(made, 12)
-    swapped = {"glimpses": join(config(), made.media)["glimpses"].flip(0)}
+    swapped = {"glimpses": family_of(config()).join(made.media)["glimpses"].flip(0)}
     (other,) = split(config(), {"input_ids": torch.tensor([made.ids]), **swapped})
     assert answer(other, 12) != expected, "the answer must depend on the pictures"
     outputs = Engine(target(), drafter).generate([Request(made), Request(other)], max_new_tokens=12)
@@ -178,4 +169,4 @@ def test_generation_is_that_of_the_stock_model(drafter: Any) -> None:
 def test_its_views_need_nothing_more() -> None:
     seen = pooled(target()).read(prompt())
     assert [m.n_tokens for m in seen.media] == [2 * TOKENS // 4] * 2
-    assert vision_signature(config()) != vision_signature(LlavaConfig())
+    assert family_of(config()).signature != family_of(LlavaConfig()).signature

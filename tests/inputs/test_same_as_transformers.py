@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision_free import patches_merge
 from transformers.video_utils import VideoMetadata
 
-from saccade.inputs.families import check, join, split, type_ids
+from saccade.inputs.families import check, family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.families.gemma import Gemma4Unified
 from saccade.inputs.media import Video
@@ -59,11 +59,11 @@ def theirs(kit: Kit, rows: list[list[dict[str, Any]]], images: list[list[Image.I
 def assert_same_row(kit: Kit, prompt: Prompt, batch: dict[str, torch.Tensor]) -> None:
     assert list(prompt.ids) == batch["input_ids"][0].tolist()
     expected = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", *TYPES)}
-    made = join(kit.config, prompt.media)
+    made = family_of(kit.config).join(prompt.media)
     assert made.keys() == expected.keys() - {"num_crops", "rows", "cols"}
     for name, value in made.items():
         torch.testing.assert_close(value, torch.as_tensor(expected[name]), atol=PIXELS, rtol=0)
-    for name, value in type_ids(kit.config, prompt.ids).items():
+    for name, value in family_of(kit.config).type_ids(prompt.ids).items():
         assert value.tolist() == batch[name].tolist()
     check(kit.config, batch)
 
@@ -191,5 +191,5 @@ def test_images_and_videos_of_one_row_stay_in_prompt_order(name: str) -> None:
         alone.reverse()
     prompt = k.ours.prompt(user(*parts), [image], [video])
     assert [m.digest for m in prompt.media] == [m.digest for p in alone for m in p.media]
-    (again,) = split(k.config, {"input_ids": torch.tensor([prompt.ids]), **join(k.config, prompt.media)})
+    (again,) = split(k.config, {"input_ids": torch.tensor([prompt.ids]), **family_of(k.config).join(prompt.media)})
     assert_same_prompt(again, prompt)

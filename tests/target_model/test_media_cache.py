@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import FAMILIES
-from saccade.inputs.families import media_spans, split, visual_ids
+from saccade.inputs.families import split
 from saccade.inputs.families.family import Medium
 from saccade.target_model import media_cache
 from saccade.target_model.adapter import Target
@@ -22,7 +22,7 @@ def pictures(name: str) -> tuple[Target, list[Given]]:
     target = Target(FAMILIES[name].model())
     media: list[Given] = []
     for prompt in split(target.config, FAMILIES[name].inputs("image", rows=3)):
-        spans = media_spans(target.config, prompt)
+        spans = target.family.media_spans(prompt)
         media += [(each, prompt.ids[first:last]) for (first, last), each in zip(spans, prompt.media, strict=True)]
     return target, media
 
@@ -63,9 +63,9 @@ def test_a_film_with_other_words_between_its_frames_has_features_of_its_own() ->
     case = FAMILIES["qwen3_vl"]
     target = Target(case.model())
     (prompt,) = split(target.config, case.row_inputs("video", 0))
-    ((first, last),) = media_spans(target.config, prompt)
+    ((first, last),) = target.family.media_spans(prompt)
     ids, (medium,) = list(prompt.ids[first:last]), prompt.media
-    placeholder = visual_ids(target.config)["video"]
+    placeholder = target.family.visual_ids["video"]
     word = next(place for place, token in enumerate(ids) if token != placeholder)
     other = [*ids[:word], ids[word] + 1, *ids[word + 1 :]]
     cache = MediaCache()

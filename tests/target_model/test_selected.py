@@ -12,7 +12,7 @@ from torch import Tensor
 
 from families import FAMILIES, STOCK, VISUAL_FAMILIES, Inputs
 from saccade.errors import ModelError
-from saccade.inputs.families import media_spans, split, visual_mask
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context, PrefillResult, retained_positions
@@ -31,7 +31,7 @@ SMALL = TreeShape.of([(0,), (1,), (0, 0)])
 
 def dropped_of(name: str, given: Prompt) -> list[int]:
     """Two of three visual tokens."""
-    places = visual_mask(target(name).config, given.ids).nonzero()[:, 0].tolist()
+    places = family_of(target(name).config).visual_mask(given.ids).nonzero()[:, 0].tolist()
     return [place for i, place in enumerate(places) if i % 3 != 1]
 
 
@@ -42,7 +42,7 @@ def masked(name: str, inputs: Inputs, dropped: Sequence[int]) -> dict[int, Tenso
     count, window = len(given), model.traits.masks.window
     seen = [[k <= q for k in range(count)] for q in range(count)]
     if model.traits.bidirectional_images:
-        for first, last in media_spans(model.config, given):
+        for first, last in family_of(model.config).media_spans(given):
             for q in range(first, last):
                 seen[q][first:last] = [True] * (last - first)
     gone = set(dropped)
@@ -152,7 +152,7 @@ def test_the_attention_of_the_words_behind_an_image_is_returned(name: str, kind:
         context = opened(model)
         context.requirements.add_attention(layers, "words")
         prefill = context.load(0, given)
-        first = int(visual_mask(model.config, given.ids).nonzero()[-1]) + 1
+        first = int(family_of(model.config).visual_mask(given.ids).nonzero()[-1]) + 1
         expected = eager_columns(name, inputs, range(first, len(given)), layers or range(len(model.layers)))
         assert prefill.prompt == given
         assert prefill.columns is not None

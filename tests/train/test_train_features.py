@@ -16,7 +16,7 @@ from families import FAMILIES
 from saccade.draft.heads.dream import Dream
 from saccade.draft.heads.head import Head
 from saccade.errors import ModelError
-from saccade.inputs.families import visual_mask
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context
 from saccade.train import Recipe, Stage, Trainer
@@ -57,7 +57,7 @@ def test_a_padded_batch_of_every_kind_of_prompt_gives_what_drafting_sees(name: s
     close = {"rtol": 0.0, "atol": 1e-3} if name == "nemotron_h" else CLOSE
     for sample, features in zip(given, read_features(own, given, (1,)), strict=True):
         assert features.ids.tolist() == list(sample.ids)
-        assert torch.equal(features.visual, visual_mask(own.config, sample.ids))
+        assert torch.equal(features.visual, family_of(own.config).visual_mask(sample.ids))
         assert_same(features, drafting(name, sample, (0, 1, last)), last, close)
 
 

@@ -19,7 +19,7 @@ from saccade.draft.trees.policy import Chain, StaticTree, branches_of
 from saccade.draft.trees.sage import SageTree
 from saccade.engine import Engine, Request
 from saccade.errors import InputError
-from saccade.inputs.families import split, visual_mask
+from saccade.inputs.families import family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.options import RELEVANCES
 from saccade.target_model.adapter import Target
@@ -94,7 +94,7 @@ class Still(Context):
 
     def __init__(self, nodes: torch.Tensor, visual: list[torch.Tensor]) -> None:
         self.rows = len(visual)
-        self.target: Any = type("T", (), {"layers": [0, 1], "device": torch.device("cpu"), "config": None})()
+        self.target: Any = type("T", (), {"layers": [0, 1], "device": torch.device("cpu"), "family": None})()
         self.requirements = Requirements()
         self._nodes, self._visual = nodes, visual
 
@@ -260,15 +260,16 @@ def test_lvspec_reads_the_visual_tokens_of_every_turn_once() -> None:
         under_test.generate([Request(prompt)], max_new_tokens=3, session=session)
         judge: Any = session._state.judge(False)[1]
         places, kept = judge._visual[0]
-        assert places == visual_mask(case.model().config, prompt.ids).nonzero()[:, 0].tolist()
+        assert places == family_of(case.model().config).visual_mask(prompt.ids).nonzero()[:, 0].tolist()
         assert len(kept) == len(places)
 
 
-def test_lvspec_compares_with_the_visual_tokens_of_the_row_s_own_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lvspec_compares_with_the_visual_tokens_of_the_row_s_own_prompt_alone() -> None:
     """Of a slot's earlier prompt only what is reused counts, whatever was read of it beyond."""
-    monkeypatch.setattr("saccade.verify.loose.visual_mask", lambda _, ids: torch.tensor(ids) == 1)
     generator = torch.Generator().manual_seed(0)
-    judge = LVSpec().open(Still(torch.zeros(0), [torch.zeros(0)] * 2))
+    context = Still(torch.zeros(0), [torch.zeros(0)] * 2)
+    context.target.family = type("Ones", (), {"visual_mask": staticmethod(lambda ids: torch.tensor(ids) == 1)})
+    judge = LVSpec().open(context)
 
     def read(row: int, ids: list[int], start: int) -> torch.Tensor:
         states = torch.randn(len(ids) - start, 5, generator=generator)

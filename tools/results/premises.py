@@ -18,7 +18,6 @@ from saccade.bench.suites import parse
 from saccade.cli import screen
 from saccade.cli.option_groups import PairOptions, option, spread
 from saccade.errors import InputError, SaccadeError
-from saccade.inputs.families import visual_ids
 from saccade.inputs.processor import MediaOptions
 from saccade.pocket import WORLD
 from saccade.pocket.labels import LABEL_WORDS
@@ -117,7 +116,7 @@ def premises(
     suite = parse({"tasks": tasks, "methods": ["plain"], "per_task": count, "seed": seed}, "premises", "--prompts")
     asked = [question for group in questions.gather(suite)[0].values() for question in group]
     vlm = models.or_pocket().load()
-    if not visual_ids(vlm.target.config):
+    if not vlm.target.family.visual_ids:
         raise InputError("The target takes no pictures, which the premises are about; give a VLM with --target.")
     with screen.progress("prompts") as update:
         found, answers = measure(vlm, asked, max_new_tokens, update)

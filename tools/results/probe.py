@@ -21,7 +21,7 @@ from saccade.draft.model import ModelDrafter
 from saccade.draft.trees.policy import Chain
 from saccade.draft.trees.sage import SageTree
 from saccade.errors import MethodError
-from saccade.inputs.families import visual_ids, visual_mask
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import LVSpecOptions
 from saccade.target_model.context import Context
@@ -88,7 +88,7 @@ class Probe:
         self.views = dict[str, EnsembleDrafter]()
         self.lacking: dict[str, str] = {}  # view -> why it is left out
         draft = vlm.draft_model if vlm.drafts_from_prompts else None
-        for letter in "" if draft is None else "MTCP" if visual_ids(draft.config) else "T":
+        for letter in "" if draft is None else "MTCP" if family_of(draft.config).visual_ids else "T":
             try:
                 drafter = vlm.using("tabed", views=letter).engine.drafter
                 assert isinstance(drafter, EnsembleDrafter)
@@ -102,7 +102,7 @@ class Probe:
     def read(self, prompt: Prompt, tokens: list[int], names: Names | None = None) -> Answer:
         """Measure one answer; ``names``: whether each token of a text names what is seen."""
         wanted = np.array(tokens[1:])
-        visual = visual_mask(self.target.config, prompt.ids).to(self.target.device)
+        visual = self.target.family.visual_mask(prompt.ids).to(self.target.device)
         self.context.forget(0)
         self.blind.forget(0)
         prefill = self.context.load(0, prompt)

@@ -18,7 +18,6 @@ from saccade.distill import planning
 from saccade.distill.folder import ANSWERS, HEADER
 from saccade.distill.planning import Options, PlannedQuestion, Prompts, QuestionPlan, make_plan, refuse
 from saccade.errors import InputError, MethodError, SaccadeError
-from saccade.inputs.families import visual_ids
 from saccade.jobs.running import facts_of
 from saccade.memory_plan import LETTERS
 from saccade.output import Output
@@ -205,7 +204,7 @@ class QuestionWorker:
         ending: dict[str, int] = {}
         if finish == "eos":
             *ids, ending["eos_id"] = ids
-        placeholders = set(visual_ids(self._vlm.target.config).values())
+        placeholders = set(self._vlm.target.family.visual_ids.values())
         cut = next((i for i, token in enumerate(ids) if token in placeholders), None)
         if cut is not None:  # a placeholder without its image
             ids, finish, ending = ids[:cut], "visual", {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeWarning
-from saccade.inputs.families import family_of, media_spans, visual_ids
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Grid, Medium, Prompt
 from saccade.options import PruningOptions
 
@@ -96,10 +96,10 @@ def two_stages(scores: Sequence[float], budget: int, mass: float) -> list[int]:
 
 def places_of(config: Any, prompt: Prompt) -> list[list[int]]:
     """Positions of every medium's placeholders."""
-    tokens = visual_ids(config)
+    tokens = family_of(config).visual_ids
     return [
         [i for i in range(first, last) if prompt.ids[i] == tokens.get(medium.kind)]
-        for (first, last), medium in zip(media_spans(config, prompt), prompt.media, strict=True)
+        for (first, last), medium in zip(family_of(config).media_spans(prompt), prompt.media, strict=True)
     ]
 
 

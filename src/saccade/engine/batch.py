@@ -18,7 +18,6 @@ from saccade.engine.row import Request, Row, RowPlan, plan
 from saccade.engine.slots import BatchState, free_memory
 from saccade.engine.step import StepRunner
 from saccade.errors import InputError
-from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.output import Chunk, FinishReason, Output, TicketChunk
 from saccade.target_model.adapter import Target
@@ -228,7 +227,7 @@ class RunningBatch:
 
 def _check_ids(target: Target, prompt: Prompt) -> None:
     """Raise `InputError` for an id without an embedding, which would break off the pass of all rows."""
-    if prompt.media and not family_of(target.config).is_known:
+    if prompt.media and not target.family.is_known:
         return  # the model itself replaces its placeholders
     count = max(target.model.get_input_embeddings().weight.shape[0], target.text_config.vocab_size)
     wrong = next((token for token in prompt.ids if not 0 <= token < count), None)

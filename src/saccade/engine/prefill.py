@@ -12,7 +12,6 @@ from statistics import median
 from saccade.engine.row import Row
 from saccade.engine.slots import BatchState, Clock
 from saccade.errors import InputError
-from saccade.inputs.families import visual_ids
 from saccade.target_model.context import Prefill, PrefillResult
 from saccade.target_model.forward import ContextError, TokenBlock
 
@@ -263,7 +262,7 @@ class PromptRunner:
             return False
         prompt, drafter_prompt = row.request.prompt, row.request.drafter_prompt
         same_end = prompt.ids[-1] == drafter_prompt.ids[-1] and len(drafter_prompt) > 1
-        return same_end and prompt.ids[-1] not in visual_ids(self._target.config).values()
+        return same_end and prompt.ids[-1] not in self._target.family.visual_ids.values()
 
     def drafts(self, row: Row) -> bool:
         """Whether the drafter drafts for a row, as decided last."""

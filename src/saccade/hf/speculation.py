@@ -19,7 +19,7 @@ from saccade.engine import Engine, Request
 from saccade.engine.row import check_options
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.hf.rows import PaddedRows, Recorder, Sheet, fill
-from saccade.inputs.families import check, family_of, media_spans, split, vision_signature, visual_ids
+from saccade.inputs.families import check, family_of, split
 from saccade.inputs.families.family import Prompt
 from saccade.loading import adapt
 from saccade.methods import drafters
@@ -209,13 +209,13 @@ class Speculation:
             return theirs
         if not any(p.media for p in prompts) or drafts is engine.target:
             return prompts
-        if not visual_ids(drafts.config):
+        if not family_of(drafts.config).visual_ids:
             return [
                 Prompt(tuple(t for i, t in enumerate(p.ids) if not any(first <= i < last for first, last in spans)))
                 for p in prompts
-                for spans in [media_spans(engine.target.config, p)]
+                for spans in [engine.target.family.media_spans(p)]
             ]
-        if vision_signature(drafts.config) != vision_signature(engine.target.config):
+        if family_of(drafts.config).signature != engine.target.family.signature:
             raise InputError(
                 "The drafter takes images in another form than the target; pass its own processor's tensors of the "
                 "same rows as assistant_inputs."

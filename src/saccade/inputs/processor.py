@@ -34,7 +34,7 @@ from saccade.inputs.chat import (
     with_sources,
     without_each_medium,
 )
-from saccade.inputs.families import Unknown, family_of, media_spans, without_media
+from saccade.inputs.families import Unknown, family_of
 from saccade.inputs.families.family import KINDS, Features, Kind, Medium, Prompt
 from saccade.inputs.media import LOCAL, MediaLimits, Video, load_image, load_video
 from saccade.inputs.media.videos import ASSUMED_FPS
@@ -268,7 +268,7 @@ class InputProcessor:
 
     def text_only(self, prompt: Prompt) -> Prompt:
         """The prompt for a drafter without vision: one newline for every image or video (the T view of TABED)."""
-        return without_media(self.config, self.tokenizer, prompt)
+        return self._family.without_media(self.tokenizer, prompt)
 
     def colour_scale(self, kind: str) -> tuple[Sequence[float], Sequence[float]]:
         """Mean and standard deviation of the three colours, by which an ``image`` or a ``video`` is scaled."""
@@ -319,7 +319,7 @@ class InputProcessor:
 
     def _check_media(self, slots: Sequence[Slot], prompt: Prompt) -> None:
         """Raise unless every medium that was handed in stands in the prompt."""
-        media_spans(self.config, prompt)  # raises unless every medium of the prompt has its tokens
+        self._family.media_spans(prompt)  # raises unless every medium of the prompt has its tokens
         family = self._family
         for kind in {slot.kind for slot in slots}:
             given = sum(slot.kind == kind for slot in slots)

@@ -18,7 +18,7 @@ from saccade.draft.trees.policy import SPECVLM_TREE, Chain, ConfidentChain, Stat
 from saccade.engine import Engine
 from saccade.engine.costs import Pacer
 from saccade.files import expanded
-from saccade.inputs.families import visual_ids
+from saccade.inputs.families import family_of
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import is_assistant
 from saccade.methods.settings import ADDED, LOSSLESS_RULE, RULES, TREES
@@ -164,7 +164,9 @@ def _by_model(parts: Models, policy: TreePolicy, vocab_size: int, values: Values
     from saccade.draft.ensemble.weights import make_weighting
 
     assert processor is not None
-    reader = model if visual_ids(model.config) else parts.target  # a blind drafter is given the target's prompt
+    reader = (
+        model if family_of(model.config).visual_ids else parts.target
+    )  # a blind drafter is given the target's prompt
     if "C" in values["views"] and reader is not model:
         raise ValueError(
             "the draft model is a language model, whose prompts have no pictures to put captions in place of; leave "

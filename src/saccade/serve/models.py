@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saccade import methods
 from saccade.errors import SaccadeError
-from saccade.inputs.families import vision_signature, visual_ids
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor, MediaOptions, RowInput
 from saccade.loading import mtp_config
@@ -265,7 +265,7 @@ class ServedModel:
     def _raw(self, prompt: str | list[int]) -> Prompt:
         if isinstance(prompt, str):
             prompt = list(self.vlm.processor.encode(prompt, text_as_text=self._reading.text_as_text))
-        visual = set(visual_ids(self.vlm.target.config).values())
+        visual = set(self.vlm.target.family.visual_ids.values())
         size = self.vlm.target.vocab_size
         if any(not 0 <= token < size or token in visual for token in prompt):
             raise invalid(f"prompt: every token id must be from 0 to {size - 1}, and of text.", "prompt")
@@ -284,7 +284,7 @@ def _salt(client: str | None, cache_salt: str | None) -> str:
 def _readers(vlm: VLM) -> list[InputProcessor]:
     """Processors of the prompts that `VLM.request` makes of media: the target's, and that of a drafter that sees."""
     draft = vlm.draft_model
-    sees = draft is not None and vlm.drafts_from_prompts and vision_signature(draft.config) is not None
+    sees = draft is not None and vlm.drafts_from_prompts and family_of(draft.config).signature is not None
     return [vlm.processor, *([vlm.draft_processor] if sees and vlm.draft_processor is not None else [])]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import arguments
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.options import INT8, STORED
 from saccade.target_model.cache import Carried, RowCache, to_device
@@ -69,6 +69,7 @@ class Target:
         self.model = model.eval()
         self.config: Any = self.model.config
         self.text_config: Any = self.config.get_text_config(decoder=True)
+        self.family = family_of(self.config)
         self.traits = ModelTraits.of(self.config)
         self.decoder, self.output_embeddings = decoder_and_head(self.model)
         if not hasattr(self.decoder, "layers") or self.output_embeddings is None:
@@ -279,7 +280,7 @@ class Target:
         if not prompt.media:
             places = torch.arange(ids.shape[1], device=ids.device)
             return places.expand(self.rope_axes, 1, -1), 0
-        inputs = {"attention_mask": torch.ones_like(ids), **arguments(self.config, prompt)}
+        inputs = {"attention_mask": torch.ones_like(ids), **self.family.arguments(prompt)}
         if "video_second_per_grid" in inputs:  # the forward's name of it (Qwen-Omni)
             inputs["second_per_grids"] = inputs["video_second_per_grid"]
         names = inspect.signature(self._rope_index).parameters.keys() & inputs.keys()
@@ -297,7 +298,7 @@ class Target:
         """Arguments of the stock model for a row's media and token types, on its device and in its dtype."""
         return {
             name: to_device(value.to(self.dtype) if value.is_floating_point() else value, self.device)
-            for name, value in arguments(self.config, prompt).items()
+            for name, value in self.family.arguments(prompt).items()
         }
 
     # -- forwards ------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saccade.inputs.families import family_of, media_spans, visual_mask
 from saccade.inputs.families.family import Medium, Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.cache import RowCache, on_device
@@ -189,10 +188,10 @@ class Context:
         """Whether the model itself must take the whole prompt, for its mask or for media of unknown families."""
         if self.target.traits.bidirectional_prompts:
             return True
-        return any(last > start for _, last, _ in spans) and not family_of(self.target.config).is_known
+        return any(last > start for _, last, _ in spans) and not self.target.family.is_known
 
     def _media_spans(self, prompt: Prompt) -> list[MediaSpan]:
-        spans = media_spans(self.target.config, prompt)
+        spans = self.target.family.media_spans(prompt)
         return [(a, b, m.digest) for (a, b), m in zip(spans, prompt.media, strict=True)]
 
     def _slot_shifts(self, rows: Sequence[int]) -> Tensor | None:
@@ -432,7 +431,7 @@ class Prefill:
     def _probed(self, stop: int) -> AbstractContextManager[AttentionProbe | None]:
         """Probe the attention of the prompt's querying tokens up to ``stop``; None where there are none."""
         needs, start = self._context.requirements, self.num_computed
-        visual = visual_mask(self._target.config, self.prompt.ids).nonzero()[:, 0].tolist()
+        visual = self._target.family.visual_mask(self.prompt.ids).nonzero()[:, 0].tolist()
         first = start
         if visual and needs.queries == "words":
             first = max(start, min(visual[-1] + 1, len(self.prompt) - 1))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import visual_mask
 from saccade.options import EXECUTORS
 from saccade.target_model.cache import RowCache
 from saccade.target_model.forward import (
@@ -273,7 +272,7 @@ class StockExecutor:
         if embeddings is None:
             return nullcontext()
         return replaced_embeddings(
-            self._target.decoder, embeddings, visual_mask(self._target.config, tokens), mask, deepstack
+            self._target.decoder, embeddings, self._target.family.visual_mask(tokens), mask, deepstack
         )
 
     def _stock_inputs(self, tokens: Tensor, mask: Any, positions: Tensor, cache: RowCache) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from saccade.environment import fingerprint, model_facts
 from saccade.errors import InputError, SaccadeError, TrainingError
 from saccade.files import check_reread
 from saccade.inputs.chat import Slot, normalise, with_sources
-from saccade.inputs.families import visual_mask
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import InputProcessor
 from saccade.memory_plan import LETTERS, letters
@@ -114,7 +114,7 @@ class Answers:
             places = [replace(slot, source=_placed(slot.source, self._media)) for slot in slots]
             prompt = self._processor.prompt(with_sources(messages, places))
             answer = self._answer(row)
-            if visual_mask(self._processor.config, answer).any():
+            if family_of(self._processor.config).visual_mask(answer).any():
                 raise TrainingError("the answer holds a placeholder of an image or video without one.")
             if self._max_tokens is not None:
                 answer = answer[: max(self._max_tokens - len(prompt), 0)]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from saccade.errors import TrainingError
 from saccade.files import make_folder, write_file
-from saccade.inputs.families import visual_mask
 from saccade.target_model.adapter import Target
 from saccade.train.features import Features, Needed
 
@@ -173,7 +172,7 @@ class FeatureCache:
 
     def _unpack(self, packed: dict[str, Tensor]) -> Features:
         held = {name: t.to(self._target.device) for name, t in packed.items()}
-        visual = visual_mask(self._target.config, held["ids"])
+        visual = self._target.family.visual_mask(held["ids"])
         given = {}
         for name in (name for name in held if name.startswith("state.")):
             given[int(name.removeprefix("state."))] = held[name]

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from saccade.draft.pruning import Pruning
 from saccade.errors import InputError, ModelError
-from saccade.inputs.families import family_of, media_spans, type_ids, visual_mask
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.adapter import Target
 from saccade.target_model.context import Context
@@ -60,7 +60,7 @@ def forward_inputs(target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
     inputs: dict[str, Any] = {
         "input_ids": ids,
         "attention_mask": (torch.arange(longest, device=device) < lengths[:, None]).long(),
-        **type_ids(target.config, ids),
+        **target.family.type_ids(ids),
     }
     for name, value in family_of(target.config).collate([p.media for p in prompts]).items():
         inputs[name] = value.to(device, target.dtype if value.is_floating_point() else None)
@@ -109,10 +109,10 @@ def read_features(target: Target, samples: Sequence[TrainingSample], layers: Seq
         for row, sample in enumerate(samples[part]):
             count = len(sample.ids)
             ids = torch.tensor(sample.ids, device=target.device)
-            spans = media_spans(target.config, sample.prompt) if sample.prompt.media else []
+            spans = target.family.media_spans(sample.prompt) if sample.prompt.media else []
             features = Features(
                 ids=ids,
-                visual=visual_mask(target.config, ids),
+                visual=target.family.visual_mask(ids),
                 answer=answer_mask(len(sample.prompt), count).to(target.device),
                 states={layer: hidden[layer][row, :count] for layer in {*layers, len(target.layers)}},
                 embeddings=given[0][row, :count],

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.options import RELEVANCES, FLyOptions, LVSpecOptions, RandomOptions
 from saccade.target_model.context import Context, PrefillResult
@@ -162,7 +161,7 @@ class LVSpecJudge:
 
     def __init__(self, rule: LVSpec, context: Context) -> None:
         self._rule = rule
-        self._config = context.target.config
+        self._family = context.target.family
         self._layer = len(context.target.layers) if rule.space == "hidden" else 0
         context.requirements.add_layers(self._layer)
         # Per row the positions of its visual tokens in the prompt, and their normalised states [n, d].
@@ -172,7 +171,7 @@ class LVSpecJudge:
     def read(self, row: int, prompt: Prompt, prefill: PrefillResult) -> None:
         """Store the states of newly prefilled visual tokens; those of the reused prefix remain, all others go."""
         start, states = prefill.start, prefill.hidden[self._layer]
-        mask = visual_mask(self._config, prompt.ids)
+        mask = self._family.visual_mask(prompt.ids)
         places = mask.nonzero()[:, 0].tolist()
         visual = states[mask[start:].to(states.device)]
         new = F.normalize(visual.float(), dim=-1)

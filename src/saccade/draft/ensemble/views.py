@@ -23,7 +23,7 @@ from torch.nn import functional
 from saccade.draft.model import ModelDraftSession
 from saccade.draft.pruning import Pruning, places_of
 from saccade.errors import InputError, MethodError, ModelError
-from saccade.inputs.families import family_of, spans_with_wrappers, visual_ids, without_media
+from saccade.inputs.families import family_of
 from saccade.inputs.families.family import Medium, PoolPoint, Prompt, half, side_of
 from saccade.inputs.processor import InputProcessor
 from saccade.loading import adapt, check_checkpoint, load_model
@@ -82,10 +82,10 @@ class TextOnly(View):
     """T: one newline in place of every image or video (Gagrani et al. 2024)."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._family, self._tokenizer = family_of(config), tokenizer
 
     def read(self, prompt: Prompt) -> Prompt:
-        return without_media(self._config, self._tokenizer, prompt) if prompt.media else prompt
+        return self._family.without_media(self._tokenizer, prompt) if prompt.media else prompt
 
 
 class Pruned(View):
@@ -148,14 +148,14 @@ class Caption(View):
     """C: ``image: `` and a caption in the place of every image (``video: `` for a video)."""
 
     def __init__(self, config: Any, tokenizer: Any, captioner: Captioner, device: torch.device | None = None) -> None:
-        self._config, self._tokenizer = config, tokenizer
+        self._family, self._tokenizer = family_of(config), tokenizer
         self._captioner, self._device = captioner, device
         self.captions: dict[str, str] = {}  # by the digest of the image or video
 
     def read(self, prompt: Prompt) -> Prompt:
         if not prompt.media:
             return prompt
-        spans = iter(spans_with_wrappers(self._config, self._tokenizer, prompt))
+        spans = iter(self._family.spans_with_wrappers(self._tokenizer, prompt))
         ids: list[int] = []
         end = 0
         for media in prompt.sources:
@@ -193,7 +193,7 @@ class OwnCaptions:
             count = len(shown.media) if shown.medium.frame else 4
             frames = np.zeros((count, 32, 32, 3), np.uint8)
             empty = self._processor.prompt(QUESTION.format(kind="video"), videos=[frames])
-        spans = spans_with_wrappers(self._processor.config, self._processor.tokenizer, empty)
+        spans = family_of(self._processor.config).spans_with_wrappers(self._processor.tokenizer, empty)
         start, stop = spans[0][0], spans[-1][1]
         return Prompt((*empty.ids[:start], *shown.ids, *empty.ids[stop:]), shown.media)
 
@@ -250,7 +250,7 @@ def from_checkpoint(path: str, device: torch.device) -> Callable[[Image.Image], 
 
     config = check_checkpoint(path)
     text = family_of(config).caption_prompt
-    is_vlm = text is None and bool(visual_ids(config))
+    is_vlm = text is None and bool(family_of(config).visual_ids)
     if not is_vlm and type(config) not in AutoModelForImageTextToText._model_mapping:
         raise ModelError(
             f"The captioner {path} is a language model, which takes no images; give an image-to-text model."

@@ -19,7 +19,6 @@ from saccade.draft.heads.head import Head, Placement, TargetShape, check_fit, re
 from saccade.draft.heads.registry import HEAD_KINDS, part_of
 from saccade.draft.trees.policy import Frontier, Growth, Proposer, TopProposer, TreePolicy, grow
 from saccade.errors import ModelError, SaccadeWarning
-from saccade.inputs.families import visual_mask
 from saccade.inputs.families.family import Prompt
 from saccade.target_model import lean
 from saccade.target_model.adapter import Target
@@ -345,7 +344,7 @@ class HeadDraftSession(DraftSession):
         self._features[row][prefill.start : len(prompt)] = self._head.fuse(self._states(prefill))
 
     def _visual(self, prompt: Prompt) -> Tensor:
-        return visual_mask(self._drafter.target.config, prompt.ids)
+        return self._drafter.target.family.visual_mask(prompt.ids)
 
     def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
         """As `Head.entries`, for a prompt that the target has read."""

@@ -14,7 +14,6 @@ from saccade.draft.heads.block import Block, RMSNorm
 from saccade.draft.heads.dream import CrossBlock
 from saccade.draft.heads.head import LARGEST, Head, HeadConfig, Placement, Step, decoupled
 from saccade.draft.heads.session import HeadDrafter, HeadDraftSession
-from saccade.inputs.families import media_spans
 from saccade.inputs.families.family import Prompt
 from saccade.target_model.context import Context, PrefillResult
 
@@ -172,7 +171,7 @@ class ViSpecDraftSession(HeadDraftSession):
 
     def _stops(self, prompt: Prompt) -> list[int]:
         """The tokens behind the media: a later turn may start between two adjacent images, each compressed alone."""
-        return [stop for _, stop in media_spans(self._drafter.target.config, prompt)]
+        return [stop for _, stop in self._drafter.target.family.media_spans(prompt)]
 
     def _entries(self, row: int, prompt: Prompt, prefill: PrefillResult) -> tuple[Tensor, Tensor]:
         return self._vispec.entries(self._visual(prompt), self._stops(prompt))

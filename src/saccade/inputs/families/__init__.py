@@ -1,4 +1,4 @@
-"""Model families by a configuration's ``model_type``, and prompts of a model: split, join, mark and remove media."""
+"""Model families by a configuration's ``model_type``, and the prompts of a batch of a model's inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import InputError
-from saccade.inputs.families.family import Family, Grid, Kind, Medium, Prompt, Tensors, digest
+from saccade.inputs.families.family import TYPES, Family, Grid, Kind, Medium, Prompt, Tensors, digest
 from saccade.inputs.families.gemma import Gemma3n, Gemma4, Gemma4Unified
 from saccade.inputs.families.idefics import Idefics3, SmolVLM
 from saccade.inputs.families.llava import Gemma3, InternVL, Llava, LlavaNext, LlavaOnevision, Pixtral
@@ -43,7 +43,6 @@ class Text(Family):
 
 
 _TEXT_INPUTS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "mm_encoder_outputs"}
-_TYPES = {"mm_token_type_ids", "token_type_ids"}  # forward arguments that distinguish image tokens from text
 
 
 class Unknown(Family):
@@ -58,7 +57,7 @@ class Unknown(Family):
 
     def visual(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         found = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in _TEXT_INPUTS}
-        return found if found.keys() - _TYPES else {}
+        return found if found.keys() - TYPES else {}
 
     def count(self, kind: Kind, tensors: Tensors) -> int:
         return 0
@@ -75,7 +74,7 @@ class Unknown(Family):
         """All images and videos of one row, of 0 tokens unless it has placeholders of one kind alone."""
         counts = {kind: list(ids).count(token) for kind, token in self.visual_ids.items() if token in ids}
         kind, number = next(iter(counts.items())) if len(counts) == 1 else ("image", 0)
-        content = {name: value for name, value in tensors.items() if name not in _TYPES}
+        content = {name: value for name, value in tensors.items() if name not in TYPES}
         return Medium(kind, dict(tensors), number, digest(content))
 
     def placeholders(self, tokenizer: Any) -> dict[Kind, str]:
@@ -133,30 +132,10 @@ def family_of(config: Any) -> Family:
     return FAMILIES.get(name, other)(config, name)
 
 
-def visual_ids(config: Any) -> dict[Kind, int]:
-    """Ids of the image and video placeholders that a configuration has."""
-    return family_of(config).visual_ids
-
-
-def vision_signature(config: Any) -> tuple[Any, ...] | None:
-    """Everything that two models must share to take the same ids and pixels; None for a language model."""
-    if config.model_type == config.get_text_config(decoder=True).model_type:
-        return None
-    vision = getattr(config, "vision_config", config)
-    sizes = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size")
-    ids = tuple(visual_ids(config).items())
-    return kind_of(config), ids, tuple(repr(getattr(vision, size, None)) for size in sizes)
-
-
 def is_multimodal(model_type: str) -> bool:
     """Whether a ``model_type`` is that of a vision-language model, also of the original LLaVA code."""
     family = FAMILIES.get(model_type)
     return model_type.startswith("llava") or (family is not None and family.reads_images)
-
-
-def join(config: Any, media: Sequence[Medium]) -> dict[str, Tensor]:
-    """Forward keyword arguments of one row for all its media."""
-    return family_of(config).join(media)
 
 
 def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
@@ -166,61 +145,6 @@ def split(config: Any, tensors: Mapping[str, Any]) -> list[Prompt]:
     """
     family = family_of(config)
     return family.split(_rows(tensors), family.visual(tensors))
-
-
-def type_ids(config: Any, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
-    """The forward argument that distinguishes image tokens from text, where the family needs one.
-
-    Shapes: ids ``[B, S]``; returns ``[1, S]``.
-    """
-    family = family_of(config)
-    if family.types is None:
-        return {}
-    tensor = torch.atleast_2d(torch.as_tensor(ids))
-    types = torch.zeros_like(tensor, dtype=torch.long)
-    for kind, token in family.visual_ids.items():
-        types[tensor == token] = 1 if kind == "image" else 2
-    return {family.types: types}
-
-
-def arguments(config: Any, prompt: Prompt) -> dict[str, Tensor]:
-    """Forward arguments of one row's media and token types."""
-    made = join(config, prompt.media) | type_ids(config, prompt.ids)
-    return {name: value[:, : len(prompt)] if name in _TYPES else value for name, value in made.items()}
-
-
-def visual_mask(config: Any, ids: Sequence[int] | Tensor) -> Tensor:
-    """Mask of image and video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
-    tensor = torch.as_tensor(ids)
-    mask = torch.zeros_like(tensor, dtype=torch.bool)
-    for token in visual_ids(config).values():
-        mask |= tensor == token
-    return mask
-
-
-def media_spans(config: Any, prompt: Prompt) -> list[tuple[int, int]]:
-    """Spans of a prompt's media in its ids."""
-    tokens = visual_ids(config)
-    places = {kind: [i for i, t in enumerate(prompt.ids) if t == token] for kind, token in tokens.items()}
-    used = dict.fromkeys([*places, *(m.kind for m in prompt.media)], 0)
-    spans = []
-    for medium in prompt.media:
-        first = used[medium.kind]
-        used[medium.kind] += medium.n_tokens
-        mine = places.get(medium.kind, [])[first : used[medium.kind]]
-        if len(mine) < medium.n_tokens:
-            break
-        # the placeholders of an unknown family are unknown
-        spans.append((mine[0], mine[-1] + 1) if mine else (0, len(prompt.ids)))
-    is_known = all(m.n_tokens for m in prompt.media)
-    for kind, filled in used.items():
-        count = len(places.get(kind, []))
-        if filled > count or (filled < count and is_known):
-            raise InputError(
-                f"The prompt has {count} {kind} placeholders but its media fill {filled}; build it with "
-                "InputProcessor.prompt or split."
-            )
-    return spans
 
 
 def check(config: Any, model_inputs: Mapping[str, Any]) -> None:
@@ -253,42 +177,3 @@ def _rows(tensors: Mapping[str, Any]) -> list[list[int]]:
             raise InputError(f"Row {number} of attention_mask has a hole; padding must be on the left or the right.")
         rows.append([token for token, kept in zip(row, keep, strict=True) if kept])
     return rows
-
-
-def without_media(config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
-    """Put one newline in the place of every medium, with what is between its placeholders and its wrappers (TABED)."""
-    newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
-    ids: list[int] = []
-    end = 0
-    for start, stop in spans_with_wrappers(config, tokenizer, prompt):
-        ids += [*prompt.ids[end:start], newline]
-        end = stop
-    return Prompt((*ids, *prompt.ids[end:]))
-
-
-def spans_with_wrappers(config: Any, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
-    """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order; arguments as in `without_media`."""
-    family = family_of(config)
-    vocabulary = tokenizer.get_vocab()
-    openers, closers = (
-        {vocabulary[word] for word in side if word in vocabulary} for side in (family.openers, family.closers)
-    )
-    ids = prompt.ids
-    spans = sorted(media_spans(config, prompt))
-    out: list[tuple[int, int]] = []
-    for n, (start, stop) in enumerate(spans):
-        floor = out[-1][1] if out else 0
-        ceiling = spans[n + 1][0] if n + 1 < len(spans) else len(ids)
-        while start > floor and ids[start - 1] in openers:
-            start -= 1
-        while stop < ceiling and ids[stop] in closers:
-            stop += 1
-        if family.stamps_video:
-            # the template's own wrappers enclose the first timestamp and the last patch
-            opened = sum(i in openers for i in ids[start:stop])
-            closed = sum(i in closers for i in ids[start:stop])
-            while opened < closed and start > floor:
-                start -= 1
-                opened += ids[start] in openers
-        out.append((start, stop))
-    return out

@@ -41,6 +41,7 @@ VISUAL_KEYS = (
 )
 """Forward arguments that hold images and videos."""
 
+TYPES = {"mm_token_type_ids", "token_type_ids"}  # forward arguments that distinguish image tokens from text
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -316,6 +317,101 @@ class Family(ABC):
         Equal to the family's processor at that size, apart from rounding and the processor's lower bound on the size.
         """
         raise InputError(f"Images for {self.name} have a fixed size; only those of Qwen-VL and Pixtral can be halved.")
+
+    # -- prompts -------------------------------------------------------------------------------------------
+
+    @property
+    def signature(self) -> tuple[Any, ...] | None:
+        """Everything that two models must share to take the same ids and pixels; None for a language model."""
+        config = self.config
+        if config.model_type == config.get_text_config(decoder=True).model_type:
+            return None
+        vision = getattr(config, "vision_config", config)
+        sizes = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size")
+        return self.name, tuple(self.visual_ids.items()), tuple(repr(getattr(vision, size, None)) for size in sizes)
+
+    def type_ids(self, ids: Sequence[int] | Tensor) -> dict[str, Tensor]:
+        """The argument `types` ``[1, S]`` of ids, where the family needs it."""
+        if self.types is None:
+            return {}
+        tensor = torch.atleast_2d(torch.as_tensor(ids))
+        types = torch.zeros_like(tensor, dtype=torch.long)
+        for kind, token in self.visual_ids.items():
+            types[tensor == token] = 1 if kind == "image" else 2
+        return {self.types: types}
+
+    def arguments(self, prompt: Prompt) -> dict[str, Tensor]:
+        """Forward arguments of one row's media and token types."""
+        made = self.join(prompt.media) | self.type_ids(prompt.ids)
+        return {name: value[:, : len(prompt)] if name in TYPES else value for name, value in made.items()}
+
+    def visual_mask(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Mask of image and video placeholders: bool, of the shape of ``ids`` (``[S]`` for one row)."""
+        tensor = torch.as_tensor(ids)
+        mask = torch.zeros_like(tensor, dtype=torch.bool)
+        for token in self.visual_ids.values():
+            mask |= tensor == token
+        return mask
+
+    def media_spans(self, prompt: Prompt) -> list[tuple[int, int]]:
+        """Spans of a prompt's media in its ids."""
+        tokens = self.visual_ids
+        places = {kind: [i for i, t in enumerate(prompt.ids) if t == token] for kind, token in tokens.items()}
+        used = dict.fromkeys([*places, *(m.kind for m in prompt.media)], 0)
+        spans = []
+        for medium in prompt.media:
+            first = used[medium.kind]
+            used[medium.kind] += medium.n_tokens
+            mine = places.get(medium.kind, [])[first : used[medium.kind]]
+            if len(mine) < medium.n_tokens:
+                break
+            # the placeholders of an unknown family are unknown
+            spans.append((mine[0], mine[-1] + 1) if mine else (0, len(prompt.ids)))
+        is_known = all(m.n_tokens for m in prompt.media)
+        for kind, filled in used.items():
+            count = len(places.get(kind, []))
+            if filled > count or (filled < count and is_known):
+                raise InputError(
+                    f"The prompt has {count} {kind} placeholders but its media fill {filled}; build it with "
+                    "InputProcessor.prompt or split."
+                )
+        return spans
+
+    def without_media(self, tokenizer: Any, prompt: Prompt) -> Prompt:
+        """One newline in the place of every medium, the tokens between its placeholders and its wrappers included."""
+        newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
+        ids: list[int] = []
+        end = 0
+        for start, stop in self.spans_with_wrappers(tokenizer, prompt):
+            ids += [*prompt.ids[end:start], newline]
+            end = stop
+        return Prompt((*ids, *prompt.ids[end:]))
+
+    def spans_with_wrappers(self, tokenizer: Any, prompt: Prompt) -> list[tuple[int, int]]:
+        """Disjoint ``[start, end)`` of every medium with its wrappers, in prompt order."""
+        vocabulary = tokenizer.get_vocab()
+        openers, closers = (
+            {vocabulary[word] for word in side if word in vocabulary} for side in (self.openers, self.closers)
+        )
+        ids = prompt.ids
+        spans = sorted(self.media_spans(prompt))
+        out: list[tuple[int, int]] = []
+        for n, (start, stop) in enumerate(spans):
+            floor = out[-1][1] if out else 0
+            ceiling = spans[n + 1][0] if n + 1 < len(spans) else len(ids)
+            while start > floor and ids[start - 1] in openers:
+                start -= 1
+            while stop < ceiling and ids[stop] in closers:
+                stop += 1
+            if self.stamps_video:
+                # the template's own wrappers enclose the first timestamp and the last patch
+                opened = sum(i in openers for i in ids[start:stop])
+                closed = sum(i in closers for i in ids[start:stop])
+                while opened < closed and start > floor:
+                    start -= 1
+                    opened += ids[start] in openers
+            out.append((start, stop))
+        return out
 
 
 def token_string(tokenizer: Any, token: int) -> str:
