@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from benchmarks.engines.pair import END, Decoder
+from benchmarks.engines.peer import END, Decoder
 from benchmarks.pocket_pair import FIRST_SEED, Inputs, load, stock_inputs, table
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path

@@ -39,12 +39,12 @@ class Timed:
 
     @property
     def decoding(self) -> float:
-        """Tokens per second behind the prompt's pass; that pass's own where it gave them all."""
+        """Tokens per second after the prompt's pass; that pass's own where it gave them all."""
         return max(self.output.stats.decoded_tokens, 1) / max(self.total - self.first, 1e-4)
 
 
 def answer(vlm: Any, question: Question, longest: int, right: str) -> Timed:
-    """Answer a question, of which plain decoding's answer is known behind the first round."""
+    """Answer a question, of which plain decoding's answer is known after the first round."""
     options: dict[str, Any] = question.options({"max_new_tokens": longest, "do_sample": False})
     grammar = constraint(vlm, question)
     if grammar is not None:

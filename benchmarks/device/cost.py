@@ -12,9 +12,8 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import DynamicCache
 
-from benchmarks.device.kit import Finding, Kit, Piece, told
-from benchmarks.device.oracle import Oracle
-from benchmarks.device.shapes import HYBRID, QWEN3, QWEN7, answer, head_of, model_of, prompt_of, target_of
+from benchmarks.device.kit import Finding, Kit, Piece, described
+from benchmarks.device.shapes import HYBRID, QWEN3, QWEN7, Oracle, answer, head_of, model_of, prompt_of, target_of
 from saccade.draft.drafter import Drafter
 from saccade.draft.heads.session import HeadDrafter
 from saccade.draft.model import ModelDrafter
@@ -75,7 +74,7 @@ def passes(kit: Kit, name: str, context: int) -> Iterator[Finding]:
         if kit.device.type == "cuda" and kit.recover() and needed + WORKSPACE > torch.cuda.mem_get_info()[0]:
             yield {"rows": rows, "line": f"{rows} rows of {nodes} left out, {needed / 2**30:.0f} GiB of entries"}
             continue
-        filled = behind(target, rows, context)
+        filled = filled_context(target, rows, context)
         call = partial(filled.forward, range(rows), *tree_of(kit, target, rows, nodes))
         shape = {"model": name, "context": context, "rows": rows, "nodes": nodes}
         for switched in ways(target):
@@ -84,7 +83,7 @@ def passes(kit: Kit, name: str, context: int) -> Iterator[Finding]:
                 spent = kit.time(call, partial(filled.cache.drop, range(rows)))
             graphs = replays_of(filled) > replays
             found = {**shape, "graphs": graphs, "limits": limits(target, rows, nodes, context), **spent}
-            yield {**found, "line": f"{rows} x {nodes}{' graph' if graphs else ''} {told(spent)}"}
+            yield {**found, "line": f"{rows} x {nodes}{' graph' if graphs else ''} {described(spent)}"}
             if not graphs:  # as the other way is, too
                 break
         del filled, call
@@ -97,7 +96,7 @@ def replays_of(context: Context) -> int:
 def memory(kit: Kit, context: int) -> Iterator[Finding]:
     """What graphs take of the device's memory, beside what is set aside for all of a model's graphs."""
     target, shapes = target_of(kit, QWEN7), [(rows, nodes) for rows in (1, 4) for nodes in NODES]
-    executor, filled = target.executor, behind(target, 4, context)
+    executor, filled = target.executor, filled_context(target, 4, context)
     if not getattr(executor, "enabled", False):
         yield {"line": f"no graphs on {kit.device.type}"}
         return
@@ -117,7 +116,7 @@ def memory(kit: Kit, context: int) -> Iterator[Finding]:
     yield {**found, "line": f"{len(shapes)} graphs {words}, {aside / 2**20:.4g} MiB are set aside"}
 
 
-def behind(target: Target, rows: int, context: int) -> Context:
+def filled_context(target: Target, rows: int, context: int) -> Context:
     """A context whose rows have so many entries, which hold zeros: that costs what any entries cost."""
     made = Context(target, rows)
     for row in range(rows):
@@ -174,7 +173,7 @@ def drafter_of(kit: Kit, kind: str, policy: Any) -> Drafter:
 
 
 def drafting(kit: Kit, kind: str, context: int) -> Iterator[Finding]:
-    """Drafts of chains and of a large tree behind one emitted token."""
+    """Drafts of chains and of a large tree after one emitted token."""
     target = target_of(kit, QWEN7)
     levels, more = ((7,), ()) if kit.small else (LEVELS, (4, 16))
     cases: list[tuple[str, int, Any]] = [(f"chain {k}", 1, Chain(k)) for k in levels]
@@ -187,11 +186,11 @@ def drafting(kit: Kit, kind: str, context: int) -> Iterator[Finding]:
         spent = kit.time(propose, rounds=8)
         found = {"drafter": kind, "case": case, "rows": rows, "context": context, **spent}
         words = case if rows == 1 else f"{case} of {rows} rows"
-        yield {**found, "line": f"{words} {told(spent)}"}
+        yield {**found, "line": f"{words} {described(spent)}"}
 
 
 def proposing(kit: Kit, drafter: Drafter, target: Target, rows: int, context: int) -> Callable[[], DraftTree]:
-    """Draft behind prompts, again and again, each time behind one more emitted token."""
+    """Draft after prompts, again and again, each time after one more emitted token."""
     held = Context(target, rows)
     session, room = drafter.open(rows, held), context + 96
     for row in range(rows):
@@ -237,7 +236,7 @@ def _step(kit: Kit, engine: Engine, context: int, name: str) -> Finding:
     verdict = "same" if row[0].output == expected[: len(row[0].output)] else "WRONG"
     words = f"{name}{' with graphs' if getattr(engine.target.executor, 'enabled', False) else ''}"
     found = {"context": context, "WRONG": int(verdict != "same"), **spent}
-    return {**found, "line": f"{words} {told(spent)}, {verdict}"}
+    return {**found, "line": f"{words} {described(spent)}, {verdict}"}
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
@@ -248,14 +247,14 @@ def verdict(kit: Kit, name: str, context: int) -> Iterator[Finding]:
     target = target_of(kit, name)
     nodes = 8 if kit.small else 60
     tokens, mask, depth = tree_of(kit, target, 1, nodes)
-    filled = behind(target, 1, context)
+    filled = filled_context(target, 1, context)
     valid = torch.ones(1, nodes, dtype=torch.bool).to(kit.device)
     parents = depth.new_zeros(1, nodes)  # all below the root, which makes no difference to the time
     tree = DraftTree(tokens, parents, depth, mask, valid, max_depth=nodes - 1, max_children=nodes - 1)
     output = filled.forward([0], tokens, mask, depth)
     filled.cache.drop([0])
     spent = kit.time(partial(Greedy().judge, [0], tree, output.logits, None, output))
-    yield {"what": f"{name}, verdict", **spent, "line": f"verdict on {nodes} nodes {told(spent)}"}
+    yield {"what": f"{name}, verdict", **spent, "line": f"verdict on {nodes} nodes {described(spent)}"}
 
     def ready() -> None:
         filled.cache.lengths[0] = context
@@ -264,7 +263,7 @@ def verdict(kit: Kit, name: str, context: int) -> Iterator[Finding]:
     ready()
     path, ids = [[0, 1, nodes - 1]], [tokens[0, :3].tolist()]
     spent = kit.time(lambda: filled.commit([0], path, ids), ready)
-    yield {"what": f"{name}, commit", **spent, "line": f"commit of 3 entries {told(spent)}"}
+    yield {"what": f"{name}, commit", **spent, "line": f"commit of 3 entries {described(spent)}"}
 
 
 def vision(kit: Kit) -> Iterator[Finding]:
@@ -277,11 +276,11 @@ def vision(kit: Kit) -> Iterator[Finding]:
         with torch.inference_mode():
             spent = kit.time(partial(model.get_image_features, pixel_values=pixels, image_grid_thw=grid), rounds=8)
         tokens = side * side // vision_config.spatial_merge_size**2
-        yield {"tokens": tokens, **spent, "line": f"a picture of {tokens} tokens {told(spent)}"}
+        yield {"tokens": tokens, **spent, "line": f"a picture of {tokens} tokens {described(spent)}"}
 
 
 def stock_step(kit: Kit, context: int, compiled: bool = False) -> Iterator[Finding]:
-    """One token of transformers' own modules behind a dynamic cache, or compiled behind a static one, which takes most
+    """One token of transformers' own modules with a dynamic cache, or compiled with a static one, which takes most
     of a minute."""
     if compiled and (kit.device.type != "cuda" or kit.left < 60):
         yield {"line": f"left out: {'no time left' if kit.device.type == 'cuda' else 'on CUDA alone'}"}
@@ -299,4 +298,4 @@ def stock_step(kit: Kit, context: int, compiled: bool = False) -> Iterator[Findi
     with torch.no_grad():  # as in `generate`
         spent = kit.time(lambda: step(**inputs, use_cache=True).logits, lambda: compiled or cache.crop(-1), rounds=8)
     what = "static cache, compiled" if compiled else "eager"
-    yield {"what": what, "context": context, **spent, "line": f"{what} {told(spent)}"}
+    yield {"what": what, "context": context, **spent, "line": f"{what} {described(spent)}"}

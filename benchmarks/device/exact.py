@@ -23,7 +23,7 @@ import saccade
 from assistants import assistant_model
 from benchmarks import pocket_pair
 from benchmarks.device.kit import Finding, Kit, Piece
-from benchmarks.device.oracle import Oracle
+from benchmarks.device.shapes import Oracle
 from families import FAMILIES, reset_rope_deltas
 from mtp_kit import save as save_with_mtp
 from saccade.draft.assistant import AssistantDrafter

@@ -129,7 +129,7 @@ class Kit:
         return found
 
 
-def told(spent: Finding) -> str:
+def described(spent: Finding) -> str:
     """Time in words; on the pretend device, whose time is the CPU's, launches and waits."""
     if "launches" in spent:
         return f"{spent['launches']} launches, {spent['waits']} wait{'s' * (spent['waits'] != 1)}"

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.device.cost import drafter_of
 from benchmarks.device.kit import Finding, Kit, Piece
-from benchmarks.device.oracle import Oracle
-from benchmarks.device.shapes import QWEN7, answer, prompt_of, target_of
+from benchmarks.device.shapes import QWEN7, Oracle, answer, prompt_of, target_of
 from saccade.draft.trees.policy import Chain
 from saccade.engine import Engine, Request
 from saccade.engine.row import plan

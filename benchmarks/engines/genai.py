@@ -17,8 +17,7 @@ import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
 from openvino import opset13 as op  # noqa: E402
 
-from benchmarks.engines.pair import END, Array, Decoder  # noqa: E402
-from benchmarks.engines.worker import serve  # noqa: E402
+from benchmarks.engines.peer import END, Array, Decoder, serve  # noqa: E402
 
 
 def ints(*values: int) -> Any:

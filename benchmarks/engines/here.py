@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import saccade
-from benchmarks.engines.worker import Answer, serve
+from benchmarks.engines.peer import Answer, serve
 from benchmarks.pocket_pair import load, stock_inputs
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw

@@ -18,9 +18,7 @@ import gguf
 import llama_cpp
 import numpy as np
 
-from benchmarks.engines.chain import decode
-from benchmarks.engines.pair import END, Array, Decoder
-from benchmarks.engines.worker import serve
+from benchmarks.engines.peer import END, Array, Decoder, decode, serve
 
 LONGEST = 1024
 F32, F16 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16
@@ -84,7 +82,7 @@ class Context:
         self._length = length
 
     def seconds(self, count: int) -> float:
-        """Least processor time of a pass over so many tokens behind a prompt."""
+        """Least processor time of a pass over so many tokens after a prompt."""
         self.start(0)
         spent, length = list[float](), self._length
         for _ in range(8):
@@ -101,7 +99,7 @@ class Context:
             batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
             batch.logits[place] = place >= count - outputs
         if code := llama_cpp.llama_decode(self._context, batch):
-            raise RuntimeError(f"llama_decode returned {code} for {count} tokens behind {self._length}.")
+            raise RuntimeError(f"llama_decode returned {code} for {count} tokens after {self._length}.")
         self._length += count
         shape = outputs, self._decoder.config["vocab_size"]
         logits: Array = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape)

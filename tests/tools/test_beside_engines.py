@@ -11,8 +11,7 @@ import torch
 
 from benchmarks import beside_engines
 from benchmarks.beside_engines import BASELINE, Engine, Results, Turn, embedded, ours, rows, write_pair
-from benchmarks.engines.chain import decode
-from benchmarks.engines.pair import END, Decoder
+from benchmarks.engines.peer import END, Decoder, decode
 from benchmarks.pocket_pair import load, stock_inputs
 from saccade.inputs.processor import InputProcessor
 from saccade.pocket import draft_path, draw, target_path

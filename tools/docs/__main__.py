@@ -1,4 +1,4 @@
-"""`python -m tools.docs`: write the generated parts of the documentation anew; `--check` only says which are old."""
+"""`python -m tools.docs`: write the generated parts of the documentation again; `--check` only says which are old."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _ANSWER = {True: "lossless", False: "**lossy**: the answer may differ from the t
 
 
 def filled(text: str, results: Path) -> str:
-    """Return a page with its generated blocks written anew."""
+    """Return a page with its generated blocks written again."""
     kinds: dict[str, Callable[[str], Iterator[str]]] = {
         "facts": _facts,
         "options": _options,

@@ -24,7 +24,7 @@ _PLAN = re.compile(r"(```\n(saccade [^`]*--plan)\n```\n\n```text\n)(.*?)(```)", 
 
 
 def filled(page: str) -> str:
-    """Return a page with the output behind every plan written anew."""
+    """Return a page with the output after every plan written again."""
     return _PLAN.sub(lambda found: found[1] + printed(found[2]) + found[4], page)
 
 

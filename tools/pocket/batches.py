@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from saccade.pocket.labels import GRID
 from saccade.pocket.sample import WORLD, Sample, draw
 
+_Row = TypeVar("_Row")
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<image>", "<user>", "<assistant>", "<video>")
 PAD, BEGIN, END, IMAGE, USER, ASSISTANT, VIDEO = range(7)
 
@@ -197,6 +199,12 @@ def batch_of(
     )
 
 
+def neighbours(rng: Random, rows: Sequence[_Row], count: int) -> Sequence[_Row]:
+    """So many neighbours of a sorted list, all of them of a shorter one."""
+    start = rng.randrange(max(1, len(rows) - count + 1))
+    return rows[start : start + count]
+
+
 def length_of(sample: Sample) -> int:
     """Approximate length of a sample in letters, by which batches are sorted."""
     text = sum(len(question) + len(answer) for question, answer in sample.turns)
@@ -205,13 +213,13 @@ def length_of(sample: Sample) -> int:
 
 
 def sorted_batch(
-    rng: Random, count: int, verbose_share: float, shares: Mapping[str, float] | None = None, pool: int = 6
+    rng: Random, count: int, verbose_share: float, shares: Mapping[str, float] | None = None
 ) -> list[Sample]:
     """A batch of samples of similar length, neighbours in a sorted pool, so that little of it is padding.
 
     Batches of long samples have fewer of them, so that all steps cost about the same; long videos are thinned.
     """
-    drawn = training_samples(rng, count * pool, verbose_share, shares)
+    drawn = training_samples(rng, 6 * count, verbose_share, shares)
     samples = sorted((thinned(rng, sample) for sample in drawn), key=length_of)
     median = length_of(samples[len(samples) // 2])
     last = rng.randrange(len(samples))  # the longest of the batch

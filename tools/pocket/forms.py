@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import AutoTokenizer
 
 import saccade
 from saccade.files import write_folder
 from saccade.pocket import draft_path, target_path
-from saccade.train.optimiser import fast_products
 from tools.pocket.accuracy import FIRST_SEED, write_checkpoint
-from tools.pocket.batches import END, FIRST_TRAINING_SEED, IGNORED, Batch, batch_of
+from tools.pocket.batches import END, FIRST_TRAINING_SEED, IGNORED, Batch, batch_of, neighbours
 from tools.pocket.loop import save, train
-from tools.pocket.models import PocketModel, decode, embed, loss_of
+from tools.pocket.models import PocketModel, decode, embed, prepare, training_loss
 from tools.pocket.recipe import Schedule
 from tools.pocket.world import forms
 
@@ -45,8 +43,7 @@ class FormBatches:
     answered: Sequence[Answered]
 
     def __call__(self, number: int) -> Batch:
-        start = Random(f"forms/{number}").randrange(max(1, len(self.answered) - self.schedule.batch + 1))
-        rows = self.answered[start : start + self.schedule.batch]
+        rows = neighbours(Random(f"forms/{number}"), self.answered, self.schedule.batch)
         samples = [forms.draw(seed, task).sample for seed, task, _ in rows]
         return batch_of(self.tokenizer, samples, [ids for *_, ids in rows])
 
@@ -76,17 +73,17 @@ def guessed(draft: PocketModel, tokenizer: Any, row: Answered) -> list[tuple[boo
     batch = batch_of(tokenizer.backend_tokenizer, [form.sample], [ids])
     schema = saccade.grammar.json_schema(form.schema, tokenizer, draft.config.text_config.vocab_size)
     logits = draft.lm_head(decode(draft, embed(draft, batch), batch))[0, :-1][batch.targets[0, 1:] != IGNORED]
-    place, told = schema.start(()), []
+    place, found = schema.start(()), []
     for scores, token in zip(logits, [*ids, END], strict=True):
         under = schema.scores(place, scores.clone())
-        told.append((int(scores.argmax()) == token, int(under.argmax()) == token, place.count == 1))
+        found.append((int(scores.argmax()) == token, int(under.argmax()) == token, place.count == 1))
         if token != END:
             place = schema.advance(place, token)
-    return told
+    return found
 
 
 def passes(right: Sequence[bool], forced: Sequence[bool]) -> int:
-    """Passes behind the first token that chains of `_CHAIN` guesses need, where forced tokens take no guess."""
+    """Passes after the first token that chains of `_CHAIN` guesses need, where forced tokens take no guess."""
     count, at = 0, 1
     while at < len(right):
         guesses = 0
@@ -123,17 +120,11 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     answered = sorted(answers(options.out / "answers.pt", options.answers), key=lambda row: len(row[-1]))
-    draft = PocketModel.from_pretrained(draft_path(), dtype=torch.float32)
-    draft.model.vision_tower.requires_grad_(False)
-    draft.model.language_model.set_attn_implementation("eager")  # the fused kernel takes longer in bfloat16
+    draft = prepare(PocketModel.from_pretrained(draft_path(), dtype=torch.float32))
     tokenizer = Tokenizer.from_file(str(target_path() / "tokenizer.json"))
     schedule = Schedule(steps=options.steps, batch=16, rate=2e-3, warmup=20)
-
-    def narrow(batch: Batch) -> Tensor:
-        with fast_products(draft.device):
-            return loss_of(draft, batch)
-
-    train("forms", draft, FormBatches(schedule, tokenizer, answered), narrow, schedule, options.out, 60.0)
+    make, loss = FormBatches(schedule, tokenizer, answered), partial(training_loss, draft)
+    train("forms", draft, make, loss, schedule, options.out, 60.0)
     write_folder(options.out / "draft", partial(write_checkpoint, draft, tokenizer))
     own = answers(options.out / "fresh.pt", options.fresh, FIRST_SEED)
     true = [(seed, task, tokenizer.encode(forms.draw(seed, task).sample.answer).ids) for seed, task, _ in own]

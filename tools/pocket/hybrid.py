@@ -25,7 +25,7 @@ from saccade.train.optimiser import fast_products
 from tools.pocket.accuracy import write_checkpoint
 from tools.pocket.batches import IGNORED, PAD, Batch
 from tools.pocket.loop import train
-from tools.pocket.models import PocketModel, decode, embed, outputs_of
+from tools.pocket.models import PocketModel, decode, embed, outputs_of, prepare
 from tools.pocket.recipe import SHARES, Recipe
 from tools.pocket.stages import TargetBatches
 
@@ -33,7 +33,7 @@ ATTENDING = (0, 5, 10, 15)
 """Layers that keep attention: the first one's is needed; three more that the pocket leans on (4, 8, 12) go."""
 TASKS = ("chart", "receipt", "scene", "document", "line", "caption", "count", "detail", "existence", "vet", "prose")
 """Those that it learns: one picture, one turn."""
-_STATES = 0.3  # weight of the layers' states beside the next-token distributions
+_STATES = 0.3  # weight of the layers' states relative to the next-token distributions
 _SLOWEST, _FASTEST = 1e-3, 0.5  # first decays of a layer's heads, per token
 
 
@@ -133,9 +133,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(target_path() / "tokenizer.json"))
     torch.manual_seed(0)
     hybrid = hybrid_of(target)
-    target.model.language_model.set_attn_implementation("eager")
-    hybrid.model.language_model.set_attn_implementation("eager")
-    distiller, shares = Distiller(target, hybrid), {task: SHARES["refine"][task] for task in TASKS}
+    distiller, shares = Distiller(prepare(target), prepare(hybrid)), {task: SHARES["refine"][task] for task in TASKS}
     stages: dict[str, Callable[[Batch], Tensor]] = {"align": distiller.align, "distil": distiller.distil}
     for (name, loss_of), steps in zip(stages.items(), options.steps, strict=True):
         plan = replace(Recipe().schedules["refine"], steps=steps, batch=options.batch, warmup=20, tiled=1.0, drill=0.0)

@@ -103,29 +103,15 @@ def parse_shape(like: str) -> Shape:
     return Shape(width, layers, heads, heads, width // heads, mlp)
 
 
-def check_folders(source: Path, out: Path) -> None:
-    """Refuse to derive a checkpoint from what is none, or in a folder that has something."""
-    if not (source / "config.json").is_file():
-        raise ModelError(f"{source} is not a model folder: it has no config.json.")
-    if out.exists() and any(out.iterdir()):
-        raise ModelError(f"{out} is not empty; choose a new folder.")
-
-
-def finish(source: Path, out: Path, card: str) -> None:
-    """Copy the files of a derived checkpoint that are the source's, and write its card."""
-    for path in source.iterdir():
-        weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if path.is_file() and not weights and path.name not in ("config.json", "README.md"):
-            shutil.copy2(path, out / path.name)
-    (out / "README.md").write_text(card)
-
-
 def inflate(source: Path, out: Path, like: str, *, dtype: str = "bfloat16", seed: int = 0) -> str:
     """Write a checkpoint of shape `like` that computes the function of the one in `source`."""
     shape = parse_shape(like)
     if dtype not in FORMATS:
         raise ModelError(f"Unknown dtype {dtype!r}; choose {', '.join(FORMATS)}.")
-    check_folders(source, out)
+    if not (source / "config.json").is_file():
+        raise ModelError(f"{source} is not a model folder: it has no config.json.")
+    if out.exists() and any(out.iterdir()):
+        raise ModelError(f"{out} is not empty; choose a new folder.")
     config = AutoConfig.from_pretrained(source)
     _check(source, config)
     text = config.text_config
@@ -154,7 +140,11 @@ def inflate(source: Path, out: Path, like: str, *, dtype: str = "bfloat16", seed
     text.tie_word_embeddings = config.tie_word_embeddings = False
     config.dtype = text.dtype = dtype
     config.save_pretrained(out)
-    finish(source, out, _CARD.format(like=like, small=small, shape=shape, vocabulary=text.vocab_size))
+    for path in source.iterdir():
+        has_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        if path.is_file() and not has_weights and path.name not in ("config.json", "README.md"):
+            shutil.copy2(path, out / path.name)
+    (out / "README.md").write_text(_CARD.format(like=like, small=small, shape=shape, vocabulary=text.vocab_size))
     parameters = sum(tensor.numel() for tensor in tensors.values())
     rounding = "scaled by powers of two only" if widening.is_exact else "scaling rounds"
     return f"{parameters / 1e6:,.0f} M parameters, {rounding}."

@@ -18,19 +18,19 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from tokenizers import Tokenizer
-from torch import Tensor
 
 import saccade
 from saccade.files import write_folder
 from saccade.pocket import draw, target_path
 from saccade.pocket.sample import Facts, Sample
 from saccade.pocket.words import QUESTIONS
-from saccade.train.optimiser import dtype_for, fast_products
+from saccade.train.optimiser import dtype_for
 from tools.pocket.accuracy import FIRST_SEED
-from tools.pocket.batches import FIRST_TRAINING_SEED, Batch, batch_of
+from tools.pocket.batches import FIRST_TRAINING_SEED, Batch, batch_of, neighbours
 from tools.pocket.loop import train
-from tools.pocket.models import PocketModel, loss_of
+from tools.pocket.models import PocketModel, prepare, training_loss
 from tools.pocket.recipe import Schedule
+from tools.pocket.tokens import pattern_weights
 
 SHARES = {"chart": 0.3, "receipt": 0.3, "scene": 0.4}
 _RUNS = (
@@ -46,7 +46,9 @@ _ADAPTER = LoraConfig(
     rank_pattern={_TABLES: 32},
     alpha_pattern={_TABLES: 64},
 )
-_FACT = re.compile(r'(?<=:)"\w+"|\d+|[\]}](?=[,\]}])|(?<=[}"\d]),(?=[{"\d])')
+_FACT = re.compile(  # values, and marks that tell whether more follow
+    r'(?<=:)"\w+"|\d+|[\]}](?=[,\]}])|(?<=[}"\d]),(?=[{"\d])'
+)
 _VALUE = re.compile(r'(?<=:)(?:"\w+"|\d+)')
 _ENDINGS = (*("",) * 7, *(" Answer as JSON.",) * 16, *(" Reply in JSON.",) * 7)  # of questions
 
@@ -83,19 +85,10 @@ class JsonBatches:
         task = rng.choices(list(SHARES), list(SHARES.values()))[0]
         seeds = [rng.randrange(FIRST_TRAINING_SEED, 2**48) for _ in range(_POOL * self.schedule.batch)]
         pool = sorted((asked(draw(seed, task), rng) for seed in seeds), key=lambda sample: len(sample.answer))
-        first = rng.randrange(len(pool) - self.schedule.batch + 1)
-        samples = pool[first : first + self.schedule.batch]
-        encoded = [self.tokenizer.encode(sample.answer) for sample in samples]
-        weights = [self._weights(sample.answer, each.offsets) for sample, each in zip(samples, encoded, strict=True)]
-        return batch_of(self.tokenizer, samples, [each.ids for each in encoded], weights=weights)
-
-    def _weights(self, answer: str, offsets: list[tuple[int, int]]) -> list[float]:
-        """Loss weights of an answer's tokens, greater for values and for marks that tell whether more follow."""
-        facts = [found.span() for found in _FACT.finditer(answer)]
-        return [
-            self.schedule.decisive if any(start < last and first < end for first, last in facts) else 1.0
-            for start, end in offsets
-        ]
+        samples = neighbours(rng, pool, self.schedule.batch)
+        answers = [self.tokenizer.encode(sample.answer).ids for sample in samples]
+        weights = [pattern_weights(self.tokenizer, s.answer, _FACT, self.schedule.decisive) for s in samples]
+        return batch_of(self.tokenizer, samples, answers, weights=weights)
 
 
 def _write(adapted: PeftModel, folder: Path) -> None:
@@ -118,9 +111,9 @@ def scores(folder: Path, count: int) -> str:
             text, truth = vlm.generate(sample.question, images=[sample.image], max_new_tokens=400).text, sample.answer
             whole += text == truth
             formed += _is_json(text)
-            true, told = _VALUE.findall(truth), _VALUE.findall(text)
+            true, stated = _VALUE.findall(truth), _VALUE.findall(text)
             values += len(true)
-            right += sum(ours == theirs for ours, theirs in zip(told, true, strict=False))
+            right += sum(ours == theirs for ours, theirs in zip(stated, true, strict=False))
         lines.append(f"| {task} | {formed / count:.2f} | {right / values:.2f} | {whole / count:.2f} |")
     return "\n".join(lines)
 
@@ -151,17 +144,11 @@ def main() -> None:
     for module in target.modules():
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = False  # autocast does that; a step takes a fifth less with both
-    target.model.vision_tower.requires_grad_(False)
-    target.model.language_model.set_attn_implementation("eager")  # the fused kernel takes longer in bfloat16
-
-    def narrow(batch: Batch) -> Tensor:
-        with fast_products(target.device):
-            return loss_of(target, batch)
-
+    loss = partial(training_loss, prepare(target))
     for number, usual in enumerate(_RUNS, 1):
         schedule = replace(usual, steps=options.steps or usual.steps)
         name = f"json{number}"
-        train(name, target, JsonBatches(name, schedule, tokenizer), narrow, schedule, options.out, 60.0)
+        train(name, target, JsonBatches(name, schedule, tokenizer), loss, schedule, options.out, 60.0)
     write_folder(options.out / "json", partial(_write, adapted))
 
 

@@ -1,4 +1,4 @@
-"""Lessons and drills: what helps the target to learn where to look, beside the world's own answers.
+"""Lessons and drills: what helps the target to learn where to look, besides the world's own answers.
 
 Lessons are auxiliary losses on hidden states, by linear readers that are discarded after training.
 
@@ -105,15 +105,15 @@ def _searched(sample: Sample) -> list[list[Thing] | None]:
 
 def searches(samples: Sequence[Sample], ids: Tensor) -> Tensor:
     """Labels of all questions that ask for things: row, position of the answer, counts of nine cells, total."""
-    told = []
+    labels = []
     for row, sample in enumerate(samples):
         begins = (ids[row] == ASSISTANT).nonzero()[:, 0].tolist()
         for begin, found in zip(begins, _searched(sample), strict=True):
             if found is not None:
                 there = [(thing["row"], thing["column"]) for thing in found]
                 many = (min(there.count(place), _CROWD) for place in PLACES)
-                told.append([row, begin, *many, min(len(found), _MOST)])
-    return torch.tensor(told, dtype=torch.long).reshape(-1, 2 + len(PLACES) + 1)
+                labels.append([row, begin, *many, min(len(found), _MOST)])
+    return torch.tensor(labels, dtype=torch.long).reshape(-1, 2 + len(PLACES) + 1)
 
 
 class Searching(nn.Module):
@@ -165,7 +165,7 @@ def _event_frames(facts: Facts) -> list[tuple[int, int]]:
 
 def frame_events(samples: Sequence[Sample], ids: Tensor) -> Tensor:
     """Labels of all frames that show an event: row, position of the frame's last token, event, colour and form."""
-    told = []
+    labels = []
     for row, sample in enumerate(samples):
         if not sample.video or "events" not in sample.facts:
             continue
@@ -175,8 +175,8 @@ def frame_events(samples: Sequence[Sample], ids: Tensor) -> Tensor:
             thing = sample.facts["things"][event["thing"]]
             words = (event["what"], thing["colour"], thing["shape"])
             classes = [kind.index(word) for kind, word in zip(_KINDS, words, strict=True)]
-            told.append([row, start + (frame + 1) * FRAME_TOKENS - 1, *classes])
-    return torch.tensor(told, dtype=torch.long).reshape(-1, 2 + len(_KINDS))
+            labels.append([row, start + (frame + 1) * FRAME_TOKENS - 1, *classes])
+    return torch.tensor(labels, dtype=torch.long).reshape(-1, 2 + len(_KINDS))
 
 
 class Watching(nn.Module):

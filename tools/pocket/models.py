@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from saccade.pocket.labels import GRID, IMAGE_SIZE, PATCH_SIZE
+from saccade.train.optimiser import fast_products
 from tools.pocket.batches import BEGIN, END, IGNORED, IMAGE, PAD, VIDEO, Batch
 from tools.pocket.recipe import LanguageShape, TowerShape
 
@@ -132,7 +133,7 @@ def outputs_of(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
 
 
 def decode(model: PocketModel, inputs: Tensor, batch: Batch) -> Tensor:
-    """States `[B, N, d]` of a batch's embeddings behind the last norm."""
+    """States `[B, N, d]` of a batch's embeddings after the last norm."""
     placed = {}
     if batch.positions is not None:  # without a mask the class would treat skipped positions as packed sequences
         mask = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
@@ -161,6 +162,20 @@ def loss_of(
         weights = weights * batch.weights.to(weights.device)[:, 1:][in_answer]
     loss = (losses * weights).sum() / weights.sum()
     return loss if lesson is None else loss + lesson(states, inputs, batch)
+
+
+def training_loss(model: PocketModel, batch: Batch, **more: Any) -> Tensor:
+    """`loss_of`, its products in the device's fast format."""
+    with fast_products(model.device):
+        return loss_of(model, batch, **more)
+
+
+def prepare(model: PocketModel) -> PocketModel:
+    """Freeze the tower of a model that is trained, and let it attend without the fused kernel on a CPU."""
+    model.model.vision_tower.requires_grad_(False)
+    if model.device.type == "cpu":  # a step with the fused kernel takes a third longer in bfloat16
+        model.model.language_model.set_attn_implementation("eager")
+    return model
 
 
 _ZEROED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")

@@ -22,7 +22,7 @@ import saccade
 from saccade.errors import TrainingError
 from saccade.files import write_file, write_folder
 from saccade.pocket import Sample, draw
-from saccade.train.optimiser import description, fast_products
+from saccade.train.optimiser import description
 from saccade.wording import differences
 from tools.pocket.accuracy import answer, export, write_checkpoint
 from tools.pocket.batches import (
@@ -31,12 +31,13 @@ from tools.pocket.batches import (
     Batch,
     batch_of,
     length_of,
+    neighbours,
     sorted_batch,
     thinned,
 )
 from tools.pocket.lessons import Lessons, drills, with_lessons
 from tools.pocket.loop import save, train
-from tools.pocket.models import CONTEXT, PocketModel, build, grow, loss_of
+from tools.pocket.models import CONTEXT, PocketModel, build, grow, prepare, training_loss
 from tools.pocket.recipe import SHARES, Recipe, Schedule, drafting
 from tools.pocket.tokens import content_weights, decisive_weights, train_tokenizer
 from tools.pocket.tower import align_projector, train_tower
@@ -114,8 +115,7 @@ class DraftBatches:
             samples = sorted_batch(Random(source), schedule.batch, schedule.verbose, drafting())
             media = has_media(number, samples)
             return true_answers(self.tokenizer, samples, media, schedule.tiled_at(number))
-        start = Random(source).randrange(max(1, len(self.answered) - schedule.batch + 1))
-        rows, rng = self.answered[start : start + schedule.batch], Random(f"thinned/{self.seed}/{number}")
+        rows, rng = neighbours(Random(source), self.answered, schedule.batch), Random(f"thinned/{self.seed}/{number}")
         samples = [thinned(rng, row.sample()) for row in rows]
         return batch_of(self.tokenizer, samples, [row.ids for row in rows], has_media(number, samples))
 
@@ -236,14 +236,7 @@ class Run:
         """Train a model through a stage, its tower frozen; return the minutes of training."""
         schedule = self.recipe.schedules[name]
         weights = content_weights(self.tokenizer, self._vocabulary, schedule.content).to(model.device)
-        model.model.vision_tower.requires_grad_(False)
-        if model.device.type == "cpu":  # a step with the fused kernel takes a third longer in bfloat16
-            model.model.language_model.set_attn_implementation("eager")
-
-        def weighted(batch: Batch) -> Tensor:
-            with fast_products(model.device):
-                return loss_of(model, batch, token_weights=weights, lesson=lesson)
-
+        weighted = partial(training_loss, prepare(model), token_weights=weights, lesson=lesson)
         return train(name, model, make, weighted, schedule, self.folder, self.recipe.checkpoint_seconds)
 
     def _train_target(self, name: str) -> float:

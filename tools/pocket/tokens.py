@@ -63,12 +63,15 @@ def decisive_weights(tokenizer: Tokenizer, sample: Sample, weight: float) -> lis
 
     One token of forty decides most answers, and plain training learns it last.
     """
-    encoded = tokenizer.encode(sample.answer)
-    pattern = WORLD[sample.task].decisive
-    spans = [found.span() for found in re.finditer(pattern, sample.answer)] if pattern else []
-    return [
-        weight if any(first < end and start < last for first, last in spans) else 1.0 for start, end in encoded.offsets
-    ]
+    pattern = WORLD[sample.task].decisive or r"(?!)"  # which matches nothing
+    return pattern_weights(tokenizer, sample.answer, pattern, weight)
+
+
+def pattern_weights(tokenizer: Tokenizer, answer: str, pattern: str | re.Pattern[str], weight: float) -> list[float]:
+    """Loss weights of an answer's tokens: `weight` for those within matches of a pattern, 1 for others."""
+    spans = [found.span() for found in re.finditer(pattern, answer)]
+    offsets = tokenizer.encode(answer).offsets
+    return [weight if any(first < end and start < last for first, last in spans) else 1.0 for start, end in offsets]
 
 
 TEMPLATE = (

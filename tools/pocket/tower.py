@@ -1,4 +1,4 @@
-"""Stage 2: the vision tower, trained to label every patch in place of CLIP pre-training, and the projector behind it.
+"""Stage 2: the vision tower, trained to label every patch in place of CLIP pre-training, and the projector after it.
 
 A fresh projector passes the tower's features on at fifty times the norm of a word embedding, most of it the same in
 every patch, and the language model needs an hour to find the facts in them. `align_projector` therefore starts some

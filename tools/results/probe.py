@@ -132,7 +132,7 @@ class Probe:
         return context.forward([0], torch.tensor([tokens[:-1]], device=self.target.device))
 
     def _drafted(self, view: View, prompt: Prompt, tokens: list[int]) -> Tensor:
-        """Logits ``[n, V]`` of one view behind every token of the answer but the last."""
+        """Logits ``[n, V]`` of one view after every token of the answer but the last."""
         own = view.read(prompt)
         self.session.forget(0)
         view.load(self.session, 0, own, len(own) + len(tokens), None)
