@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from weakref import WeakValueDictionary
 
 from saccade.engine import Request, RunningBatch
+from saccade.engine.batch import unread
 from saccade.engine.row import Row, plan
 from saccade.errors import InputError
 from saccade.inputs.media import load_image
@@ -57,14 +58,10 @@ class Ticket:
         self._batch._set_aside([self._row])
 
     def __iter__(self) -> Iterator[TicketChunk]:
-        while True:
-            while self._row.steps:
-                yield self._next()
-            if self._row.error is not None:
-                raise self._row.error
-            if self._row.done:
-                return
-            self._batch.step_once()
+        for _ in unread([self._row], self._batch.step_once):
+            yield self._next()
+        if self._row.error is not None:
+            raise self._row.error
 
     def result(self) -> Output:
         """Run the request to its end and return the output.
@@ -72,9 +69,8 @@ class Ticket:
         Raises:
             Exception: the error that the request failed with.
         """
-        while not self._row.done:
-            self._batch.step_once()
-        self._row.steps.clear()
+        for _ in unread([self._row], self._batch.step_once):
+            self._row.steps.clear()
         if self._row.error is not None:
             raise self._row.error
         return self.output
@@ -147,11 +143,9 @@ class Batch:
         """Whether no request is running or waiting."""
         return self._running.is_idle
 
-    def step_once(self) -> list[Row]:
-        """Run one step and return its rows; the tickets buffer their chunks."""
-        rows = [row for row, _ in self._running.step()]
-        self._set_aside(rows)
-        return rows
+    def step_once(self) -> None:
+        """Run one step; the tickets buffer their chunks."""
+        self._set_aside([row for row, _ in self._running.step()])
 
     def _set_aside(self, rows: Sequence[Row]) -> None:
         """Leave the tickets of those rows that have ended to their holders."""

@@ -21,7 +21,7 @@ from saccade.errors import InputError, SaccadeError
 from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
 from saccade.jobs.items import Item, Stored, TemplateOptions
 from saccade.jobs.job import BatchJob, Shard, preview
-from saccade.jobs.running import Feed
+from saccade.jobs.running import ReadAhead
 
 
 def items(*inputs: Any, **options: Any) -> list[Item]:
@@ -337,26 +337,26 @@ def test_every_item_is_prepared_once_and_never_more_than_the_window_ahead() -> N
             yield number
         raise SaccadeError("The file is gone.")
 
-    feed = Feed(numbers(), lambda number: number * number, threads=3, ahead=5)
+    ahead = ReadAhead(numbers(), lambda number: number * number, threads=3, ahead=5)
     for number in range(100):
-        assert feed.take(wait=True) == number * number
+        assert ahead.take(wait=True) == number * number
         if number % 50 == 9:
             time.sleep(0.05)  # the workers could run away
         with lock:
             taken += 1
     with pytest.raises(SaccadeError, match="is gone"):  # after the items before it
-        feed.take(wait=True)
-    feed.close()
+        ahead.take(wait=True)
+    ahead.close()
     assert most <= 6, "the window, and the one that has just been taken"
 
 
 def test_what_is_not_ready_is_not_waited_for() -> None:
     gate = threading.Event()
-    feed = Feed(iter([1]), lambda _: gate.wait(), threads=1, ahead=1)
-    assert feed.take(wait=False) is None
-    assert not feed.is_empty
+    ahead = ReadAhead(iter([1]), lambda _: gate.wait(), threads=1, ahead=1)
+    assert ahead.take(wait=False) is None
+    assert not ahead.is_empty
     gate.set()
-    assert feed.take(wait=True) is True
-    assert feed.take(wait=True) is None
-    assert feed.is_empty
-    feed.close()
+    assert ahead.take(wait=True) is True
+    assert ahead.take(wait=True) is None
+    assert ahead.is_empty
+    ahead.close()

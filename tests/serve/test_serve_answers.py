@@ -189,7 +189,7 @@ def test_a_step_that_fails_for_all_rows_costs_only_the_culprit_its_answer() -> N
         def failing(*arguments: Any, **options: Any) -> Any:
             """Raise where all rows have begun, and then wherever the culprit is."""
             server.until(lambda: owner._submitted.total() == 4)
-            rows = [job.row for lane in owner._lanes.values() for job in lane.jobs.values() if job.row is not None]
+            rows = [row for lane in owner._lanes.values() for job in lane.feed.running for row in job.rows]
             begun = [len(row.output) for row in rows if row.output]
             if any(tuple(row.ids[: len(ids)]) == ids for row in rows) and (sent or len(begun) == 4):
                 sent.append(begun)
@@ -221,8 +221,8 @@ def test_a_batch_that_fails_costs_jobs_that_wait_to_be_repeated_nothing(monkeypa
 
         def failing(batch: RunningBatch) -> Any:
             server.until(lambda: failed or server.service.owner._submitted.total() == len(posed))
-            lane = next(lane for lane in lanes.values() if lane.batch is batch)
-            if len(lane.suspects) > 1 and "batch" not in failed:
+            feed = next(lane.feed for lane in lanes.values() if lane.feed.batch is batch)
+            if len(feed.suspects) > 1 and "batch" not in failed:
                 failed.append("batch")
                 raise MemoryError("planted")
             return stock(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -301,6 +301,17 @@ class Engine:
         return Run(batch, rows, self.lossless, trace)
 
 
+def unread(rows: Sequence[Row], step: Callable[[], object]) -> Iterator[None]:
+    """Run steps until all rows have ended, and yield while some have unread steps, which the caller removes."""
+    while True:
+        if [row for row in rows if row.steps]:
+            yield
+        elif [row for row in rows if not row.done]:
+            step()
+        else:
+            return
+
+
 _NONE = TicketChunk((), (), True)
 
 
@@ -330,27 +341,19 @@ class Run:
             if not row.done:
                 self.batch.queue(row)
         try:
-            while True:
+            for _ in unread(self.rows, self.batch.step):
                 for row in self.rows:
                     if row.error is not None:
                         raise row.error
-                if [row for row in self.rows if row.steps]:
-                    yield self._oldest()
-                elif [row for row in self.rows if not row.done]:
-                    self.batch.step()
-                else:
-                    return
+                yield self._oldest()
         finally:
             self.batch.drop(self.rows)
 
     def _oldest(self) -> Chunk:
         """Remove and return these rows' oldest steps."""
-        steps = [row.steps.pop(0) if row.steps else _NONE for row in self.rows]
-        tokens, marks, trees, finished = zip(
-            *[
-                (step.tokens, step.marks, step.tree, row.done and not row.steps)
-                for step, row in zip(steps, self.rows, strict=True)
-            ],
-            strict=True,
-        )
+        parts = []
+        for row in self.rows:
+            step = row.steps.pop(0) if row.steps else _NONE
+            parts.append((step.tokens, step.marks, step.tree, row.done and not row.steps))
+        tokens, marks, trees, finished = zip(*parts, strict=True)
         return Chunk(text="", tokens=tokens, marks=marks, trees=trees if self.trace else (), finished=finished)

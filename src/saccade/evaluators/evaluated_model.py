@@ -6,7 +6,7 @@ import json
 import math
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from saccade.engine import Row
-from saccade.engine.row import UNSUPPORTED, plan
+from saccade.engine import Request
+from saccade.engine.feed import Entry, Feed
+from saccade.engine.row import UNSUPPORTED, RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.environment import environment
 from saccade.errors import InputError, SaccadeError, SaccadeWarning
@@ -135,21 +136,14 @@ def described(speed: Speed) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class TaskQuestion:
-    """One question of an evaluator, and its row once it is in the batch."""
+class TaskQuestion(Entry):
+    """One question of an evaluator."""
 
     task: str  # name of the task or data set
     name: str  # of the question, for messages
     messages: Callable[[], Messages]  # makes the conversation
     settings: Mapping[str, Any]  # generation settings of the task
     sampling: Mapping[str, Any] = field(default_factory=dict)  # `num_frames` and `fps` of its videos
-    row: Row | None = None
-    problem: BaseException | None = None  # why it could not join
-
-    @property
-    def done(self) -> bool:
-        """Whether its answer can be made."""
-        return self.problem is not None or (self.row is not None and self.row.done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +180,7 @@ class EvaluatedModel:
         self._media = MediaOptions(self._options.num_frames, self._options.fps, text_as_text=True)
         self.max_rows: int = self._options.batch_size
         kv_memory = int(KV_MEMORY_SHARE * self.vlm.engine.free_memory())
-        self._batch = self.vlm.engine.open(self.max_rows, kv_memory=kv_memory)
-        self._running: list[TaskQuestion] = []
+        self._feed = Feed(self.vlm.engine.open(self.max_rows, kv_memory=kv_memory), self._starts, self.max_rows)
         self._scoring = Context(self.vlm.target, 1)
         self._facts = {
             "target": name_of(self.vlm.target.model),
@@ -226,52 +219,37 @@ class EvaluatedModel:
         """Answer questions, as many at once as the batch has rows, and write the speed file."""
         for question in questions:
             self._decoding(question.settings)  # a mistake in the settings shows before the first answer
-        waiting, answers = deque(questions), dict[int, TaskAnswer]()
-        running: list[TaskQuestion] = []
+        answers = dict[TaskQuestion, TaskAnswer]()
+        for question in questions:
+            self.add(question)
         try:
-            while waiting or running:
-                while waiting and len(running) < self.max_rows:
-                    running.append(waiting.popleft())
-                    self.start(running[-1])
-                self.step()
-                for question in [question for question in running if question.done]:
-                    running.remove(question)
-                    answers[id(question)] = self.answer(question)
+            while len(answers) < len(questions):
+                for question in self.step():
+                    answers[question] = self.answer(question)
                     ended()
         finally:
-            for question in self._running:
-                if question.row is not None:
-                    self._batch.cancel(question.row)
-            self._running = []
+            self._feed.clear()
             self.save()
-        return [answers[id(question)] for question in questions]
+        return [answers[question] for question in questions]
 
-    def start(self, question: TaskQuestion) -> None:
-        """Put a question into the batch."""
-        started = time.perf_counter()
-        try:
-            question.row = self._row(question)
-        except InputError as problem:
-            question.problem = problem
-            return
-        self.speeds[question.task]["seconds"] += time.perf_counter() - started
-        self._running.append(question)
+    def add(self, question: TaskQuestion) -> None:
+        """Queue a question."""
+        self._feed.add(question)
 
-    def step(self) -> None:
-        """Run one step of the batch, whose time counts in equal parts for its rows."""
-        if not self._running:
-            return
-        started = time.perf_counter()
-        self._batch.step()
-        share = (time.perf_counter() - started) / len(self._running)
-        for question in self._running:
-            self.speeds[question.task]["seconds"] += share
-        self._running = [question for question in self._running if not question.done]
+    def step(self) -> list[TaskQuestion]:
+        """Run one step of the batch, whose time counts in equal parts for its rows; return the questions that ended."""
+        feed = self._feed
+        feed.fill()
+        running, started = feed.running, time.perf_counter()
+        feed.step()
+        spent = time.perf_counter() - started
+        for question in running:
+            self.speeds[question.task]["seconds"] += spent / len(running)
+        return [question for question in feed.read() if question.done]
 
     def answer(self, question: TaskQuestion) -> TaskAnswer:
-        """Answer to a question that is done; raises its error unless failed questions are skipped."""
-        row, speed, place = question.row, self.speeds[question.task], f"{question.task}, {question.name}"
-        problem = question.problem if row is None else row.error
+        """Answer to a question that has ended; raises its error unless failed questions are skipped."""
+        problem, speed, place = question.error, self.speeds[question.task], f"{question.task}, {question.name}"
         if isinstance(problem, SaccadeError):
             if not self._options.skip_failed:
                 advice = "(skip_failed=True leaves such answers empty and goes on.)"
@@ -281,8 +259,7 @@ class EvaluatedModel:
             return TaskAnswer("", failure=str(problem))
         if problem is not None:
             raise problem
-        assert row is not None, "it is done"
-        output = row.finish(self.vlm.lossless)
+        output = question.rows[0].finish(self.vlm.lossless)
         speed["answers"] += 1
         speed["cut"] += output.finish_reason == "length"
         for name in _STATS:
@@ -326,8 +303,8 @@ class EvaluatedModel:
 
     def close(self) -> None:
         """Free caches and models; the speed remains."""
-        self._batch.close()
-        del self.vlm, self._batch, self._scoring
+        self._feed.batch.close()
+        del self.vlm, self._feed, self._scoring
 
     def _decoding(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         """Return the generation options and the seed of a task's settings."""
@@ -367,7 +344,8 @@ class EvaluatedModel:
             messages = [{"role": "system", "content": system}, *messages]
         return RowInput(messages, options=replace(self._media, **question.sampling))
 
-    def _row(self, question: TaskQuestion) -> Row:
+    def _starts(self, question: TaskQuestion) -> list[tuple[Request, RowPlan]]:
+        started = time.perf_counter()
         vlm, (options, seed) = self.vlm, self._decoding(question.settings)
         request = vlm.request(self._input(question), seeds_of(seed, 1)[0])
         room = vlm.target.traits.limits.context
@@ -378,4 +356,5 @@ class EvaluatedModel:
             )
             options["max_new_tokens"] = room - len(request.prompt)
         (planned,) = plan(vlm.target, [request.prompt], tokenizer=vlm.processor.tokenizer, **options)
-        return self._batch.add(request, planned)
+        self.speeds[question.task]["seconds"] += time.perf_counter() - started
+        return [(request, planned)]

@@ -60,7 +60,7 @@ class SaccadeModel:
             sampling = {"num_frames": self.nframe, "fps": self.fps}
         question = TaskQuestion(dataset or "unnamed", "a question", partial(conversation, message), {}, sampling)
         run = lambda step, *of: self._engine.submit(step, *of).result()  # noqa: E731
-        run(self.model.start, question)
+        run(self.model.add, question)
         while not question.done:  # every thread that waits for an answer has the steps run, in turn
             run(self.model.step)
         answer = run(self.model.answer, question)

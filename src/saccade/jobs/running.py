@@ -6,16 +6,17 @@ import os
 import threading
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from saccade.data.conversations import media_parts
 from saccade.engine import Request, Row
+from saccade.engine.feed import Entry, Feed
 from saccade.engine.row import RowPlan, plan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.environment import fingerprint, model_facts
@@ -226,7 +227,7 @@ def facts_of(vlm: VLM) -> dict[str, Any]:
     }
 
 
-class Feed:
+class ReadAhead:
     """Results of ``prepare`` for items in their order, a bounded number ahead of the batch."""
 
     def __init__(self, items: Iterator[Any], prepare: Callable[[Any], Any], threads: int, ahead: int) -> None:
@@ -263,11 +264,14 @@ class Feed:
 
 
 @dataclass(eq=False, slots=True)
-class _Running:
+class _ItemEntry(Entry):
     pending: Pending
     prepared: PreparedItem | Exception  # the reason where it cannot be used
-    rows: list[Row] = field(default_factory=list)  # in the batch
-    alone: bool = False  # whether it runs by itself, after a step failed for several rows
+
+    def starts(self) -> list[tuple[Request, RowPlan]]:
+        if isinstance(self.prepared, Exception):
+            raise self.prepared
+        return self.prepared.starts()
 
 
 class ItemWorker:
@@ -278,8 +282,6 @@ class ItemWorker:
         vlm.engine.rule(decoding.do_sample)  # a mistake in the options is not one of every item
         self._vlm, self._job, self._attempt, self._kv_share = vlm, job, attempt, kv_share
         self._forms: dict[bool, PlainForm | OpenAIForm] = {False: PlainForm(vlm, job)}  # True: of requests
-        self._running: dict[int, _Running] = {}
-        self._suspects: deque[_Running] = deque()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -295,92 +297,46 @@ class ItemWorker:
     def answers(self, pending: Iterator[Pending]) -> Generator[Finished]:
         kv_memory = int(self._kv_share * self._vlm.engine.free_memory())
         rows, threads = self._attempt.max_rows, self._attempt.threads
-        self._batch = self._vlm.engine.open(rows, kv_memory=kv_memory)
-        feed = Feed(pending, self._prepare, threads, rows + threads)
+        batch = self._vlm.engine.open(rows, kv_memory=kv_memory)
+        feed, ahead = Feed(batch, _ItemEntry.starts, rows), ReadAhead(pending, self._prepare, threads, rows + threads)
         try:
-            while self._running or self._suspects or not feed.is_empty:
-                yield from self._admit(feed)
-                if self._running:
-                    yield from self._step()
+            while not (feed.is_idle and ahead.is_empty):
+                while feed.has_room and (entry := ahead.take(wait=feed.is_idle)) is not None:
+                    feed.add(entry)
+                    feed.fill()
+                feed.step()
+                yield from (self._result(entry) for entry in feed.read() if entry.done)
         finally:
-            feed.close()
-            self._batch.close()
-            self._running.clear()
-            self._suspects.clear()
+            ahead.close()
+            batch.close()
 
-    def _prepare(self, pending: Pending) -> _Running:
+    def _prepare(self, pending: Pending) -> _ItemEntry:
         try:
             if pending.problem:
                 raise SaccadeError(pending.problem)
-            return _Running(pending, self._form(pending.content).prepare(pending.content))
+            return _ItemEntry(pending, self._form(pending.content).prepare(pending.content))
         except Exception as problem:  # a bad item must not end the job
-            return _Running(pending, problem)
+            return _ItemEntry(pending, problem)
 
     def _form(self, item: Item) -> PlainForm | OpenAIForm:
         return self._forms.get(item.is_request, self._forms[False])
 
-    def _admit(self, feed: Feed) -> Iterator[Finished]:
-        """Fill free rows with items that are ready; wait for one where no row runs."""
-        if self._suspects:
-            if not self._running:
-                yield from self._start(self._suspects.popleft())
-            return
-        while len(self._running) < self._attempt.max_rows:
-            running = feed.take(wait=not self._running)
-            if running is None:
-                return
-            yield from self._start(running)
-
-    def _start(self, running: _Running) -> Iterator[Finished]:
-        running.rows = []
-        try:
-            if isinstance(running.prepared, Exception):
-                raise running.prepared
-            for start in running.prepared.starts():
-                row = self._batch.add(*start)
-                running.rows.append(row)
-                self._running[id(row)] = running
-        except Exception as problem:
-            yield self._failed(running, problem)
-
-    def _step(self) -> Iterator[Finished]:
-        ended = [row for row, _ in self._batch.step() if row.done]
-        causes = Counter(id(row.error) for row in ended if row.error is not None)
-        for row in ended:
-            running = self._running.pop(id(row), None)
-            if running is None:
-                continue  # another row of its item has failed, or all have ended in this step
-            if row.error is None:
-                if all(each.done for each in running.rows):
-                    yield self._ended(running)
-            elif causes[id(row.error)] == 1 or running.alone:
-                yield self._failed(running, row.error)
+    def _result(self, entry: _ItemEntry) -> Finished:
+        pending, rows = entry.pending, entry.rows
+        item, problem = pending.content, entry.error
+        if problem is None:
+            assert isinstance(entry.prepared, PreparedItem), "it has rows"
+            try:
+                record = entry.prepared.record(rows)
+            except Exception as error:
+                problem = error
             else:
-                self._drop(running)
-                running.alone = True
-                self._suspects.append(running)
-
-    def _ended(self, running: _Running) -> Finished:
-        assert isinstance(running.prepared, PreparedItem), "it has rows"
-        try:
-            record = running.prepared.record(running.rows)
-        except Exception as problem:
-            return self._failed(running, problem)
-        self._drop(running)
-        tokens = sum(len(row.output) for row in running.rows)
-        finishes = tuple(str(row.finish().finish_reason) for row in running.rows)
-        return _finished(running.pending, record, tokens=tokens, finishes=finishes)
-
-    def _failed(self, running: _Running, problem: BaseException) -> Finished:
-        self._drop(running)
-        item, sentence = running.pending.content, sentence_of(problem)
+                tokens = sum(len(row.output) for row in rows)
+                finishes = tuple(str(row.finish().finish_reason) for row in rows)
+                return _finished(pending, record, tokens=tokens, finishes=finishes)
+        sentence = sentence_of(problem)
         record = self._form(item).failure(item, sentence, not isinstance(problem, SaccadeError))
-        return _finished(running.pending, record, failures=[f"{item.id}: {sentence}"], answered=0)
-
-    def _drop(self, running: _Running) -> None:
-        for row in running.rows:
-            self._batch.cancel(row)
-            self._running.pop(id(row), None)
+        return _finished(pending, record, failures=[f"{item.id}: {sentence}"], answered=0)
 
 
 def _finished(pending: Pending, record: dict[str, Any], **facts: Any) -> Finished:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from saccade.engine import Request, Row, RunningBatch
+from saccade.engine import Request, Row
+from saccade.engine.feed import Entry, Feed
+from saccade.engine.row import RowPlan
 from saccade.engine.slots import KV_MEMORY_SHARE
 from saccade.output import Mark, Output, TicketChunk, TreeTrace
 from saccade.serve.configuration import MIB, Limits
@@ -51,8 +53,8 @@ class Event:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
-    """One answer that a client waits for."""
+class Job(Entry):
+    """One answer that a client waits for, of one row."""
 
     lane: tuple[str, str]  # names of its model and of its method with options
     vlm: VLM  # the model with the method
@@ -61,15 +63,25 @@ class Job:
     plan_again: Callable[[], Planned]  # makes another `planned`, whose criteria and recorders follow one row only
     deliver: Callable[[Event], None]  # called with its events, in the event loop
     trace: bool = False  # whether its chunks carry draft trees
-    row: Row | None = None  # its row; None while it waits outside the batch
-    skip: int = 0  # tokens that the client has already, when the answer is repeated after a failed step
-    repeated: bool = False  # whether it is
-    submitted: float = field(default_factory=time.perf_counter)  # `time.perf_counter` of its submission
+    sent: int = 0  # tokens that the client has
+    skip: int = 0  # of them, tokens that its row has yet to repeat
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether its row is in the caches, rather than waiting for memory."""
+        return any(row.slot is not None for row in self.rows)
+
+    def starts(self) -> list[tuple[Request, RowPlan]]:
+        if self.is_suspect:
+            log.warning("A step failed for all of its rows; each of them is repeated alone.")
+            self.planned, self.skip = self.plan_again(), self.sent
+        return [(self.request, self.planned.plan)]
 
     def event(self, row: Row, step: TicketChunk, lossless: bool) -> Event:
         """Make the event of one step of its row, without the tokens that the client has."""
         recorder, drop = self.planned.recorder, min(self.skip, len(step.tokens))
         self.skip -= drop
+        self.sent += len(step.tokens) - drop
         logprobs = tuple(recorder.pop(step.tokens)) if recorder and step.tokens else ()
         error = row.error if step.finished else None
         return Event(
@@ -85,31 +97,12 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """Running batch of one model and method, and the jobs that wait for it."""
+    """Running batch of one model and method, with its jobs."""
 
     key: tuple[str, str]
     vlm: VLM
-    batch: RunningBatch
-    jobs: dict[int, Job] = field(default_factory=dict)  # in the batch, by row
-    waiting: deque[Job] = field(default_factory=deque)  # not in the batch yet
-    suspects: deque[Job] = field(default_factory=deque)  # jobs that were in a step that failed as a whole
+    feed: Feed[Job]
     media_counted: tuple[int, int] = (0, 0)
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.jobs or self.waiting or self.suspects)
-
-    def remove(self, job: Job) -> bool:
-        """Remove a job wherever it is, and cancel its row; False if it is not here."""
-        for queue in (self.waiting, self.suspects):
-            if job in queue:
-                queue.remove(job)
-                return True
-        if job.row is None or id(job.row) not in self.jobs:
-            return False
-        self.batch.cancel(job.row)
-        del self.jobs[id(job.row)]
-        return True
 
 
 @dataclass(slots=True)
@@ -216,9 +209,7 @@ class Owner:
                 self._take()
                 self._place()
                 for lane in list(self._lanes.values()):
-                    self._feed(lane)
-                    if not lane.batch.is_idle:
-                        self._step(lane)
+                    self._step(lane)
                 self._flush()
         except BaseException:
             log.exception("The owner thread ended; /health answers 503 from now on.")
@@ -228,13 +219,14 @@ class Owner:
 
     def _take(self) -> None:
         """Run what the event loop has sent; wait for it while there is nothing to do."""
-        idle = not self._unplaced and all(lane.is_idle for lane in self._lanes.values())
+        idle = not self._unplaced and all(lane.feed.is_idle for lane in self._lanes.values())
         with suppress(Empty):
             while True:
                 self._inbox.get(block=idle)()
                 idle = False
 
     def _place(self) -> None:
+        """Put jobs into their lanes. The oldest lane runs dry while jobs wait for a lane."""
         left: deque[Job] = deque()
         for job in self._unplaced:
             try:
@@ -243,18 +235,25 @@ class Owner:
                 log.exception("A running batch cannot be opened.")
                 self._end(job, Event(error=error))
                 continue
-            (left if lane is None else lane.suspects if job.repeated else lane.waiting).append(job)
+            if lane is None:
+                left.append(job)
+            else:
+                lane.feed.add(job)
         self._unplaced = left
+        if left:
+            oldest = next(iter(self._lanes.values())).feed
+            left.extend(oldest.waiting)
+            oldest.waiting.clear()
 
     def _open(self, job: Job) -> Lane | None:
         """Open a job's lane, in place of an idle one if need be; None while all are busy."""
         limits = self._limits
         if len(self._lanes) >= limits.batches:
-            idle = next((lane for lane in self._lanes.values() if lane.is_idle), None)
+            idle = next((lane for lane in self._lanes.values() if lane.feed.is_idle), None)
             if idle is None:
                 return None
             del self._lanes[idle.key]
-            idle.batch.close()
+            idle.feed.batch.close()
         if limits.kv_memory_mib is not None:
             self._kv_memory = limits.kv_memory_mib * MIB
         elif not self._kv_memory:
@@ -268,49 +267,40 @@ class Owner:
         )
         if _computes_beside(job.vlm.target.device):
             batch.meanwhile = self._catch_up
-        self._lanes[job.lane] = Lane(job.lane, job.vlm, batch)
+        self._lanes[job.lane] = Lane(job.lane, job.vlm, Feed(batch, Job.starts, limits.max_rows))
         return self._lanes[job.lane]
 
-    def _feed(self, lane: Lane) -> None:
-        """Fill free rows of a batch. The oldest lane runs dry while other jobs wait for a lane of their own."""
-        if self._unplaced and lane is next(iter(self._lanes.values())):
-            self._unplaced.extend(lane.waiting)
-            lane.waiting.clear()
-        if lane.suspects and not lane.jobs:
-            self._add(lane, lane.suspects.popleft())
-        while lane.waiting and not lane.suspects and len(lane.jobs) < self._limits.max_rows:
-            self._add(lane, lane.waiting.popleft())
-
-    def _add(self, lane: Lane, job: Job) -> None:
-        try:
-            job.row = lane.batch.add(job.request, job.planned.plan)
-        except Exception as error:
-            self._end(job, Event(error=error))
-            return
-        job.row.submitted = job.submitted  # it has waited for the batch, too
-        lane.jobs[id(job.row)] = job
-
     def _step(self, lane: Lane) -> None:
-        lane.batch.trace = any(job.trace for job in lane.jobs.values())
+        feed, batch = lane.feed, lane.feed.batch
+        feed.fill()
+        if batch.is_idle:
+            self._read(lane)  # jobs that could not start
+            return
+        batch.trace = any(job.trace for job in feed.running)
         self.counts.step_began = time.monotonic()
         try:
-            lane.batch.step()
+            feed.step()
         except Exception:
             log.exception("A running batch failed outside of a step; it is opened again.")
-            self._lanes.pop(lane.key, None)
-            self._unplaced.extendleft(reversed([*lane.suspects, *lane.waiting]))
-            for job in lane.jobs.values():
-                self._end(job, Event(error=broken()))
-            self._count(lane)
+            self._drop(lane)
             return
         finally:
             self.counts.step_began = None
             self.counts.steps += 1
-        if lane.batch.meanwhile is None or any(job.row is not None and job.row.done for job in lane.jobs.values()):
+        if batch.meanwhile is None or any(job.done for job in feed.running):
             self._read(lane)
             self._flush()
         else:
             self._unread.append(lane)
+
+    def _drop(self, lane: Lane) -> None:
+        """Close a lane: the answers that it had begun are lost, the others begin in another one."""
+        self._lanes.pop(lane.key, None)
+        self._unread = [other for other in self._unread if other is not lane]
+        self._unplaced.extendleft(reversed([*lane.feed.suspects, *lane.feed.waiting]))
+        for job in lane.feed.running:
+            self._end(job, Event(error=broken()))
+        self._count(lane)
 
     def _catch_up(self) -> None:
         while self._unread:
@@ -319,32 +309,20 @@ class Owner:
 
     def _read(self, lane: Lane) -> None:
         """Make the events of a lane's last step."""
-        unread = [(job, job.row) for job in lane.jobs.values() if job.row is not None and job.row.steps]
-        failed = [row.error for _, row in unread if row.error is not None]
-        for job, row in unread:
-            self._collect(lane, job, row, sum(error is row.error for error in failed) > 1)
+        for job in lane.feed.read():
+            if not job.rows:  # it could not start
+                self._end(job, Event(error=job.error))
+            for row in job.rows:
+                while row.steps:
+                    event = job.event(row, row.steps.pop(0), lane.vlm.lossless)
+                    if event.is_last:
+                        self._end(job, event)
+                    elif event.tokens:
+                        self._events.append((job, event))
         self._count(lane)
-
-    def _collect(self, lane: Lane, job: Job, row: Row, shared: bool) -> None:
-        while row.steps:
-            step = row.steps.pop(0)
-            if step.finished:
-                del lane.jobs[id(row)]
-                if shared and not job.repeated:
-                    log.warning("A step failed for all of its rows; each of them is repeated alone.")
-                    job.planned, job.row = job.plan_again(), None
-                    job.skip, job.repeated = len(row.output), True
-                    lane.suspects.append(job)
-                    return
-            event = job.event(row, step, lane.vlm.lossless)
-            if event.is_last:
-                self._end(job, event)
-            elif event.tokens:
-                self._events.append((job, event))
 
     def _end(self, job: Job, event: Event) -> None:
         self.counts.ended[job.lane[0]] += 1
-        job.row = None
         if event.error is not None and not isinstance(event.error, (ValueError, Refusal)):
             log.error("A request failed.", exc_info=event.error)
         self._events.append((job, event))
@@ -354,7 +332,7 @@ class Owner:
             lane = self._lanes.get(job.lane)
             if job in self._unplaced:
                 self._unplaced.remove(job)
-            elif lane is None or not lane.remove(job):
+            elif lane is None or not lane.feed.cancel(job):
                 continue  # it has ended
             self.counts.ended[job.lane[0]] += 1
             if lane is not None:
@@ -364,16 +342,16 @@ class Owner:
         waiting = list(self._unplaced)
         self._unplaced.clear()
         for lane in self._lanes.values():
-            waiting += lane.waiting
-            lane.waiting.clear()
-            unread = [job for job in lane.jobs.values() if job.row is not None and job.row.slot is None]
-            waiting += [job for job in unread if lane.remove(job)]
+            unread = [job for job in lane.feed.running if not job.has_slot]
+            for job in [*lane.feed.waiting, *unread]:
+                lane.feed.cancel(job)
+                waiting.append(job)
         for job in waiting:
             self._end(job, Event(error=draining()))
         self._flush()
 
     def _count(self, lane: Lane) -> None:
-        counts, media = self.counts, lane.batch.context.media
+        counts, media = self.counts, lane.feed.batch.context.media
         hits, misses = lane.media_counted
         lane.media_counted = media.hits, media.misses
         if media.hits < hits or media.misses < misses:  # caches are empty again after a failed step
@@ -382,9 +360,8 @@ class Owner:
         counts.media_hits[model] += media.hits - hits
         counts.media_misses[model] += media.misses - misses
         lanes = self._lanes.values()
-        counts.kv_usages = {each.key: each.batch.kv_usage for each in lanes}
-        jobs = (job for each in lanes for job in each.jobs.values())
-        counts.rows = Counter(job.lane[0] for job in jobs if job.row is not None and job.row.slot is not None)
+        counts.kv_usages = {each.key: each.feed.batch.kv_usage for each in lanes}
+        counts.rows = Counter(job.lane[0] for each in lanes for job in each.feed.running if job.has_slot)
 
     def _flush(self) -> None:
         """Post all events to the event loop in one call."""
@@ -402,10 +379,10 @@ class Owner:
         self.is_draining = True
         jobs = list(self._unplaced)
         for lane in self._lanes.values():
-            jobs += [*lane.jobs.values(), *lane.waiting, *lane.suspects]
+            jobs += [*lane.feed.running, *lane.feed.waiting, *lane.feed.suspects]
         for job in jobs:
             self._end(job, Event(error=draining()))
         self._flush()
         for lane in self._lanes.values():
-            lane.batch.close()
+            lane.feed.batch.close()
         self._lanes.clear()
