@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import saccade.evaluators.evaluated_model as core
+from saccade.engine.step import StepRunner
 from saccade.errors import InputError, MethodError, SaccadeError
 from saccade.inputs.families import family_of
 from saccade.pocket import Sample, draw
@@ -287,6 +288,23 @@ def test_a_bad_question_ends_the_run_with_its_name_or_is_left_empty(logs: fake.L
     assert results[1].text == ""
     assert model.model.total["failed"] == 1
     assert any("document 1 is left empty" in sentence for sentence in logs.sentences)
+
+
+def test_questions_of_a_step_that_failed_are_answered_each_alone(
+    logs: fake.Logs, vlm: VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, found = StepRunner.run, samples("scene", 3)
+
+    def failing(runner: StepRunner) -> None:
+        if len(runner._state.active) > 1:
+            raise torch.OutOfMemoryError("planted")
+        stock(runner)
+
+    monkeypatch.setattr(StepRunner, "run", failing)
+    model = model_of("chat")
+    results = model.generate_until(task_of(found).chat(model))
+    assert [result.text for result in results] == [plain(vlm, sample.messages()) for sample in found]
+    assert model.model.total["answers"] == 3
 
 
 def test_audio_and_parts_of_videos_are_refused(logs: fake.Logs) -> None:

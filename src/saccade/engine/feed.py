@@ -47,7 +47,7 @@ class Feed(Generic[Queued]):
         self.suspects = deque[Queued]()  # each is repeated alone, before any that waits
         self._starts, self._max_rows = starts, max_rows
         self._entries = dict[int, Queued]()  # by the id of each of their rows that run
-        self._stepped = list[Row]()  # since the last `read`
+        self._stepped = dict[Row, None]()  # since the last `read`, in order
         self._unstarted = list[Queued]()  # which failed as they were started, since the last `read`
 
     @property
@@ -101,14 +101,14 @@ class Feed(Generic[Queued]):
         self.fill()
         if self._entries:
             rows = [row for row, _ in self.batch.step()]
-            self._stepped += rows
+            self._stepped |= dict.fromkeys(rows)
 
     def read(self) -> list[Queued]:
         """Return the entries that steps have changed since the last call: rows have unread steps, or all has ended.
 
         The error of more than one row is the step's: their entries are repeated, unless they have been.
         """
-        rows, self._stepped = self._stepped, []
+        rows, self._stepped = self._stepped, {}
         changed, self._unstarted = dict.fromkeys(self._unstarted), []
         failures = Counter(id(row.error) for row in rows if row.error is not None)
         for row in rows:
