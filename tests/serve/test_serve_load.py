@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoints import ready, vlm
 from saccade.serve.owner import Job, Owner
-from saccade.serve.streaming import ClientGone, Exchange
+from saccade.serve.service import ClientGone, Exchange
 from saccade.target_model.adapter import Target
 
 LONG = {"model": "tiny", "messages": asks("Tell all."), "max_tokens": 400, "temperature": 0}

@@ -10,8 +10,7 @@ from live_server import Live, asks, live, unmarked, uri
 
 from checkpoints import tokenizer
 from saccade.serve.answers import Choice, Piece
-from saccade.serve.message_form import MessageForm
-from saccade.serve.messages import MessagePrompt, messages_of
+from saccade.serve.messages import MessageForm, MessagePrompt, messages_of
 from saccade.serve.refusals import broken
 from saccade.serve.schemas import validated
 

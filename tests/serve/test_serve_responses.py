@@ -18,8 +18,7 @@ from saccade import load
 from saccade.serve.answers import Choice, Piece
 from saccade.serve.front import key_of_response
 from saccade.serve.refusals import Refusal
-from saccade.serve.response_form import ResponseForm
-from saccade.serve.responses import ResponseRequest, chat_request, messages_of
+from saccade.serve.responses import ResponseForm, ResponseRequest, chat_request, messages_of
 
 PATH = "/v1/responses"
 CALL = {"type": "function_call", "name": "f", "call_id": "1"}

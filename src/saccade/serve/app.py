@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -35,8 +37,7 @@ from saccade.serve.schemas import (
     unknown,
     validated,
 )
-from saccade.serve.service import AccessLog, Service
-from saccade.serve.streaming import Exchange, body_of, json_of
+from saccade.serve.service import Exchange, Service, body_of, json_of
 from saccade.target_model.lean import caveat
 
 if TYPE_CHECKING:
@@ -245,6 +246,38 @@ def _about(model: ServedModel, limits: Limits) -> Json:
             "max_body_mib": limits.max_body_mib,
         },
     }
+
+
+class AccessLog:
+    """ASGI middleware that writes a line per request to standard error, without queries, headers and bodies.
+
+    Its status is 499 where the client left before the answer began. `Exchange` sets ``scope["saccade.tokens"]``.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 499
+
+        async def watch(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            path = scope["raw_path"].decode("latin-1")[:200]  # as it came: without line breaks
+            seconds, tokens = time.perf_counter() - began, scope.get("saccade.tokens", 0)
+            line = f"{scope['method']} {path} {status} {seconds:.3f} s {tokens} tokens"
+            print(time.strftime("%Y-%m-%dT%H:%M:%S"), line, file=sys.stderr, flush=True)
 
 
 TYPES = {

@@ -23,8 +23,7 @@ from starlette.responses import JSONResponse, Response
 from saccade.serve.configuration import ServerConfig
 from saccade.serve.monitoring import PREFIX
 from saccade.serve.refusals import Refusal, invalid, overloaded
-from saccade.serve.service import Gate
-from saccade.serve.streaming import ClientGone, Message, Receive, Send, body_of, gone
+from saccade.serve.service import ClientGone, Gate, Message, Receive, Send, body_of, gone
 
 log = logging.getLogger("saccade.serve")
 ATTEMPTS = 3  # replicas that a request is sent to before it fails

@@ -1,19 +1,29 @@
-"""Anthropic's Messages API: its requests as chat requests."""
+"""Anthropic's Messages API: its requests as chat requests, and its answers as blocks and events."""
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 
-from saccade.serve.answers import Form
-from saccade.serve.message_form import MessageForm
-from saccade.serve.refusals import Json, invalid
-from saccade.serve.schemas import AnyRequest, ChatRequest, Count, Part, checked, prompting, refuse_renamed, validated
-from saccade.serve.service import Service
-from saccade.serve.streaming import Exchange
+from saccade.serve.answers import Choice, Form, Piece, metrics
+from saccade.serve.refusals import Json, Refusal, invalid
+from saccade.serve.schemas import (
+    AnyRequest,
+    ChatRequest,
+    Count,
+    Part,
+    checked,
+    prompting,
+    refuse_renamed,
+    text_field,
+    validated,
+)
+from saccade.serve.service import Exchange, Service
 from saccade.serve.tools import ReplyFormat
 
 IN_CHAT = {
@@ -197,7 +207,7 @@ def messages_of(asked: MessagePrompt) -> list[Json]:
         raise invalid("messages has no message of the user; give one.", "messages")
     if turns[-1]["role"] == "assistant" and ("tool_calls" in turns[-1] or not turns[-1]["content"]):
         raise invalid("messages ends with a turn that cannot be continued; give its tool_result or text.", "messages")
-    texts = [_text(block, "text", "system") for block in system]
+    texts = [text_field(block, "text", "system") for block in system]
     told = "".join(text for text in texts if not text.startswith(BILLING))
     turns = [{**turn, "content": _content(turn["content"], turn["role"] != "user")} for turn in turns]
     if told:
@@ -235,13 +245,6 @@ def _only(fields: Any, where: str, known: Sequence[str]) -> Json:
     return given
 
 
-def _text(block: Json, name: str, where: str) -> str:
-    text = block.get(name)
-    if not isinstance(text, str):
-        raise invalid(f"{where}.{name} must be text.", f"{where}.{name}")
-    return text
-
-
 def _add(turns: list[Json], role: str, block: Json, where: str) -> None:
     """Add a block to a conversation, in the last turn where that is of its side."""
     if block["type"] == "tool_result":
@@ -254,7 +257,7 @@ def _add(turns: list[Json], role: str, block: Json, where: str) -> None:
         turns.append({"role": role, "content": []})
     turn = turns[-1]
     if block["type"] == "thinking":
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + _text(block, "thinking", where)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text_field(block, "thinking", where)
     elif block["type"] == "tool_use":
         turn.setdefault("tool_calls", []).append(_call(block, where))
     else:
@@ -263,13 +266,13 @@ def _add(turns: list[Json], role: str, block: Json, where: str) -> None:
 
 def _part(block: Json, where: str) -> Json:
     if block["type"] == "text":
-        return {"type": "text", "text": _text(block, "text", where)}
+        return {"type": "text", "text": text_field(block, "text", where)}
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or not isinstance(kind, str) or kind not in SOURCES:
         raise invalid(f"{where}.source.type must be base64 or url.", f"{where}.source.type")
     _only(source, f"{where}.source", ("type", *SOURCES[kind]))
-    first, *data = [_text(source, name, f"{where}.source") for name in SOURCES[kind]]
+    first, *data = [text_field(source, name, f"{where}.source") for name in SOURCES[kind]]
     url = f"data:{first};base64,{data[0]}" if data else first
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -279,7 +282,7 @@ def _call(block: Json, where: str) -> Json:
         raise invalid(f"{where}.input must be an object.", f"{where}.input")
     if block.get("caller", {"type": "direct"}) != {"type": "direct"}:
         raise invalid(f"{where}.caller must be direct: there are no other callers here.", f"{where}.caller")
-    name, number = (_text(block, field, where) for field in ("name", "id"))
+    name, number = (text_field(block, field, where) for field in ("name", "id"))
     function = {"name": name, "arguments": json.dumps(block["input"])}
     return {"id": number, "type": "function", "function": function}
 
@@ -289,7 +292,7 @@ def _result(block: Json, where: str) -> Json:
     parts = [_part(part, place) for part in _blocks(block.get("content", ""), place, ("text", "image"))]
     if block.get("is_error"):
         parts = [{"type": "text", "text": "Error: "}, *parts]
-    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": parts}
+    return {"role": "tool", "tool_call_id": text_field(block, "tool_use_id", where), "content": parts}
 
 
 def _content(parts: list[Json], joined: bool) -> str | list[Json]:
@@ -298,6 +301,142 @@ def _content(parts: list[Json], joined: bool) -> str | list[Json]:
     if is_text and (joined or len(parts) == 1):
         return "".join(part["text"] for part in parts)
     return parts
+
+
+SIGNATURE = "unsigned"  # of thoughts, which need none to be sent back
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+BEGINS: dict[str, Json] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+"""Kinds of blocks -> their fields as they begin."""
+
+
+class MessageForm(Form):
+    """One answer as Anthropic's ``Message``: its events while it grows, and the whole.
+
+    Args:
+        model: its name.
+        prompt_tokens: length of its prompt.
+        shows_thoughts: whether it has the text of its thoughts.
+    """
+
+    def __init__(self, model: str, prompt_tokens: int, shows_thoughts: bool) -> None:
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
+        self._prompt_tokens, self._shows_thoughts = prompt_tokens, shows_thoughts
+        self._count, self._kind = 0, ""  # blocks so far, and the kind of the one in progress
+
+    def begin(self, index: int, echo: str) -> bytes:
+        used = {"prompt_tokens": self._prompt_tokens, "completion_tokens": 0}
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(used)}
+        start = _event("message_start", message=message)
+        return start + _event("ping")
+
+    def chunk(self, index: int, piece: Piece, stats: Json | None, used: tuple[int, int]) -> bytes:
+        """Events of a piece; its trace and statistics are at the end."""
+        events = b""
+        if piece.reasoning:
+            text = piece.reasoning if self._shows_thoughts else ""
+            events += self._open("thinking")
+            if text:
+                events += self._delta("thinking", thinking=text)
+        if piece.text:
+            events += self._open("text")
+            events += self._delta("text", text=piece.text)
+        for call in piece.calls:
+            function = call["function"]
+            if call.get("id"):
+                events += self._close()
+                events += self._open("tool_use", id=call["id"], name=function["name"])
+            if function.get("arguments"):
+                events += self._delta("input_json", partial_json=function["arguments"])
+        if piece.finish:
+            events += self._close()
+        return events
+
+    def end(self, choices: Sequence[Choice], used: Json, details: Sequence[Json] = ()) -> bytes:
+        ended = _ended(choices[0], details)
+        delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
+        last = _event("message_delta", delta=delta, usage=_usage(used), **ended)
+        return last + _event("message_stop")
+
+    def broken(self, refusal: Refusal) -> bytes:
+        return refusal.event("/v1/messages")
+
+    def body(self, choices: Sequence[Choice], used: Json, details: Sequence[Json]) -> bytes:
+        choice = choices[0]
+        content: list[Json] = []
+        if choice.reasoning:
+            thoughts = choice.reasoning if self._shows_thoughts else ""
+            content.append({"type": "thinking", "thinking": thoughts, "signature": SIGNATURE})
+        if choice.text:
+            content.append({"type": "text", "text": choice.text})
+        for call in choice.calls:
+            function = call["function"]
+            about = {"id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
+            content.append({"type": "tool_use", **about})
+        whole = {**self._head, "content": content, **_ended(choice, details), "usage": _usage(used)}
+        return json.dumps(whole).encode()
+
+    def _open(self, kind: str, **fields: Any) -> bytes:
+        """Begin a block of a kind, unless one is in progress."""
+        if self._kind == kind:
+            return b""
+        events = self._close()
+        self._kind = kind
+        block = {"type": kind, **BEGINS[kind], **fields}
+        return events + _event("content_block_start", index=self._count, content_block=block)
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._count, delta={"type": f"{kind}_delta", **fields})
+
+    def _close(self) -> bytes:
+        """End the block in progress, where there is one."""
+        if not self._kind:
+            return b""
+        events = self._delta("signature", signature=SIGNATURE) if self._kind == "thinking" else b""
+        events += _event("content_block_stop", index=self._count)
+        self._kind = ""
+        self._count += 1
+        return events
+
+
+def _ended(choice: Choice, details: Sequence[Json]) -> Json:
+    reason, stop = STOP_REASONS.get(choice.finish or "", "end_turn"), None
+    if reason == "end_turn" and choice.stop is not None:
+        reason, stop = "stop_sequence", choice.stop
+    ended = {"stop_reason": reason, "stop_sequence": stop, **metrics([choice])}
+    if details:
+        ended["saccade"] = details[0]
+    return ended
+
+
+def _usage(used: Json) -> Json:
+    """Counts as this API divides them: the prompt's cached tokens are no input tokens."""
+    cached = used.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return {
+        "input_tokens": used["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": used["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": thoughts},
+    }
+
+
+def _input(arguments: str) -> Json:
+    """Arguments of a call, those that are there where they were cut."""
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
 class MessageExchange(Exchange):

@@ -29,7 +29,7 @@ from saccade.ray_cluster import LOCAL, connected, limit_threads, places
 from saccade.serve.app import make_app
 from saccade.serve.configuration import KEYS_VARIABLE, ConfigError, ServerConfig, read_config
 from saccade.serve.front import Forwarded, Front, QueueFull, ReplicaLost, ranked
-from saccade.serve.streaming import Message
+from saccade.serve.service import Message
 
 log = logging.getLogger("saccade.serve")
 NAME = "saccade"  # of the application in Ray Serve

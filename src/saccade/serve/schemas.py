@@ -317,6 +317,14 @@ def refuse_renamed(fields: Iterable[str], names: Mapping[str, str]) -> None:
             raise invalid(f"The field {name} is unknown; {names[name]} may be meant.", name, "unknown_parameter")
 
 
+def text_field(fields: Any, name: str, where: str) -> str:
+    """A text among the fields of an object, which is at ``where`` of the body."""
+    text = fields.get(name) if isinstance(fields, Mapping) else None
+    if not isinstance(text, str):
+        raise invalid(f"{where}.{name} must be text.", f"{where}.{name}")
+    return text
+
+
 def prompting(kind: type[Kind], content: bytes) -> Kind:
     """Check the body of a request that counts, which has the fields that decide a prompt alone."""
     body = validated(kind, content)

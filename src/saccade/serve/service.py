@@ -1,4 +1,4 @@
-"""Parts of a server that its routes share: models, owner, metrics, and who may send how many requests."""
+"""What the routes of a server share, who may send how many requests, and one exchange with a client."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import asyncio
 import hashlib
 import hmac
 import math
-import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 
 from saccade.errors import SaccadeError
 from saccade.inputs.processor import MediaOptions
-from saccade.serve.configuration import MIB, ServerConfig
+from saccade.serve.answers import Choice, Form, Piece, usage
+from saccade.serve.configuration import MIB, Limits, ServerConfig
 from saccade.serve.models import ServedModel
-from saccade.serve.monitoring import Metrics
-from saccade.serve.owner import Owner
-from saccade.serve.refusals import Json, Refusal, refusal_of, too_many
+from saccade.serve.monitoring import Metrics, Timing
+from saccade.serve.owner import Event, Job, Owner
+from saccade.serve.refusals import Json, Refusal, invalid, refusal_of, too_many
+from saccade.serve.schemas import AnyRequest, ChatRequest, CompletionRequest, StreamOptions, checked, has_media
 from saccade.serve.workers import PromptWorkers
 from saccade.wording import unknown_name
 
@@ -34,6 +37,85 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 MOST_CLIENTS = 10_000  # clients whose counts are remembered; the longest unseen idle one is forgotten first
 MINUTE = 60.0
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(slots=True)
+class _Client:
+    running: int = 0  # concurrent ones
+    times: deque[float] = field(default_factory=deque)  # of those of the last minute
+
+
+class Gate:
+    """Accepted hosts, API keys, and limits per client."""
+
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hosts, self._limits, self._clock = config.hosts, config.limits, clock
+        keys = config.keys()
+        self._digests, self.has_keys = [_digest(key) for key in keys], bool(keys)
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+
+    def client(self, scope: MutableMapping[str, Any]) -> str:
+        """Check host and key of a request; return the name that counts it: its key's digest, or its address.
+
+        Hosts are checked so that no web site can point a name at this server.
+        """
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        name = host.rpartition(":")[0] or host
+        if host.startswith("["):  # IPv6
+            name = host[1:].partition("]")[0]
+        if self._hosts and name not in self._hosts:
+            message = "The host name of this request is not served; list it in server.allowed_hosts."
+            raise Refusal(403, message, "host", "permission_error", "host_not_allowed")
+        if not self._digests:
+            return str((scope.get("client") or ("unknown", 0))[0])
+        scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]  # all of them, always
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key."
+            raise Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
+        return digest.hex()
+
+    @contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """Count a request of a client while the context is open."""
+        client = self._clients.setdefault(name, _Client())
+        self._clients.move_to_end(name)
+        for other in list(self._clients) if len(self._clients) > MOST_CLIENTS else ():
+            if len(self._clients) > MOST_CLIENTS and not self._clients[other].running:
+                del self._clients[other]
+        self._check(client)
+        client.running += 1
+        try:
+            yield
+        finally:
+            client.running -= 1
+
+    def _check(self, client: _Client) -> None:
+        concurrent, per_minute = self._limits.requests_per_key, self._limits.requests_per_minute
+        if concurrent and client.running >= concurrent:
+            raise too_many(f"its {concurrent} concurrent requests", 1)
+        if per_minute:
+            now = self._clock()
+            while client.times and client.times[0] <= now - MINUTE:
+                client.times.popleft()
+            if len(client.times) >= per_minute:
+                wait = math.ceil(client.times[0] + MINUTE - now)
+                raise too_many(f"its {per_minute} requests per minute", max(wait, 1))
+            client.times.append(now)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class Service:
@@ -123,104 +205,216 @@ class Service:
         return 200, {"status": "ok"}
 
 
-@dataclass(slots=True)
-class _Client:
-    running: int = 0  # concurrent ones
-    times: deque[float] = field(default_factory=deque)  # of those of the last minute
+class ClientGone(Exception):
+    """The client has closed the connection, or reads too slowly."""
 
 
-class Gate:
-    """Accepted hosts, API keys, and limits per client."""
+async def gone(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
-    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._hosts, self._limits, self._clock = config.hosts, config.limits, clock
-        keys = config.keys()
-        self._digests, self.has_keys = [_digest(key) for key in keys], bool(keys)
-        self._clients: OrderedDict[str, _Client] = OrderedDict()
 
-    def client(self, scope: MutableMapping[str, Any]) -> str:
-        """Check host and key of a request; return the name that counts it: its key's digest, or its address.
+async def body_of(receive: Receive, limits: Limits) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limits.max_body_mib * 2**20:
+                    raise _too_large(limits)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise Refusal(408, "The body came too slowly; send it again.", "timeout") from None
 
-        Hosts are checked so that no web site can point a name at this server.
-        """
-        headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
-        name = host.rpartition(":")[0] or host
-        if host.startswith("["):  # IPv6
-            name = host[1:].partition("]")[0]
-        if self._hosts and name not in self._hosts:
-            message = "The host name of this request is not served; list it in server.allowed_hosts."
-            raise Refusal(403, message, "host", "permission_error", "host_not_allowed")
-        if not self._digests:
-            return str((scope.get("client") or ("unknown", 0))[0])
-        scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, each) for each in self._digests]  # all of them, always
-        if scheme.lower() != "bearer" or not any(matches):
-            message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key."
-            raise Refusal(401, message, "authentication", "authentication_error", "invalid_api_key")
-        return digest.hex()
 
-    @contextmanager
-    def request(self, name: str) -> Iterator[None]:
-        """Count a request of a client while the context is open."""
-        client = self._clients.setdefault(name, _Client())
-        self._clients.move_to_end(name)
-        for other in list(self._clients) if len(self._clients) > MOST_CLIENTS else ():
-            if len(self._clients) > MOST_CLIENTS and not self._clients[other].running:
-                del self._clients[other]
-        self._check(client)
-        client.running += 1
+async def json_of(scope: Message, receive: Receive, limits: Limits) -> bytes:
+    headers = dict(scope["headers"])
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise Refusal(415, "The content type must be application/json; set that header.")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length[:20]) > limits.max_body_mib * 2**20:
+        raise _too_large(limits)
+    try:
+        return await body_of(receive, limits)
+    except ClientGone:
+        raise Refusal(400, "The client has gone before the end of the body.", "client_gone") from None
+
+
+def _too_large(limits: Limits) -> Refusal:
+    return Refusal(413, f"The body is larger than {limits.max_body_mib} MiB; send smaller media.", "too_large")
+
+
+class Exchange(Response):
+    """Answer of an endpoint; an ASGI response that also reads the body and watches the connection."""
+
+    names: Mapping[str, str] = MappingProxyType({})  # fields of chat requests -> what the endpoint calls them
+
+    def __init__(self, service: Service, kind: type[AnyRequest]) -> None:
+        self.background = None
+        self._service, self._kind = service, kind
+        self._limits, self._metrics = service.config.limits, service.metrics
+        self._jobs: list[Job] = []
+        self._events: list[tuple[int, Event]] = []  # by choice, which have not been written yet
+        self._changed = asyncio.Event()  # there are events, or the exchange is closed
+        self._is_closed = False  # the client has gone, or has its answer
+        self._is_slow = False  # the client, which has gone
+        self._tokens = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        service = self._service
         try:
-            yield
+            client, began = service.gate.client(scope), time.perf_counter()
+            with service.gate.request(client):
+                body = self._read(await json_of(scope, receive, self._limits), client)
+                await self._submit(body, service.sharing(client), began)
+                watching = asyncio.create_task(self._watch(receive))
+                try:
+                    await (self._stream if body.stream else self._whole)(send)
+                except ClientGone:
+                    self._metrics.failed("slow_reader" if self._is_slow else "client_gone")
+                finally:
+                    watching.cancel()
+                    service.owner.cancel(self._jobs)
+        except Refusal as refusal:
+            raise refusal.renamed(self.names) from None  # an error that is its own cause is never freed
         finally:
-            client.running -= 1
+            scope["saccade.tokens"] = self._tokens
+            self._close()
+            self._jobs = []  # which call back here; without the cycle, images are freed at once
 
-    def _check(self, client: _Client) -> None:
-        concurrent, per_minute = self._limits.requests_per_key, self._limits.requests_per_minute
-        if concurrent and client.running >= concurrent:
-            raise too_many(f"its {concurrent} concurrent requests", 1)
-        if per_minute:
-            now = self._clock()
-            while client.times and client.times[0] <= now - MINUTE:
-                client.times.popleft()
-            if len(client.times) >= per_minute:
-                wait = math.ceil(client.times[0] + MINUTE - now)
-                raise too_many(f"its {per_minute} requests per minute", max(wait, 1))
-            client.times.append(now)
+    def _read(self, content: bytes, client: str) -> AnyRequest:
+        return checked(self._kind, content)
 
+    def _make_form(self, body: AnyRequest, model: str) -> Form:
+        return Form(isinstance(body, ChatRequest), model, body.stream_options or StreamOptions())
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    async def _submit(self, body: AnyRequest, sharing: str | None, began: float) -> None:
+        """Prepare the jobs outside of the event loop, and queue them; ``sharing`` is the client of their prefixes."""
+        service = self._service
+        model = service.model(body.model)
+        count = body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1)
+        if not 1 <= count <= self._limits.max_choices:
+            raise invalid(f"A request may have 1 to {self._limits.max_choices} answers, not {count}.", "n")
+        service.check_room(count)
+        media = isinstance(body, ChatRequest) and has_media(body.messages)
+        self._jobs = await service.prepare(model.jobs, body, self._put, sharing, media=media)
+        self._vlm, self._extension = self._jobs[0].vlm, body.saccade
+        self._form = self._make_form(body, model.label)
+        self._choices = model.choices(body, self._jobs)
+        self._timings = [Timing(model.labels(self._vlm), began) for _ in self._jobs]
+        self._per_prompt, self._is_extended = body.n, "saccade" in body.model_fields_set
+        service.owner.submit(self._jobs)
 
+    async def _watch(self, receive: Receive) -> None:
+        """Wait for the end of the connection, then cancel the jobs."""
+        with suppress(asyncio.CancelledError):
+            await gone(receive)
+            self._service.owner.cancel(self._jobs)
+            self._close()
 
-class AccessLog:
-    """ASGI middleware that writes a line per request to standard error, without queries, headers and bodies.
-
-    Its status is 499 where the client left before the answer began. `Exchange` sets ``scope["saccade.tokens"]``.
-    """
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+    def _put(self, index: int, event: Event) -> None:
+        """Take an event of a choice, in the event loop."""
+        if self._is_closed:
             return
-        began, status = time.perf_counter(), 499
+        self._events.append((index, event))
+        self._changed.set()
+        if len(self._events) > self._limits.stream_buffer:
+            self._is_slow = True
+            self._service.owner.cancel(self._jobs)
+            self._close()
 
-        async def watch(message: dict[str, Any]) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
+    def _close(self) -> None:
+        self._is_closed = True
+        self._events.clear()
+        self._changed.set()
 
+    async def _take(self) -> list[tuple[int, Event]]:
+        """Wait for events and return all of them, oldest first."""
+        await self._changed.wait()
+        if self._is_closed:
+            raise ClientGone
+        self._changed.clear()
+        events, self._events = self._events, []
+        return events
+
+    # -- answers -------------------------------------------------------------------------------------------
+
+    async def _whole(self, send: Send) -> None:
+        left = len(self._choices)
+        while left:
+            for index, event in await self._take():
+                if event.error is not None:
+                    raise refusal_of(event.error)
+                self._add(index, event)
+                left -= event.is_last
+        body = self._form.body(self._choices, usage(self._choices, self._per_prompt), self._details())
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._begin(send, headers)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        events = await self._take()
+        for _, event in events:
+            if event.error is not None:
+                raise refusal_of(event.error)
+        await self._begin(send, SSE_HEADERS)
+        parts = [self._form.begin(index, choice.text) for index, choice in enumerate(self._choices)]
+        left = len(self._choices)
+        while True:
+            for index, event in events:
+                if event.error is not None:
+                    refusal = refusal_of(event.error)
+                    self._metrics.failed(refusal.kind)
+                    await self._write(send, b"".join([*parts, self._form.broken(refusal)]), last=True)
+                    return
+                piece, choice = self._add(index, event), self._choices[index]
+                left -= event.is_last
+                wanted = event.is_last and (self._extension.stats or self._extension.trace)
+                written = piece.text or piece.reasoning or piece.calls
+                if written or piece.trace or piece.finish or (piece.logprobs and event.tokens):
+                    used = len(self._jobs[index].request.prompt), choice.count
+                    parts.append(self._form.chunk(index, piece, self._stats(choice) if wanted else None, used))
+            if not left:
+                break
+            if parts:
+                await self._write(send, b"".join(parts))
+            events, parts = await self._take(), []
+        parts.append(self._form.end(self._choices, usage(self._choices, self._per_prompt), self._details()))
+        await self._write(send, b"".join(parts), last=True)
+
+    def _add(self, index: int, event: Event) -> Piece:
+        self._tokens += len(event.tokens)
+        if event.tokens:
+            self._metrics.tokens(self._timings[index], event)
+        if event.output is not None:
+            self._metrics.finished(self._timings[index], event.output, event.at)
+        return self._choices[index].add(event)
+
+    def _details(self) -> list[Json]:
+        """Traces and statistics of the choices, where the request has asked for some."""
+        details = []
+        for choice in self._choices if self._is_extended else ():
+            details.append({**({"steps": choice.steps} if choice.traced else {}), "stats": self._stats(choice)})
+        return details
+
+    def _stats(self, choice: Choice) -> Json:
+        assert choice.output is not None
+        return {"method": self._vlm.method, "lossless": self._vlm.lossless, **choice.output.stats.as_dict()}
+
+    async def _begin(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        request = (b"x-request-id", self._form.id.encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*headers, request]})
+
+    async def _write(self, send: Send, body: bytes, last: bool = False) -> None:
         try:
-            await self._app(scope, receive, watch)
-        except Exception:
-            status = 500
-            raise
-        finally:
-            path = scope["raw_path"].decode("latin-1")[:200]  # as it came: without line breaks
-            seconds, tokens = time.perf_counter() - began, scope.get("saccade.tokens", 0)
-            line = f"{scope['method']} {path} {status} {seconds:.3f} s {tokens} tokens"
-            print(time.strftime("%Y-%m-%dT%H:%M:%S"), line, file=sys.stderr, flush=True)
+            async with asyncio.timeout(self._limits.send_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": not last})
+        except TimeoutError:
+            self._is_slow = True
+            raise ClientGone from None
