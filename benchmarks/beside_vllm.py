@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.pocket_pair import FIRST_SEED, table
 from saccade.bench.suites import load as load_suite
-from saccade.data.catalogue import Template
+from saccade.data.conversations import Template
 from saccade.pocket import draw, target_path
 
 TASKS = ("chart", "scene", "receipt")

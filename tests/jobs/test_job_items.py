@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 
 from checkpoints import saved_picture, says, text
-from saccade.data.catalogue import Template
-from saccade.data.conversations import Messages
+from saccade.data.conversations import Messages, Template
 from saccade.errors import InputError, SaccadeError
-from saccade.jobs.item_sources import _BLOCK, ItemSource, json_row_at, json_rows
-from saccade.jobs.items import Item, Stored, TemplateOptions
+from saccade.jobs.items import _BLOCK, Item, ItemSource, Stored, TemplateOptions, json_row_at, json_rows
 from saccade.jobs.job import BatchJob, Shard, preview
 from saccade.jobs.running import ReadAhead
 
@@ -247,7 +245,7 @@ def test_an_array_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Mon
     for indent, begin in ((None, b""), (1, b"\xef\xbb\xbf \n")):
         path.write_bytes(begin + json.dumps(objects, indent=indent, ensure_ascii=False).encode())
         for block in (1, 17, _BLOCK):
-            monkeypatch.setattr("saccade.jobs.item_sources._BLOCK", block)
+            monkeypatch.setattr("saccade.jobs.items._BLOCK", block)
             found = list(json_rows(path))
             assert [json.loads(piece) for _, _, piece in found] == objects
             assert [number for number, _, _ in found] == list(range(1, 301))

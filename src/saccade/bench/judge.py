@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from saccade.data.catalogue import Template
+from saccade.data.conversations import Template
 from saccade.errors import InputError, SaccadeError
 from saccade.options import check_whole, make
 

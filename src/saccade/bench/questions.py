@@ -20,8 +20,9 @@ from saccade.bench import expectations, scorers
 from saccade.bench.expectations import REFERENCE, Expectation
 from saccade.bench.suites import Suite, TaskEntry
 from saccade.data import catalogue
-from saccade.data.catalogue import DataSet, Template
+from saccade.data.catalogue import DataSet
 from saccade.data.conversations import (
+    Template,
     check_media,
     media_parts,
     parse_json,

@@ -83,8 +83,7 @@ def batch(
     models.arguments()  # a mistake shows before the items are read
     from saccade.engine.slots import KV_MEMORY_SHARE
     from saccade.inputs.processor import MediaOptions
-    from saccade.jobs.item_sources import ItemSource
-    from saccade.jobs.items import TemplateOptions
+    from saccade.jobs.items import ItemSource, TemplateOptions
     from saccade.jobs.job import BatchJob, Shard, is_stream, preview, written
     from saccade.jobs.running import Attempt, ItemWorker, is_of, run
     from saccade.profile import read_profile

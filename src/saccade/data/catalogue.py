@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from saccade.data.conversations import Template
 from saccade.errors import InputError
 from saccade.options import check_whole
 from saccade.wording import meant
@@ -20,34 +20,6 @@ PAPERS = {"dream": "DREAM", "hivis": "HiViS", "lvspec": "LVSpec", "sage": "SAGE"
 PARTS = ("question", "images", "videos", "choices", "reference", "id", "category", "turns")
 """Parts of a question that a column can be named for."""
 _LISTS = ("images", "videos", "choices")
-
-
-class Template:
-    """Prompt with fields of the items, such as ``Describe {name}``; ``{{`` and ``}}`` are braces."""
-
-    def __init__(self, text: str) -> None:
-        if not text.strip():
-            raise InputError("The prompt is empty; give a question, such as 'Describe the picture.'.")
-        try:
-            pieces = list(string.Formatter().parse(text))
-        except ValueError:
-            raise InputError(f"The prompt {text!r} has a single brace; write {{{{ and }}}} for braces.") from None
-        for _, name, form, conversion in pieces:
-            if name is not None and (not name.isidentifier() or form or conversion):
-                raise InputError(
-                    f"The prompt has the field {{{name}}}, which is no plain name; write {{{{ and }}}} for braces."
-                )
-        self._pieces = [(before, name) for before, name, _, _ in pieces]
-        self.names = [name for _, name in self._pieces if name is not None]  # of its fields, in order
-
-    def fill(self, fields: Mapping[str, Any]) -> str:
-        for name in self.names:
-            if name not in fields:
-                raise InputError(f"the prompt names {{{name}}}, but the item has {', '.join(fields) or 'no fields'}")
-            value = fields[name]
-            if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-                raise InputError(f"the prompt's field {name} must be a text or a number, not {str(value)[:60]!r}")
-        return "".join(before + ("" if name is None else str(fields[name])) for before, name in self._pieces)
 
 
 @dataclass(frozen=True, slots=True)

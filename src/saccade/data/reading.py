@@ -15,8 +15,8 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from saccade.data.catalogue import DataSet, Template
-from saccade.data.conversations import MARKS, Content, Messages, placed, without_blank
+from saccade.data.catalogue import DataSet
+from saccade.data.conversations import MARKS, Content, Messages, Template, placed, without_blank
 from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 

@@ -26,7 +26,7 @@ from saccade.data.conversations import (
 )
 from saccade.errors import InputError, SaccadeError
 from saccade.files import check_reread, write_file
-from saccade.jobs.item_sources import json_row_at, json_rows
+from saccade.jobs.items import json_row_at, json_rows
 from saccade.jobs.job import key_of
 from saccade.options import check_keys, check_whole
 from saccade.pocket import WORLD, Sample, draw, lacks

@@ -22,7 +22,7 @@ from saccade.data.conversations import placed
 from saccade.errors import InputError
 from saccade.evaluators.evaluated_model import EvaluatedModel, TaskAnswer, TaskQuestion, described, rates
 from saccade.inputs.processor import Messages
-from saccade.jobs.item_sources import IMAGES
+from saccade.jobs.items import IMAGES
 
 SOUND_ENDINGS = {".wav", ".mp3", ".m4a", ".aac", ".flac", ".ogg", ".opus"}
 

@@ -18,8 +18,7 @@ from saccade.engine import Request, Row
 from saccade.engine.row import RowPlan
 from saccade.errors import InputError, SaccadeError
 from saccade.inputs.processor import MediaOptions
-from saccade.jobs.item_sources import ItemSource
-from saccade.jobs.items import NO_ID, SAME_ID, Item, TemplateOptions
+from saccade.jobs.items import NO_ID, SAME_ID, Item, ItemSource, TemplateOptions
 from saccade.options import check_whole
 from saccade.resumable import SHOWN, Journal, encoded
 

@@ -24,8 +24,7 @@ from saccade.errors import InputError, SaccadeError
 from saccade.files import write_file
 from saccade.inputs.families.family import Prompt
 from saccade.inputs.processor import MediaOptions, RowInput, predictions_of
-from saccade.jobs.item_sources import ItemSource
-from saccade.jobs.items import KINDS, Item, Stored, TemplateOptions
+from saccade.jobs.items import KINDS, Item, ItemSource, Stored, TemplateOptions
 from saccade.jobs.job import (
     BatchJob,
     Known,
