@@ -78,15 +78,15 @@ NAMESAKES = {
 
 PARTS = {
     "cli": (("cli",), 2_326),
-    "serve": (("serve",), 6_038),
+    "serve": (("serve",), 5_979),
     "training": (("train", "distill"), 5_066),
     "measuring": (("bench", "theory", "memory_plan"), 4_198),
-    "jobs": (("jobs", "data", "ray_cluster"), 2_455),
-    "checkpoints": (("checkpoints", "evaluators"), 1_243),
+    "jobs": (("jobs", "data", "ray_cluster"), 2_400),
+    "checkpoints": (("checkpoints", "evaluators"), 1_219),
     "pocket": (("pocket",), 1_460),
 }
 """Parts around the core: their packages, and the most lines that these have together."""
-CORE = 29_000
+CORE = 29_138
 """Most lines of everything else, which imports none of the parts."""
 TESTS, TOOLS = 55_200, 11_516
 """Most lines of the tests, and of tools and benchmarks together."""
